@@ -11,10 +11,10 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -46,6 +46,7 @@ FORWARDED = (
 )
 """Environment variables that the driver's processes on a cluster get from it; those of a Ray of its
 own inherit all."""
+T = TypeVar("T")
 
 
 class RayDied(RuntimeError):
@@ -242,16 +243,35 @@ def _init(**options: Any) -> Path:
     # That of a checkout; Python's own are in every worker's path, behind the standard library.
     path = [] if here in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else [here]
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    context: Any = ray.init(
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        job_config=Job(_py_driver_sys_path=path),
-        **options,
+    context: Any = _twice(
+        lambda: ray.init(
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            job_config=Job(_py_driver_sys_path=path),
+            **options,
+        )
     )
     if threading.current_thread() is threading.main_thread():
         # Ray installs its own handler, under which a cancelled run would end as crashed.
         signal.signal(signal.SIGTERM, on_sigterm)
     return Path(context.address_info["session_dir"])
+
+
+def _twice(start: Callable[[], T]) -> T:
+    """Start Ray, once more where the machine is too busy: Ray waits 30 s for its own processes, and
+    raises a bare Exception then. Raises RuntimeError after the second time."""
+    late: Exception | None = None
+    for _ in range(2):
+        try:
+            return start()
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            late = error
+    raise RuntimeError(
+        f"Ray did not start: {late} It was tried twice. Start again when other programs have left "
+        "some cores free"
+    ) from late
 
 
 def _require_answer(address: str) -> None:

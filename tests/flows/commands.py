@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import yaml
 from safetensors.numpy import load_file, save_file
 
+from flows.ending import SIGNALS
 from tests.conftest import DEMO, REPOSITORY
 
 LINE_TIMEOUT_S = 400.0
@@ -45,6 +46,12 @@ def write_config(directory: Path, num_prompts: int = 24, **changes: object) -> P
     return path
 
 
+def with_default_signals() -> None:
+    """As an interactive shell starts a command, whatever the tests' own parent ignores."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Command:
     """`refrain` with arguments, in a process group of its own, its output read line by line."""
 
@@ -65,6 +72,7 @@ class Command:
             cwd=REPOSITORY,
             env={**environment, "COLUMNS": "200"},
             start_new_session=True,
+            preexec_fn=with_default_signals,
         )
         self.lines: list[str] = []
         self._fresh: queue.Queue[str | None] = queue.Queue()

@@ -14,11 +14,12 @@ from typing import IO, Any
 import psutil
 import pytest
 
+from flows.ending import SIGNALS
 from tasks.run.run_dir import REF_FILE, RUN_MARK
 from tests.conftest import REPOSITORY
+from tests.flows.commands import with_default_signals
 
 TIMEOUT_S = 60.0
-SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 FLOW = """
 import asyncio, atexit, sys, time
 import flows.ending
@@ -88,12 +89,6 @@ def command():
 run_command(command)
 """
 SAYS = "from flows.command import run_command; run_command(lambda: print('a table'))"
-
-
-def with_default_signals() -> None:
-    """As an interactive shell starts a command, whatever the tests' own parent ignores."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from engines.inference.drafting.drafters import Drafters
 from engines.rollout.moves import Race, Redraft, RolloutView
 from schemas.counts import StreamCounts
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest
+from tests.inference.pace import paced
 from tests.inference.real import CONFIG, requests, roll_out, weights_of
 from tests.inference.test_engine import drafts_of, history_of
 from tests.listening import assert_on_loopback, family
@@ -172,7 +173,8 @@ async def test_redrafting_changes_no_token(engines, drafters, learner, prompts, 
     todo = [(1, request) for request in drafted_requests(prompts, COUPLED)]
     other, weights = DraftSetting("small", 2, coupled=False), weights_of(learner, prompts)
     policy = RedraftAll(other, COUPLED)
-    finished, _, _ = await roll_out_drafted(engines, drafters, weights, todo, [policy])
+    async with paced(engines):
+        finished, _, _ = await roll_out_drafted(engines, drafters, weights, todo, [policy])
     assert_as_without_drafts(finished, on_one_engine)
     assert other in policy.told
 

@@ -193,3 +193,40 @@ async def test_a_node_that_the_run_needs_is_missed_and_no_other(monkeypatch):
     assert await watch._silent() == "the node of trainer rank 0, 1 is dead"
     del alive["here"]
     assert await watch._silent() == "the node of this machine, trainer rank 0, 1 is dead"
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_node_that_is_late_is_started_once_more(monkeypatch, tmp_path, num_failures):
+    """Ray gives its own processes 30 s, which a busy machine may need."""
+    import ray
+
+    starts = []
+
+    def init(**options):
+        starts.append(options)
+        if len(starts) <= num_failures:
+            raise Exception("The current node timed out during startup.")
+        return SimpleNamespace(address_info={"session_dir": str(tmp_path)})
+
+    monkeypatch.setattr(ray, "init", init)
+    if num_failures == 1:
+        assert ray_cluster._init(namespace="it") == tmp_path
+    else:
+        with pytest.raises(RuntimeError, match=r"timed out during startup\. It was tried twice"):
+            ray_cluster._init(namespace="it")
+    assert len(starts) == 2
+
+
+def test_another_error_of_ray_is_not_tried_again(monkeypatch):
+    import ray
+
+    starts = []
+
+    def init(**options):
+        starts.append(options)
+        raise ConnectionError("no such cluster")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConnectionError):
+        ray_cluster._init(namespace="it")
+    assert len(starts) == 1
