@@ -166,7 +166,7 @@ class Bench:
             rollout = {"kv_cache_bytes": self._kv_bytes()}
         changes["rollout"] = self.config.rollout.model_copy(update=rollout)
         config: EngineConfig = self.config.engine.model_copy(update=changes)
-        return RayEngine([*KINDS].index(name), config, 0, engine_class)
+        return RayEngine(0, config, 0, engine_class)
 
     def _kv_bytes(self) -> int:
         """Return bytes that hold all requests at their longest, two drafts ahead."""

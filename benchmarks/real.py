@@ -18,7 +18,8 @@ is the share that vLLM's prompt lookup would draft, replayed on the same respons
 share of steps that verified nothing.
 
 The first temperature is measured more often (`--first-laps`): there drafts bring least, and the
-question is what they cost. On a GPU all three engines share the first card.
+question is what they cost. Choose sizes so that a lap takes half a minute and more. On a GPU all
+three engines share the first card (not run on one yet).
 """
 
 import asyncio
