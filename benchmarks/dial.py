@@ -124,7 +124,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Bench:
+class DialRun:
     """The engines, their requests, and the history that they leave."""
 
     args: Namespace

@@ -33,7 +33,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks import one_step
-from benchmarks.dial import Bench, Turn
+from benchmarks.dial import DialRun, Turn
 from benchmarks.laps import Measured, Row, check_counts, rows_with
 from benchmarks.lockstep import Batch, DraftTally, generate_again
 from engines.reports.tables import plain_table
@@ -77,7 +77,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def measure(args: Namespace, console: Console) -> Measured:
     config, temperatures, prompts = read_arguments(args)
     with TemporaryDirectory(prefix="refrain-bench-") as directory:
-        bench = Bench(args, config, prompts, Path(directory), console)
+        bench = DialRun(args, config, prompts, Path(directory), console)
         turns = asyncio.run(bench.run(temperatures))
     rows = [turn.row() for turn in turns]
     for row, turn in zip(rows, turns, strict=True):
