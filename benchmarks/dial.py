@@ -19,6 +19,7 @@ from rich.console import Console
 
 from benchmarks import one_step
 from benchmarks.laps import Row, in_turn
+from benchmarks.recorded import UNDRAFTED
 from benchmarks.stock import StockEngine
 from engines.bounded import wait_for
 from engines.gpus.placement import Wanted
@@ -37,7 +38,6 @@ from tasks.run.model_inputs import model_shape
 from tasks.run.ray_cluster import ray_cluster
 
 AS_IT_IS = PolicyWeights(policy_version=0, source=None, canaries=())
-UNDRAFTED = DraftingConfig(enabled=False)
 GPU_SHARE = 0.3
 """Share of the card for each of the three engines."""
 CPU_KV_BYTES = 2 * 2**30
@@ -60,7 +60,7 @@ class DialEngine(CheckpointEngine):
         self._config = self._config.model_copy(update={"rollout": rollout})
         if self._config.speculates:
             config = self._config.model_dump_json()
-            await self._llm.collective_rpc("install_drafting", args=(config, self.index))
+            await self._llm.collective_rpc("begin_drafting", args=(config, self.index))
 
 
 class StockDialEngine(DialEngine, StockEngine):

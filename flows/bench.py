@@ -90,7 +90,7 @@ BENCHES = {
     ),
     "real": Bench(
         "your model and prompts, drafting off and on, by temperature: what drafts bring",
-        "40 minutes for a model of 135M parameters",
+        "up to 2 hours for a model of 135M parameters",
     ),
     "rollout": Bench(
         "rollouts on real engines: stock vLLM against drafting off and on, by epoch",

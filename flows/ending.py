@@ -69,9 +69,7 @@ class _Running:
             os._exit(INTERRUPTED)
         _UNWINDING.set()
         # By the kernel, as Python calls no handler while it waits in C.
-        for other in SIGNALS:
-            if signal.getsignal(other) is not signal.SIG_IGN:
-                signal.signal(other, signal.SIG_DFL)
+        _handle(signal.SIG_DFL)
         leave_dead_terminal()
         print(f"ending ({signal.Signals(number).name}); once more ends at once", flush=True)
         # Until Python has exited, not the flow alone: Prefect sends its last logs then.
@@ -121,14 +119,19 @@ def _handling(handler: Handler) -> Generator[None]:
         yield
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    handled = [number for number, old in before.items() if old is not signal.SIG_IGN]
-    for number in handled:
-        signal.signal(number, handler)
+    _handle(handler)
     try:
         yield
     finally:
-        for number in () if _UNWINDING.is_set() else handled:
-            signal.signal(number, before[number] or signal.SIG_DFL)
+        for number, old in () if _UNWINDING.is_set() else before.items():
+            signal.signal(number, old or signal.SIG_DFL)
+
+
+def _handle(handler: Handler | signal.Handlers) -> None:
+    """Set the handler of all of them that are not ignored."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -40,6 +40,10 @@ class WorkerExtension:
     def install_drafting(self, config_json: str, engine: int) -> None:
         """Replace the runner's speculator. Call once, before the first request."""
         self._sample_without_drafts()
+        self.begin_drafting(config_json, engine)
+
+    def begin_drafting(self, config_json: str, engine: int) -> None:
+        """Draft with a proposer that has learnt nothing yet, between two stages."""
         if self._drafts:
             from engines.inference.drafting.proposer import Proposer
 
