@@ -252,7 +252,8 @@ class HistoryDrafter:
             self._ask_siblings(self._siblings, drafts, places, *text[:3])
         self._evidence[places] = drafts.evidence
         probabilities = self.acceptance.of_drafts(drafts.evidence, drafts.num)
-        paying = self.gate.keep(probabilities, drafts.num, float(num_tokens.sum()))
+        known = (float(num_tokens.sum()), self.acceptance.num_observed)
+        paying = self.gate.keep(probabilities, drafts.num, *known)
         drafts.num = keep_likeliest(probabilities, paying, max_draft_tokens)
         return drafts
 

@@ -39,6 +39,7 @@ _PLACES = 12
 """Classes of where a draft token stands: the length of the match (4, 8, 16 tokens and above), and
 how many draft tokens are before it (1, 4). After a long match the same sightings say more, and
 a draft that has been right for long has found its place."""
+_DRAFTED_PLACES = 3
 _COUNTED, _FORESEEN = (_SEEN, _SHARES + 1, _PLACES), (_LEADS, _KNOWN, _PLACES)
 _NUM_COUNTED = math.prod(_COUNTED)
 NUM_EVIDENCE = _NUM_COUNTED + math.prod(_FORESEEN)
@@ -60,6 +61,23 @@ def evidence_shares() -> np.ndarray:
     lead, known, _ = np.unravel_index(np.arange(math.prod(_FORESEEN)), _FORESEEN)
     ahead = np.array([0.15, 0.45, 0.7, 0.85, 0.93, 0.98])[known] * (lead + 3) / (_LEADS + 2)
     return np.concatenate([middle * times / (times + 1.0), ahead])
+
+
+def evidence_factors() -> tuple[np.ndarray, np.ndarray]:
+    """Return what each class is made of, in ones and zeros, of drafts by counts and of those by
+    counts and noise; float64 [classes of these, factors]. The first column is 1 for all. Then come
+    the classes of its two numbers, of its match, and of the draft tokens before it."""
+    by_counts, by_noise = (_factors_of(shape) for shape in (_COUNTED, _FORESEEN))
+    return by_counts, by_noise
+
+
+def _factors_of(shape: tuple[int, int, int]) -> np.ndarray:
+    first, second, place = np.unravel_index(np.arange(math.prod(shape)), shape)
+    match, drafted = np.divmod(place, _DRAFTED_PLACES)
+    sizes = (*shape[:2], _PLACES // _DRAFTED_PLACES, _DRAFTED_PLACES)
+    indexes = (first, second, match, drafted)
+    columns = [np.eye(size)[index] for size, index in zip(sizes, indexes, strict=True)]
+    return np.hstack([np.ones((len(place), 1)), *columns])
 
 
 @njit
@@ -114,7 +132,7 @@ def _counted(num_parent, num_child):
 def _place(length, drafted):
     """The class of a draft token's place, 0..`_PLACES` - 1."""
     match = (length >= 4) + (length >= 8) + (length >= 16)
-    return match * 3 + (drafted >= 1) + (drafted >= 4)
+    return match * _DRAFTED_PLACES + (drafted >= 1) + (drafted >= 4)
 
 
 @njit(inline="always")

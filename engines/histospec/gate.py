@@ -21,6 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
+from engines.histospec.budget import keep_likeliest
 from engines.latency.interface import Latency
 
 _WINDOWS = (0, 1, 2, 4, 8, 16, 32)
@@ -149,11 +150,16 @@ class Gate:
         self._looked = False
 
     def keep(
-        self, probabilities: np.ndarray, num_drafted: np.ndarray, context_tokens: float
+        self,
+        probabilities: np.ndarray,
+        num_drafted: np.ndarray,
+        context_tokens: float,
+        num_observed: float,
     ) -> np.ndarray:
         """How many of each request's draft tokens to verify; int32 [rows], as `num_drafted` is.
 
         `probabilities`: [rows, window], see `Acceptance.of_drafts`. `context_tokens`: of all rows.
+        `num_observed`: draft tokens that these probabilities were learnt from.
         """
         if self.times is None:
             return num_drafted
@@ -161,9 +167,16 @@ class Gate:
         look_s = self.look_times.of(batch)
         threshold, pays = _choose(self.times, probabilities, batch, context_tokens, look_s)
         self.breaks.note(batch, pays=pays)
-        return (probabilities >= threshold).sum(axis=1).astype(np.int32)
+        paying = (probabilities >= threshold).sum(axis=1).astype(np.int32)
+        return keep_likeliest(probabilities, paying, FIRST_TOKENS + int(num_observed))
 
 
+FIRST_TOKENS = 32
+"""Draft tokens that the first step verifies, at most. A later one verifies as many more as were
+verified before: to try what is not known more often in one step tells nothing more."""
+LEAST_GAIN = 1.03
+"""Tokens per second over those without drafts from which on drafts are verified: what is expected
+of them and of their cost is not known better."""
 LOOK_ROWS = 128
 """Rows that take as long as what each look takes whatever its batch."""
 NUM_REMEMBERED = 15
@@ -189,6 +202,6 @@ def _choose(
     seconds = times.step_s(batch, context_tokens, num_rows, np.arange(len(order) + 1))
     rates = tokens / (look_s + seconds)
     best = int(np.argmax(rates))
-    if not best:
+    if rates[best] < LEAST_GAIN * rates[0]:
         return np.inf, False
-    return float(columns[order[best - 1]]), bool(rates[best] > batch / seconds[0])
+    return float(columns[order[best - 1]]), bool(rates[best] > LEAST_GAIN * batch / seconds[0])

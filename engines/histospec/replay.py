@@ -39,18 +39,21 @@ def replay(
     *,
     gate: Gate | None = None,
     acceptance: Acceptance | None = None,
+    sample_keys: np.ndarray | None = None,
 ) -> Replay:
     """Generate every response again, from its first token to its last.
 
     No response is empty. `table`: `IndexTable.rows`. `slots`: int32 [responses], the index of each,
     or `NO_INDEX`. `gate`: keeps what pays in the batch of unfinished responses; None: everything is
     verified. `acceptance`: what the gate and the choice of a match go by, learning from every pass;
-    None: a fresh one for the gate, and the longest match drafts.
+    None: a fresh one for the gate, and the longest match drafts. `sample_keys`: int64 [responses],
+    of the noise that each was drawn with, so that what it draws is drafted; None: it is not known.
     """
     token_ids, at, ends = known_sequences(prompts, responses, policy.cap)
     longest_alone = acceptance is None
     gate, acceptance = gate or Gate(None), acceptance or Acceptance()
     windows = policy.first(len(ends))
+    noise = without_noise(len(ends)) if sample_keys is None else sample_keys
     counts = np.zeros((4, len(ends)), np.int64)
     live, rows = np.arange(len(ends)), token_ids
     while len(live):
@@ -61,12 +64,12 @@ def replay(
             wanted = np.minimum(windows[live], ends[live] - num_tokens - 1)
             drafts = np.zeros((len(live), policy.cap), np.int32)
             evidence = np.zeros(drafts.shape, np.uint16)
-            keys = without_noise(len(live))
             worth = LONGEST_ALONE if longest_alone else acceptance.worth
-            args = (slots[live], rows, num_tokens, wanted, keys, worth)
+            args = (slots[live], rows, num_tokens, wanted, noise[live], worth)
             drafted = draft_batch(table, *args, drafts, evidence)
             probabilities = acceptance.of_drafts(evidence, drafted)
-            drafted = gate.keep(probabilities, drafted, float(num_tokens.sum()))
+            known = (float(num_tokens.sum()), acceptance.num_observed)
+            drafted = gate.keep(probabilities, drafted, *known)
             accepted = count_accepted(drafts, drafted, rows, num_tokens)
             acceptance.observe(evidence, drafted, accepted)
         counts[:, live] += [np.ones_like(drafted), drafted > 0, drafted, accepted]

@@ -9,10 +9,11 @@ what a pass without drafts costs does not drift while hardly any is made; `speed
 late compare with the many of a first epoch. To know it there are slots of the clock in which
 nothing is drafted (`plain_is_due`), the same for all engines of a machine: where they share its
 cores, one takes longer while another verifies. For the same reason the first pass after drafts
-teaches nothing: the host is still at their many tokens. The coefficients begin with a prior in
-which drafting costs little, and which a few dozen passes outweigh. A draft token is never taken to
-cost less than a share of what a token costs without drafts (`LEAST_SHARE`): while passes without
-drafts are few, an error in what they take would make drafts look free.
+teaches nothing: the host is still at their many tokens. The coefficients begin with a prior, which
+a few dozen passes outweigh. The prior of drafts is a share of what a row takes without them, as
+then known: a draft token of a large model on a CPU takes a thousand times what one of a small model
+takes. It is never taken to cost less than `LEAST_SHARE` of that: while passes without drafts are
+few, an error in what they take would make drafts look free.
 """
 
 from collections.abc import Mapping
@@ -40,17 +41,21 @@ LASTING = 8
 """Outliers of one kind in a row from which on they are no interruption: the machine is slower."""
 WARM_UP_STEPS = 16
 """Passes before outliers are told from others."""
-_PRIOR = np.array([2e-3, 5e-5, 5e-5, 1e-8, 5e-6, 1e-6, 6e-6])
-_PRIOR_SCALE = np.array([1e-2, 2e-4, 2e-4, 1e-7, 3e-5, 1e-4, 3e-5])
-"""Prior of the coefficients in seconds, and how far they may be off."""
+_PRIOR = np.array([2e-3, 5e-5, 5e-5, 1e-8, 5e-6, 0.0, 0.0])
+_PRIOR_SCALE = np.array([1e-2, 2e-4, 2e-4, 1e-7, 3e-5, 0.0, 0.0])
+"""Prior of the coefficients in seconds, and how far they may be off; of drafts see below."""
+_DRAFTS_PRIOR = np.array([0.02, 0.5])
+_DRAFTS_PRIOR_SCALE = np.array([0.4, 0.3])
+"""The same of a row that drafts and of a draft token, as shares of a row's time."""
 LEAST_SHARE = 0.2
-"""Least cost of a draft token, over the time for each row of a pass of `FULL_BATCH` rows without
-drafts."""
+"""Least cost of a draft token, as a share of a row's time: that of a pass of `FULL_BATCH` rows
+without drafts over their number."""
 FULL_BATCH = 128
 OPTIMISM = 0.5
 """Standard deviations below what drafts are expected to cost."""
-_NOISE = 0.2
-"""Relative standard deviation of one pass's time."""
+_NOISE, _LEAST_NOISE, _NOISE_PASSES = 0.2, 0.02, 32
+"""Relative standard deviation of a pass's time, before it is measured over about so many passes
+without drafts, and at least."""
 _PROMPTS = np.eye(7)[4]
 _PLAIN, _DRAFTS = slice(0, 5), slice(5, 7)
 
@@ -94,6 +99,10 @@ class MeasuredStepTimes:
         self._speed = np.array([PRIOR_S, PRIOR_S, PRIOR_S**2])
         """Sums over passes without drafts, the earlier ones with less weight: seconds that they
         took, seconds that were expected, squared errors."""
+        self._noise = _NOISE**2
+        """Relative variance of the time of passes without drafts."""
+        self._num_drafted = 0
+        """Passes with drafts that were learnt from."""
         self._num_since_plain = 0
         self._after_drafts = False
         """The last pass had drafts."""
@@ -107,14 +116,16 @@ class MeasuredStepTimes:
     def step_s(
         self, batch: int, context_tokens: float, num_rows: np.ndarray, num_tokens: np.ndarray
     ) -> np.ndarray:
+        row_s = self._row_s(context_tokens / batch)
+        if not self._num_drafted:
+            self._suppose(row_s)
         d, e = np.maximum(self.coefficients[_DRAFTS], 0.0)
         # What drafts cost is taken at its lower bound: what is not known is tried, and so learnt.
         (dd, de), (_, ee) = self._covariance[_DRAFTS, _DRAFTS]
         variance = dd * num_rows**2 + 2.0 * de * num_rows * num_tokens + ee * num_tokens**2
         drafts_s = d * num_rows + e * num_tokens - OPTIMISM * np.sqrt(np.maximum(variance, 0.0))
-        full_s = self._decoding_s(FULL_BATCH, FULL_BATCH * context_tokens / batch)
-        least_s = LEAST_SHARE * full_s / FULL_BATCH
-        return self._decoding_s(batch, context_tokens) + np.maximum(drafts_s, least_s * num_tokens)
+        drafts_s = np.maximum(drafts_s, LEAST_SHARE * row_s * num_tokens)
+        return self._decoding_s(batch, context_tokens) + drafts_s
 
     @property
     def costs(self) -> tuple[float, ...]:
@@ -146,6 +157,7 @@ class MeasuredStepTimes:
             "coefficients": self.coefficients.tolist(),
             "covariance": self._covariance.tolist(),
             "speed": self._speed.tolist(),
+            "drafts": [self._num_drafted, self._noise],
         }
 
     def restore(self, state: Mapping[str, list]) -> None:
@@ -154,7 +166,8 @@ class MeasuredStepTimes:
         given = {name: np.array(state.get(name, ()), float) for name in own}
         if any(given[name].shape != own[name].shape for name in own):
             raise ValueError("step times of another version")
-        self.coefficients, self._covariance, self._speed = given.values()
+        self.coefficients, self._covariance, self._speed, drafts = given.values()
+        self._num_drafted, self._noise = int(drafts[0]), float(drafts[1])
 
     def take(self) -> dict[str, float]:
         """Seconds of passes since the last call, those that decode and those that verify, without
@@ -201,6 +214,10 @@ class MeasuredStepTimes:
     def _decoding_s(self, batch: int, context_tokens: float) -> float:
         return self._plain_s(np.array([1.0, *_few_and_beyond(batch), context_tokens, 0.0]))
 
+    def _row_s(self, context_tokens: float) -> float:
+        """Return the time of a row in a full batch of rows with so long a context."""
+        return self._decoding_s(FULL_BATCH, FULL_BATCH * context_tokens) / FULL_BATCH
+
     def _plain_s(self, content: np.ndarray) -> float:
         return self.speed * float(content[_PLAIN] @ np.maximum(self.coefficients[_PLAIN], 0.0))
 
@@ -208,15 +225,21 @@ class MeasuredStepTimes:
         self, seconds: float, content: np.ndarray, drafted: bool, plain_s: float, drafts_s: float
     ) -> None:
         warm = self.num_learnt >= WARM_UP_STEPS
-        noise_s = _NOISE * (plain_s + drafts_s if warm else seconds)
+        noise = max(float(np.sqrt(self._noise)), _LEAST_NOISE) if drafted else _NOISE
+        noise_s = noise * (plain_s + drafts_s if warm else seconds)
         if drafted:
+            if not self._num_drafted:
+                self._suppose(self._row_s(content[3] / (content[1] + content[2])))
             self._fit(_DRAFTS, content, seconds - plain_s, noise_s)
+            self._num_drafted += 1
             return
         if self._after_drafts:
             return
         if warm:
             age = self._num_since_plain / SPEED_PASSES + 1.0 / SPEED_PLAIN_PASSES
             kept = exp(-age) ** np.array([1.0, 1.0, 2.0])
+            error = min(abs(seconds / plain_s - 1.0), 1.0)
+            self._noise += (error**2 - self._noise) / _NOISE_PASSES
             self._speed = kept * self._speed + [
                 seconds,
                 plain_s / self.speed,
@@ -225,6 +248,12 @@ class MeasuredStepTimes:
         self._num_since_plain = 0
         # What is common to all passes is speed, so that their shape stays that of the many.
         self._fit(_PLAIN, content, seconds / self.speed, noise_s / self.speed)
+
+    def _suppose(self, row_s: float) -> None:
+        """Set the prior of drafts, of which no pass has told anything yet."""
+        self.coefficients = self.coefficients.copy()
+        self.coefficients[_DRAFTS] = row_s * _DRAFTS_PRIOR
+        self._covariance[_DRAFTS, _DRAFTS] = np.diag((row_s * _DRAFTS_PRIOR_SCALE) ** 2)
 
     def _fit(self, part: slice, content: np.ndarray, seconds: float, noise_s: float) -> None:
         features, covariance = content[part], self._covariance[part, part]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engines.histospec.acceptance import FORGET, NUM_CLASSES, PRIOR_WEIGHT, Acceptance
-from engines.histospec.drafting import evidence_shares
+from engines.histospec.drafting import NUM_EVIDENCE, evidence_factors, evidence_shares
 
 ROW = np.array([[3, 7, 3, 0]], np.uint16)
 
@@ -14,12 +14,6 @@ ROW = np.array([[3, 7, 3, 0]], np.uint16)
 def observe(acceptance, num_drafted, num_accepted, times=1):
     for _ in range(times):
         acceptance.observe(ROW, np.array([num_drafted]), np.array([num_accepted]))
-
-
-def shares_of(acceptance):
-    """What was right of what was tried, by class."""
-    state = acceptance.state()
-    return np.array(state["right"]) / np.array(state["tried"])
 
 
 def test_probabilities_are_of_a_token_and_all_before_it():
@@ -43,24 +37,54 @@ def test_first_guesses_are_shares_with_one_case_more():
 
 def test_the_first_wrong_token_counts_and_those_after_it_do_not():
     acceptance = Acceptance()
-    before, by_class = shares_of(acceptance), acceptance.by_class
+    before, by_class = acceptance.shares, acceptance.by_class
     # Of 3, 7, 3: the first 3 was right and 7 wrong; the second 3 was never put to the test.
     observe(acceptance, 3, 1)
-    weight = PRIOR_WEIGHT * FORGET
-    after = shares_of(acceptance)
-    assert after[3] == pytest.approx((before[3] * weight + 1) / (weight + 1))
-    assert after[7] == pytest.approx(before[7] * weight / (weight + 1))
+    after = acceptance.shares
+    assert after[3] == pytest.approx((before[3] * PRIOR_WEIGHT + 1) / (PRIOR_WEIGHT + 1))
+    assert after[7] == pytest.approx(before[7] * PRIOR_WEIGHT / (PRIOR_WEIGHT + 1))
     others = np.delete(np.arange(NUM_CLASSES), [3, 7])
-    assert (acceptance.by_class[others] == by_class[others]).all()
+    assert (acceptance.by_class[others] == by_class[others]).all(), "two tokens are no regression"
+
+
+def test_classes_that_were_never_tried_go_with_those_that_were():
+    """Drafts of a policy with entropy are mostly wrong: no need to try each class."""
+    acceptance, rng = Acceptance(), np.random.default_rng(0)
+    first = acceptance.by_class[NUM_EVIDENCE // 2 : NUM_EVIDENCE]
+    tried = rng.integers(NUM_EVIDENCE // 2, NUM_EVIDENCE, (100, 1)).astype(np.uint16)
+    acceptance.observe(tried, np.ones(100, np.int32), (rng.random(100) < 0.1).astype(np.int32))
+    others = np.setdiff1d(np.arange(NUM_EVIDENCE // 2, NUM_EVIDENCE), tried)
+    assert first.mean() > 0.6
+    assert acceptance.by_class[others].mean() < 0.35
+    shared = acceptance.by_class[NUM_EVIDENCE : 2 * NUM_EVIDENCE]
+    assert (shared == Acceptance().by_class[NUM_EVIDENCE : 2 * NUM_EVIDENCE]).all(), (
+        "another source"
+    )
+
+
+def test_one_factor_that_tells_right_from_wrong_is_found():
+    """Drafts after a long match are right, after a short one wrong: untried classes follow."""
+    factors = evidence_factors()[1]
+    long = factors[:, -4] == 1.0
+    classes = np.flatnonzero(factors[:, 0]) + NUM_EVIDENCE - len(factors)
+    acceptance, rng = Acceptance(), np.random.default_rng(0)
+    tried = rng.choice(len(classes), 150, replace=False)
+    rows = classes[tried][:, None].astype(np.uint16)
+    acceptance.observe(rows, np.ones(150, np.int32), long[tried].astype(np.int32))
+    untried = np.setdiff1d(np.arange(len(classes)), tried)
+    assert acceptance.shares[classes[untried[long[untried]]]].mean() > 0.8
+    assert acceptance.shares[classes[untried[~long[untried]]]].mean() < 0.2
 
 
 def test_what_was_learnt_is_carried_on():
     one, other = Acceptance(), Acceptance()
     observe(one, 3, 1, 50)
     other.restore(json.loads(json.dumps(one.state())))
-    assert (other.by_class == one.by_class).all()
+    assert other.state() == one.state()
+    assert other.by_class[[3, 7]] == pytest.approx(one.by_class[[3, 7]], abs=0.02)
+    assert other.num_observed == pytest.approx(100 * (1 - FORGET**50) / (50 * (1 - FORGET)))
     with pytest.raises(ValueError, match="another version"):
-        other.restore({"right": [1.0], "tried": [1.0]})
+        other.restore({"num_right": [1.0], "num_tried": [1.0]})
 
 
 def test_what_was_seldom_tried_is_not_given_up():
@@ -70,9 +94,9 @@ def test_what_was_seldom_tried_is_not_given_up():
         observe(acceptance, 2, 1)  # 3 is right, 7 wrong.
     often = acceptance.by_class[7]
     state = acceptance.state()
-    state["right"][9], state["tried"][9] = state["right"][7] / 60, state["tried"][7] / 60
+    for name in ("num_right", "num_tried"):
+        state[name][9] = state[name][7] / 60
     acceptance.restore(state)
-    assert shares_of(acceptance)[9] == pytest.approx(shares_of(acceptance)[7])
     assert acceptance.by_class[9] > 3 * often
     assert acceptance.by_class.max() <= 1.0
 

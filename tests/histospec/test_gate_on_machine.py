@@ -41,7 +41,7 @@ def roll_out(machine, left, rng, gate, times, now_s, *, drafts):
             drafted = np.minimum(left - 1, WINDOW).astype(np.int32)
             chances = np.cumprod(np.full((batch, WINDOW), machine.accepted), axis=1)
             chances *= np.arange(WINDOW) < drafted[:, None]
-            num = gate.keep(chances, drafted, 100.0 * batch)
+            num = gate.keep(chances, drafted, 100.0 * batch, 1e6)
             gate.proposed(batch, machine.look_s(batch))
             now_s += machine.look_s(batch)
             num_looks += 1

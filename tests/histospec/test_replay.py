@@ -98,7 +98,8 @@ def slow_gated_replay(rows, table, gate, acceptance):
             drafted = np.array([row.draft(table, acceptance.worth) for row in live], np.int32)
             evidence = np.concatenate([row.evidence for row in live])
             context_tokens = float(sum(len(row.context) for row in live))
-            kept = gate.keep(acceptance.of_drafts(evidence, drafted), drafted, context_tokens)
+            known = (context_tokens, acceptance.num_observed)
+            kept = gate.keep(acceptance.of_drafts(evidence, drafted), drafted, *known)
         accepted = [row.verify(n) for row, n in zip(live, kept, strict=True)]
         if looked:
             acceptance.observe(evidence, kept, np.array(accepted))

@@ -30,14 +30,14 @@ def plain_s(truth, batch, context):
     return float(truth @ content(batch, context, 0.0, []))
 
 
-def run(times, rng, num_steps, truth=TRUE, noise=0.05):
+def run(times, rng, num_steps, truth=TRUE, noise=0.05, *, drafts_now=True):
     now_s, drafting = 0.0, False
     for number in range(num_steps):
         # The first pass without drafts after others with them teaches nothing.
         drafting = rng.random() < 0.8 if number % 4 == 0 else drafting
         batch = int(rng.integers(1, rng.choice([16, 256])))
         context = batch * float(rng.integers(50, 300))
-        drafts = rng.integers(0, 8, batch) * drafting
+        drafts = rng.integers(0, 8, batch) * drafting * drafts_now
         times.pass_begins(now_s)
         held = content(batch, context, float(rng.integers(0, 500)), drafts)
         now_s += float(truth @ held) * (1 + noise * rng.standard_normal())
@@ -131,7 +131,7 @@ def least_s(times, context, tokens):
 def test_what_is_not_known_is_tried_and_what_is_known_is_not_belittled():
     fresh, learnt = MeasuredStepTimes(), MeasuredStepTimes()
     fresh_s = predict(fresh, 64, 6400.0, 60, 300) - predict(fresh, 64, 6400.0, 0, 0)
-    assert fresh_s == pytest.approx(least_s(fresh, 100.0, 300))
+    assert least_s(fresh, 100.0, 300) <= fresh_s < 2 * least_s(fresh, 100.0, 300)
     # Always about the same number of drafts for each request: their sum is known, if not its parts.
     rng, now_s = np.random.default_rng(4), 0.0
     for _ in range(600):
@@ -143,6 +143,16 @@ def test_what_is_not_known_is_tried_and_what_is_known_is_not_belittled():
         learnt.pass_ended(now_s, held)
     drafts_s = predict(learnt, 128, 12800.0, 128, 512) - predict(learnt, 128, 12800.0, 0, 0)
     assert drafts_s == pytest.approx(float(DEAR[5:] @ [128, 512]), rel=0.25)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+def test_a_first_guess_of_drafts_goes_with_the_machine(scale):
+    """The same of a model that is thirty times as large: passes without drafts say so."""
+    times = MeasuredStepTimes()
+    run(times, np.random.default_rng(0), 40, truth=scale * TRUE, drafts_now=False)
+    drafts_s = predict(times, 128, 12800.0, 100, 400) - predict(times, 128, 12800.0, 0, 0)
+    row_s = least_s(times, 100.0, 400) / LEAST_SHARE
+    assert 0.2 * row_s <= drafts_s <= 0.5 * row_s
 
 
 def test_interrupted_steps_teach_nothing():
@@ -182,7 +192,8 @@ def test_interruptions_between_usual_passes_teach_nothing_however_many(drafts):
 def test_drafts_are_never_taken_to_be_free(batch):
     """Whatever an error in what passes without drafts take makes of them."""
     times = MeasuredStepTimes()
-    times.coefficients = np.array([1e-3, 1e-5, 1e-5, 1e-8, 1e-5, -1e-5, -1e-6])
+    coefficients = [1e-3, 1e-5, 1e-5, 1e-8, 1e-5, -1e-5, -1e-6]
+    times.restore(times.state() | {"coefficients": coefficients, "drafts": [9, 0.01]})
     drafts_s = predict(times, batch, 100.0 * batch, batch, 64)
     drafts_s -= predict(times, batch, 100.0 * batch, 0, 0)
     assert drafts_s == pytest.approx(least_s(times, 100.0, 64))
@@ -194,7 +205,9 @@ def test_costs_are_told_once_they_are_learnt():
     run(times, rng, WARM_UP_STEPS - 1)
     assert times.costs == ()
     run(times, rng, 1000)
-    assert times.costs == pytest.approx(np.delete(TRUE, 4), rel=0.3, abs=1e-5)
+    assert times.costs[:4] == pytest.approx(TRUE[:4], rel=0.3, abs=1e-5)
+    # Rows that draft come with draft tokens: their sum is known, if not its parts.
+    assert np.dot(times.costs[4:], [100, 350]) == pytest.approx(TRUE[5:] @ [100, 350], rel=0.3)
     times.coefficients[3] = -1.0
     assert times.costs[3] == 0.0
     told = (*times.costs, times.plain_error, *times.take().values())
