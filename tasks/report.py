@@ -4,6 +4,9 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from engines.accounting.metrics import (
     blind_engines,
@@ -12,12 +15,13 @@ from engines.accounting.metrics import (
     validation_metrics,
 )
 from engines.accounting.savings import saving_metrics
+from engines.histospec.foretold import CHEAP, DEAR, Answers, foretell
 from engines.reports.distributions import step_distributions
 from engines.reports.markdown import record_link, step_page
 from engines.reward import sample_figures
 from engines.tracking.mlflow_client import MLFLOW_PAGE
 from schemas.config import TrainConfig
-from schemas.keys import stage_name
+from schemas.keys import sample_key, stage_name
 from schemas.rollout import Split
 from schemas.run import RunRef
 from schemas.step import (
@@ -36,6 +40,8 @@ from tasks.run.timeline import log_timeline
 
 _NUM_SHOWN = 32
 """Rollouts of a step in its MLflow table."""
+_NUM_FORETOLD, _FORETOLD_TOKENS = 32, 2048
+"""Prompts by which drafts are foretold, and tokens of each response, at most."""
 
 
 def show_run(run: Run) -> None:
@@ -102,6 +108,9 @@ async def draw_step(ref: RunRef, report: StepReport, batch: RolloutBatch) -> Non
     the next step goes on beside it."""
     run = attach(ref)
     await _draw(run, report, batch)
+    if report.step == 0 and run.config.drafting.enabled:
+        with run.failures.contained("foretelling what drafts bring"):
+            await _foretell(run, report)
     with run.failures.contained("putting old steps away"):
         await run.store("archive_before", report.step)
 
@@ -137,6 +146,40 @@ async def _drawn(run: Run, report: StepReport, batch: RolloutBatch) -> StepRepor
     run.pages.add("step", f"Step {report.step} of {num_steps}", page)
     await asyncio.to_thread(run.tracker.finish_drawings)
     return report.model_copy(update={"metrics": report.metrics | saved, "drawn": True})
+
+
+async def _foretell(run: Run, report: StepReport) -> None:
+    """Say after the first step what drafts will bring when its prompts return."""
+    keys = run.inputs.loader.prompts_of(report.step)[:_NUM_FORETOLD]
+    rows = await run.store("index_rows", Split.TRAIN, dict.fromkeys(keys, report.step))
+    groups = await asyncio.to_thread(_answers, rows, run.config)
+    gain = await asyncio.to_thread(foretell, groups, run.config.drafting)
+    if gain is None:
+        return
+    run.progress.phase(
+        f"the policy has {report.metrics['actor/entropy']:.2f} nats a token. When prompts return, "
+        f"drafts will bring about {gain.where_cheap:.2f} times the tokens/s where verifying a "
+        f"token takes {CHEAP:g} of generating one (a GPU), {gain.where_dear:.2f} times where it "
+        f"takes {DEAR:g} (a CPU); foretold from {len(groups)} prompts. `refrain bench real` "
+        "measures it"
+    )
+
+
+def _answers(rows: Any, config: TrainConfig) -> list[Answers]:
+    """Return the whole groups of a table `tables.INDEXED`, which is in the samples' order."""
+    found: dict[str, list[dict]] = {}
+    for row in rows.to_pylist():
+        found.setdefault(row["prompt_key"], []).append(row)
+    size = config.rollout.group_size
+    return [
+        Answers(
+            np.array(group[0]["prompt_token_ids"], np.int32),
+            [np.array(row["response_token_ids"][:_FORETOLD_TOKENS], np.int32) for row in group],
+            [sample_key(config.seed, group[0]["step"], Split.TRAIN, key, i) for i in range(size)],
+        )
+        for key, group in found.items()
+        if len(group) == size
+    ]
 
 
 @run_task

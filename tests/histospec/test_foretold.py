@@ -1,0 +1,34 @@
+"""What drafts will bring, foretold from answers of one step."""
+
+import numpy as np
+import pytest
+
+from engines.histospec.foretold import Answers, foretell
+from schemas.drafting import DraftingConfig
+from schemas.keys import sample_key
+
+CONFIG = DraftingConfig()
+
+
+def answers(spread: int, num: int = 8) -> Answers:
+    """Answers of 60 tokens, each of one of so many ways to go on."""
+    rng = np.random.default_rng(spread)
+    ways = rng.integers(0, 50_000, (spread, 60)).astype(np.int32)
+    chosen = [ways[i % spread] for i in range(num)]
+    keys = [sample_key(0, 0, "train", "p", i) for i in range(num)]
+    return Answers(np.arange(9, dtype=np.int32), chosen, keys)
+
+
+def test_answers_that_come_again_are_drafted_and_new_ones_are_not():
+    same, new = foretell([answers(1)] * 6, CONFIG), foretell([answers(8)] * 6, CONFIG)
+    assert same is not None
+    assert new is not None
+    assert same.where_cheap > 4.0
+    assert same.where_cheap > same.where_dear > 1.0
+    assert new.where_cheap == pytest.approx(1.0, abs=0.05)
+    assert new.where_dear == pytest.approx(1.0, abs=0.05)
+
+
+def test_one_answer_foretells_nothing():
+    assert foretell([answers(1, num=1)], CONFIG) is None
+    assert foretell([], CONFIG) is None
