@@ -142,7 +142,9 @@ class DialRun:
                 for name, coordinator in coordinators.items():
                     self.console.print(f"starting {name}")
                     await coordinator.start()
-                    await self._roll_out(coordinator, 0, WARM_UP_TOKENS)
+                    warm_up = await self._roll_out(coordinator, 0, WARM_UP_TOKENS)
+                    # The drafting engine starts last: its warm-up drafts from the one before.
+                    History(self.directory).add(0, self.prompts, warm_up.tokens)
                 turns: list[Turn] = []
                 for temperature in temperatures:
                     for engine in engines.values():
@@ -189,12 +191,14 @@ class DialRun:
         turns: list[Turn] = []
         for epoch in range(1, self.args.epochs + 1):
             for number in range(num_laps):
-                for name in in_turn([*coordinators], epoch + number):
+                # Stock vLLM is measured once: the question of more laps is what drafts cost.
+                names = [name for name in KINDS if not number or name != "stock"]
+                for name in in_turn(names, epoch + number):
                     lap = await self._roll_out(coordinators[name], epoch)
                     turns.append(Turn(name, temperature, epoch, number, lap))
                 self.console.print(
                     f"temperature {temperature:g}, epoch {epoch}/{self.args.epochs}, "
-                    f"lap {number + 1}/{num_laps}: {_said(turns[-len(coordinators) :])}"
+                    f"lap {number + 1}/{num_laps}: {_said(turns[-len(names) :])}"
                 )
             (off,) = [turn for turn in turns if turn.engine == "off"][-1:]
             history.add(epoch, self.prompts, off.lap.tokens)
@@ -213,19 +217,26 @@ class History:
     def add(
         self, epoch: int, prompts: Sequence[Prompt], tokens: dict[RequestId, Sequence[int]]
     ) -> None:
-        """Index the responses of an epoch. Rewards stay 0: where the noise is known they do not
-        matter."""
-        responses = defaultdict(list)
-        for id, token_ids in tokens.items():
-            responses[id.prompt_key].append(np.array(token_ids, np.int32))
-        groups = [
-            PromptHistory(one.key, epoch, one.token_ids, own, [0.0] * len(own))
-            for one in prompts
-            if (own := responses[one.key])
-        ]
+        """Index the responses of an epoch."""
+        groups = groups_of(epoch, prompts, tokens)
         self._own.add(groups)
         for first in range(0, len(groups), BUILD_PROMPTS):
             self._shared.add(groups[first : first + BUILD_PROMPTS])
+
+
+def groups_of(
+    epoch: int, prompts: Sequence[Prompt], tokens: dict[RequestId, Sequence[int]]
+) -> list[PromptHistory]:
+    """Return the responses of an epoch by prompt. Rewards stay 0: where the noise is known they do
+    not matter."""
+    responses = defaultdict(list)
+    for id, token_ids in tokens.items():
+        responses[id.prompt_key].append(np.array(token_ids, np.int32))
+    return [
+        PromptHistory(one.key, epoch, one.token_ids, own, [0.0] * len(own))
+        for one in prompts
+        if (own := responses[one.key])
+    ]
 
 
 def _said(turns: Sequence[Turn]) -> str:

@@ -13,9 +13,12 @@ generate in turn:
 
 Engines of `off` and `on` must generate the same tokens; in bfloat16 near-ties may flip. A lap of
 `on` is compared with the lap of `off` beside it. `nats` is the mean of -log p over the sampled
-tokens. `own`, `shared` and `siblings` are shares of all tokens and add up to `from drafts`; `ngram`
-is the share that vLLM's prompt lookup would draft, replayed on the same responses. `gated` is the
-share of steps that verified nothing.
+tokens. `own`, `shared` and `siblings` are shares of all tokens and add up to `from drafts`; `gated`
+is the share of steps that verified nothing.
+
+Two columns are replayed on the same responses. `ngram` is the share of tokens that vLLM's prompt
+lookup would draft. `if cheap` is the speed-up of decoding that refrain's drafter would bring on a
+machine where verifying a token takes a tenth of generating one, as on a GPU with few rows.
 
 The first temperature is measured more often (`--first-laps`): there drafts bring least, and the
 question is what they cost. Choose sizes so that a lap takes half a minute and more. On a GPU all
@@ -33,17 +36,21 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks import one_step
-from benchmarks.dial import DialRun, Turn
+from benchmarks.dial import DialRun, Turn, groups_of
 from benchmarks.laps import Measured, Row, check_counts, rows_with
-from benchmarks.lockstep import Batch, DraftTally, generate_again
+from benchmarks.lockstep import Batch, generate_again
+from engines.histospec.foretold import CHEAP, RowTimes
+from engines.histospec.library import PromptHistory
 from engines.reports.tables import plain_table
 from schemas.bench import BenchReport
 from schemas.config import TrainConfig
 from schemas.data import Prompt
+from schemas.keys import sample_key
+from schemas.rollout import RequestId
 
 PACKAGES = (*one_step.PACKAGES, "transformers")
 SOURCES = ("own", "shared", "siblings", "ngram")
-COMPARED = ("nats", "speculation_rate", "acceptance_length", "gated", *SOURCES)
+COMPARED = ("nats", "speculation_rate", "acceptance_length", "gated", *SOURCES, "if_cheap")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -55,7 +62,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--tokens": (160, "of a response, at most"),
         "--prompt-tokens": (1024, "of a prompt, at most; longer ones are left out"),
         "--epochs": (3, "passes over the prompts at each temperature"),
-        "--laps": (1, "of each engine in an epoch"),
+        "--laps": (1, "of an epoch; stock vLLM has one"),
         "--first-laps": (3, "the same at the first temperature"),
         "--seed": (0, "of the noise"),
     }
@@ -80,9 +87,12 @@ def measure(args: Namespace, console: Console) -> Measured:
         bench = DialRun(args, config, prompts, Path(directory), console)
         turns = asyncio.run(bench.run(temperatures))
     rows = [turn.row() for turn in turns]
-    for row, turn in zip(rows, turns, strict=True):
-        if turn.engine == "on":
-            row["ngram"] = _looked_up(prompts, turn.lap).speculation_rate
+    for temperature in temperatures:
+        own = [turn for turn in turns if (turn.engine, turn.temperature) == ("on", temperature)]
+        epochs = {turn.epoch: turn.lap.tokens for turn in own}
+        replayed = dict(zip(epochs, replay(config, prompts, list(epochs.values())), strict=True))
+        for row in rows_with(rows, engine="on", temperature=temperature):
+            row |= replayed[row["epoch"]]
     measured = figures(rows) | {"identical": share_identical(turns)}
     if args.plot:
         draw(measured, temperatures, args.epochs, args.model.name, args.plot)
@@ -145,14 +155,39 @@ def _config(args: Namespace) -> TrainConfig:
     )
 
 
-def _looked_up(prompts: Sequence[Prompt], lap: one_step.Lap) -> DraftTally:
-    """Return what vLLM's prompt lookup would have drafted for these responses."""
-    from benchmarks.drafters import NGram
+def replay(
+    config: TrainConfig, prompts: Sequence[Prompt], epochs: Sequence[dict[RequestId, Sequence[int]]]
+) -> list[Row]:
+    """Generate the responses of each epoch again, by vLLM's prompt lookup and by refrain's drafter
+    on a machine with cheap verification; the columns that this gives."""
+    from benchmarks.drafters import NGram, Shipped
 
     texts = {prompt.key: np.array(prompt.token_ids, np.int32) for prompt in prompts}
-    keys = [id.prompt_key for id in lap.tokens]
-    responses = [np.array(tokens, np.int32) for tokens in lap.tokens.values()]
-    return generate_again(Batch(texts, keys, responses, history={}), NGram())
+    history: dict[str, PromptHistory] = {}
+    found = []
+    with TemporaryDirectory(prefix="refrain-bench-") as directory:
+        num_rows = len(epochs[0])
+        shipped = Shipped(config.drafting, RowTimes(CHEAP), num_rows, Path(directory), 1)
+        for number, tokens in enumerate(epochs):
+            responses = [np.array(one, np.int32) for one in tokens.values()]
+            batch = Batch(
+                texts,
+                [id.prompt_key for id in tokens],
+                responses,
+                history,
+                [_key_of(config, id) for id in tokens],
+            )
+            looked_up, drafted = (generate_again(batch, one) for one in (NGram(), shipped))
+            seconds = drafted.num_passes + CHEAP * drafted.num_drafted
+            speedup = sum(map(len, responses)) / seconds
+            found.append({"ngram": looked_up.speculation_rate, "if_cheap": speedup})
+            history = {one.prompt_key: one for one in groups_of(number, prompts, tokens)}
+            shipped.learn(list(history.values()))
+    return found
+
+
+def _key_of(config: TrainConfig, id: RequestId) -> int:
+    return sample_key(config.seed, id.step, id.split, id.prompt_key, id.sample_index)
 
 
 def share_identical(turns: Sequence[Turn]) -> float:
@@ -195,13 +230,14 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
 
 def _ratio(laps: Sequence[Row], other: str) -> float:
     """Return the tokens per second of `on` over those of another engine, lap by lap."""
-    pairs = zip(rows_with(laps, engine="on"), rows_with(laps, engine=other), strict=True)
-    return median(on["tokens_per_s"] / one["tokens_per_s"] for on, one in pairs)
+    of = {row["lap"]: row["tokens_per_s"] for row in rows_with(laps, engine=other)}
+    compared = [row for row in rows_with(laps, engine="on") if row["lap"] in of]
+    return median(row["tokens_per_s"] / of[row["lap"]] for row in compared)
 
 
 def show(report: BenchReport, console: Console) -> None:
     columns = ("temperature", "epoch", "nats", "on/off", "on/stock", "from drafts", "length")
-    table = plain_table(*columns, *SOURCES, "gated")
+    table = plain_table(*columns, *SOURCES, "gated", "if cheap")
     places = dict.fromkeys((row["temperature"], row["epoch"]) for row in report.rows)
     for temperature, epoch in places:
         end = f"{_end(temperature)}_epoch_{epoch}"
@@ -216,6 +252,7 @@ def show(report: BenchReport, console: Console) -> None:
             f"{of['acceptance_length']:.2f}",
             *(f"{of[source]:.1%}" for source in SOURCES),
             f"{of['gated']:.0%}",
+            f"{of['if_cheap']:.2f}",
         )
     console.print(table)
     console.print(f"sequences that are the same with drafting: {report.figures['identical']:.1%}")
@@ -240,6 +277,9 @@ def draw(
             speed = [measured[f"on_over_{other}_{end}"] for end in ends]
             label = f"epoch {epoch}, over {'stock vLLM' if other == 'stock' else 'drafting off'}"
             axes.plot(nats, speed, style, color=f"C{epoch - 1}", label=label)
+    cheap = [measured[f"if_cheap_{end}"] for end in ends]
+    label = f"epoch {num_epochs}, if verifying is cheap (replayed)"
+    axes.plot(nats, cheap, "s:", color="#666666", label=label)
     axes.axhline(1.0, color="#a9b0b8", linewidth=1)
     axes.set(xlabel="entropy, nats a token", ylabel="tokens/s with drafting, ratio", title=model)
     axes.legend(frameon=False, fontsize=8)
