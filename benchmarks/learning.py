@@ -20,7 +20,7 @@ from typing import get_args
 from rich.console import Console
 from scipy import stats
 
-from benchmarks.demo import run_demo
+from benchmarks.demo import CONFIG, run_training
 from benchmarks.laps import Measured, Row, check_counts, rows_with
 from engines.reports.tables import plain_table
 from engines.store.archive import query_all
@@ -112,7 +112,7 @@ def _row(args: Namespace, algorithm: str, mode: str, seed: int, console: Console
     summary_file = args.runs_dir / name / "summary.json"
     if not summary_file.exists():
         overrides = [f"num_epochs={args.epochs}", f"mode={mode}", f"algorithm.type={algorithm}"]
-        run_demo(name, seed, args.runs_dir, overrides, console.file)
+        run_training(CONFIG, name, seed, args.runs_dir, overrides, console.file)
     summary = json.loads(summary_file.read_text())
     (clipped,) = query_all(args.runs_dir / name / STORE_FILE, CLIPPED).to_pylist()
     first, last = summary["validation_first"], summary["validation_last"]

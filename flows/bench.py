@@ -90,7 +90,11 @@ BENCHES = {
     ),
     "real": Bench(
         "your model and prompts, drafting off and on, by temperature: what drafts bring",
-        "up to 2 hours for a model of 135M parameters",
+        "half an hour for a model of 135M parameters",
+    ),
+    "real_learning": Bench(
+        "a real model learns: held-out reward, and drafts by how far the policy moves",
+        "half an hour an algorithm",
     ),
     "rollout": Bench(
         "rollouts on real engines: stock vLLM against drafting off and on, by epoch",

@@ -13,7 +13,7 @@ from hypothesis import settings
 from engines.failures import Failures
 from engines.private import private_dir
 from flows.environment import quieten
-from infra.smollm2.build import CACHE, build_once
+from infra.pretrained import CACHE, build_once
 
 # A busy machine is no failure.
 settings.register_profile("house", deadline=None)
@@ -77,10 +77,21 @@ INSTALL_S = 300.0
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """A real pretrained model in bfloat16."""
-    try:
-        return build_once()
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    return _pretrained("smollm2")
+
+
+@pytest.fixture(scope="session")
+def gemma3_dir() -> Path:
+    """Another one: sliding windows, a quarter of a million tokens in its vocabulary."""
+    return _pretrained("gemma3")
+
+
+def _pretrained(model: str) -> Path:
+    with FileLock(f"{private_dir(model)}.lock"):
+        try:
+            return build_once(model)
+        except RuntimeError as error:
+            pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

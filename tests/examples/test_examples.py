@@ -56,8 +56,10 @@ def gsm8k(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_config_passes_the_check(name, gsm8k, tmp_path, monkeypatch):
+def test_its_config_passes_the_check(name, gsm8k, tmp_path, monkeypatch, request):
     monkeypatch.chdir(REPOSITORY)
+    if name == "smollm2":
+        request.getfixturevalue("with_reasoning_gym")
     for variable in ("JUDGE_URL", "JUDGE_MODEL", "JUDGE_API_KEY"):
         monkeypatch.setenv(variable, "x")
     checked = refrain(

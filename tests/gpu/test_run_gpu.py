@@ -66,10 +66,10 @@ def test_a_run_from_the_command_line(tmp_path: Path, figures: Callable) -> None:
 
 def _smollm2() -> Path:
     """Made by pip's packages, or put where they are kept."""
-    from infra.smollm2.build import build_once
+    from infra.pretrained import build_once
 
     try:
-        return build_once()
+        return build_once("smollm2")
     except RuntimeError as error:
         pytest.skip(f"needs SmolLM2: {error}")
 

@@ -1,0 +1,100 @@
+"""A real pretrained model in bfloat16, from the command line: it trains, and an engine with other
+weights than the trainer's stops the run."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from engines.store.archive import query_all
+from flows.cli import main
+from tasks.run.run_dir import STORE_FILE
+from tests.conftest import REPOSITORY
+from tests.examples.test_first_day import commands_of
+from tests.flows.commands import Command
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("with_reasoning_gym"),
+]
+
+EXAMPLE = REPOSITORY / "examples" / "smollm2"
+CANARIES = """
+    SELECT (report -> 'metrics' ->> 'rollout/canary_error')::DOUBLE AS error
+    FROM steps ORDER BY step
+"""
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A few questions, as the page makes them."""
+    (command,) = [one for one in commands_of(EXAMPLE / "README.md") if "reasoning-gym" in one]
+    few = ["--size=12", "--held-out=4", f"--out={tmp_path / 'data'}"]
+    done = CliRunner().invoke(main, [*command[1:], *few])
+    assert done.exit_code == 0, done.output
+    return tmp_path / "data"
+
+
+def train(model: Path, data: Path, *settings: str, **environment: str) -> Command:
+    given = [
+        f"model.path={model}",
+        "model.dtype=bfloat16",
+        f"data.train=[{data / 'train.parquet'}]",
+        f"data.validation=[{data / 'validation.parquet'}]",
+        f"runs_dir={data.parent}",
+        "name=real",
+        "prompts_per_step=4",
+        "rollout.group_size=4",
+        "data.max_response_tokens=16",
+        "validation_samples=1",
+        "validate_every_steps=0",
+        *settings,
+    ]
+    rest = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return Command("train", EXAMPLE / "train.yaml", *given, environment=rest | environment)
+
+
+def summary(data: Path) -> dict[str, Any]:
+    return json.loads((data.parent / "real" / "summary.json").read_text())
+
+
+def test_it_trains_one_step(smollm2_dir: Path, data: Path) -> None:
+    train(smollm2_dir, data, "num_epochs=1", "data.max_samples=4").finish()
+    assert summary(data)["steps"] == 1
+    assert summary(data)["failures"] == {}
+
+
+@pytest.mark.slow
+def test_three_steps_pass_the_canaries(smollm2_dir: Path, data: Path) -> None:
+    train(smollm2_dir, data, "num_epochs=1", "trainer.learning_rate=1e-5").finish()
+    assert summary(data)["steps"] == 3
+    assert summary(data)["failures"] == {}
+    found = query_all(data.parent / "real" / STORE_FILE, CANARIES).to_pylist()
+    assert len(found) == 3
+    assert all(0.0 < row["error"] < 0.2 for row in found), "compared, and near"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["noise", "swap"])
+def test_other_weights_than_the_trainers_stop_the_run(
+    smollm2_dir: Path, data: Path, kind: str
+) -> None:
+    """Negative controls of the test above: from the first update on, one layer is wrong."""
+    wrong = f"{Path(__file__).parent / 'wrong_weights'}:{os.environ['PYTHONPATH']}"
+    run = train(smollm2_dir, data, "num_epochs=1", PYTHONPATH=wrong, WRONG_WEIGHTS=kind)
+    assert run.process.wait(600) == 1, "".join(run.lines)
+    output = " ".join("".join(run.lines).split())
+    assert "differ" in output
+    assert "nats" in output
+
+
+@pytest.mark.slow
+def test_another_architecture_trains(gemma3_dir: Path, data: Path) -> None:
+    """Gemma 3: sliding windows, norms of its own, a quarter of a million tokens."""
+    train(gemma3_dir, data, "num_epochs=1", "data.max_samples=8").finish()
+    assert summary(data)["steps"] == 2
+    assert summary(data)["failures"] == {}
