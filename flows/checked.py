@@ -61,14 +61,14 @@ class CheckedTraining:
         print(f"{self.config.name}: {sizes} prompts, {steps} steps. All is well.")
         for warning in self.inputs.warnings:
             print(warning)
-        print_plan(self.plan.needs)
-        print(self.plan.says)
         if self.config.drafting.enabled:
             data = " ".join(str(path) for path in self.config.data.train)
             print(
                 "Drafts: how much they bring depends on how random the policy is. The first step's "
                 f"log says; to measure it now: refrain bench real {self.config.model.path} {data}"
             )
+        print_plan(self.plan.needs)
+        print(self.plan.says)
 
 
 def check_training(

@@ -15,7 +15,6 @@ from engines.accounting.metrics import (
     validation_metrics,
 )
 from engines.accounting.savings import saving_metrics
-from engines.histospec.foretold import CHEAP, DEAR, Answers, foretell
 from engines.reports.distributions import step_distributions
 from engines.reports.markdown import record_link, step_page
 from engines.reward import sample_figures
@@ -150,6 +149,8 @@ async def _drawn(run: Run, report: StepReport, batch: RolloutBatch) -> StepRepor
 
 async def _foretell(run: Run, report: StepReport) -> None:
     """Say after the first step what drafts will bring when its prompts return."""
+    from engines.histospec.foretold import CHEAP, DEAR, foretell
+
     keys = run.inputs.loader.prompts_of(report.step)[:_NUM_FORETOLD]
     rows = await run.store("index_rows", Split.TRAIN, dict.fromkeys(keys, report.step))
     groups = await asyncio.to_thread(_answers, rows, run.config)
@@ -165,8 +166,11 @@ async def _foretell(run: Run, report: StepReport) -> None:
     )
 
 
-def _answers(rows: Any, config: TrainConfig) -> list[Answers]:
-    """Return the whole groups of a table `tables.INDEXED`, which is in the samples' order."""
+def _answers(rows: Any, config: TrainConfig) -> list[Any]:
+    """Return the whole groups of a table `tables.INDEXED`, which is in the samples' order, as
+    `foretell` takes them."""
+    from engines.histospec.foretold import Answers
+
     found: dict[str, list[dict]] = {}
     for row in rows.to_pylist():
         found.setdefault(row["prompt_key"], []).append(row)
