@@ -212,8 +212,8 @@ def test_the_next_process_would_know_what_its_engines_learnt(whole_run: Path) ->
     learnt = query(whole_run, "SELECT step, engine, state FROM learnt ORDER BY ALL")
     assert [row[:2] for row in learnt] == [(step, engine) for step in range(5) for engine in (0, 1)]
     first, last = (json.loads(learnt[i][2]) for i in (0, -1))
-    assert sum(last["history"]["acceptance"]["tried"]) > sum(
-        first["history"]["acceptance"]["tried"]
+    assert sum(last["history"]["acceptance"]["num_tried"]) > sum(
+        first["history"]["acceptance"]["num_tried"]
     )
     assert last["step_times"]["coefficients"] != first["step_times"]["coefficients"]
     assert query(whole_run, "SELECT count(*) FROM prompts") == [(32,)]
