@@ -107,7 +107,7 @@ async def draw_step(ref: RunRef, report: StepReport, batch: RolloutBatch) -> Non
     the next step goes on beside it."""
     run = attach(ref)
     await _draw(run, report, batch)
-    if report.step == 0 and run.config.drafting.enabled:
+    if report.step == 1 and run.config.drafting.enabled:
         with run.failures.contained("foretelling what drafts bring"):
             await _foretell(run, report)
     with run.failures.contained("putting old steps away"):

@@ -184,7 +184,7 @@ def _regressions() -> list[_Regression]:
     matched = np.arange(1, _NUM_LIVE + 1) / _NUM_LIVE
     live = np.stack([np.ones(_NUM_LIVE), matched], axis=1)
     kinds = [
-        *((guess, block) for guess, block in zip(guesses, blocks, strict=True)),
+        *zip(guesses, blocks, strict=True),
         *((_SHARED_GUESS * guess, block) for guess, block in zip(guesses, blocks, strict=True)),
         (np.full(_NUM_LIVE, _LIVE_GUESS), live),
     ]
