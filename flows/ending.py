@@ -9,6 +9,7 @@ otherwise wait in Ray or in Prefect just then.
 """
 
 import asyncio
+import atexit
 import contextvars
 import os
 import select
@@ -46,6 +47,7 @@ def ended_by_signals() -> Generator[None]:
 def run_interruptibly(flow: Coroutine[Any, Any, T]) -> T:
     """Result of the coroutine, which the first signal cancels. Raises KeyboardInterrupt for one
     that was cancelled so."""
+    atexit.register(_say_no_more)
     running = _Running(flow)
     with _handling(running.end):
         return running.result()
@@ -162,6 +164,13 @@ def nobody_reads() -> bool:
     look = select.poll()
     look.register(1, 0)
     return any(event & select.POLLERR for _, event in look.poll(0))
+
+
+def _say_no_more() -> None:
+    """Discard what C libraries write once Python has ended. Prefect's threads still hold modules
+    then, and DuckDB's bindings list every function of theirs as leaked."""
+    flush_output()
+    _discard(2)
 
 
 def flush_output() -> None:

@@ -14,12 +14,13 @@ from tests.changing import change_when_loaded
 
 
 def _noise(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Add noise of a tenth of its deviation to each matrix of one layer."""
+    """Add noise of three tenths of its deviation to each matrix of one layer. A tenth is not seen:
+    it makes a difference of 0.15 nats, and bfloat16 makes one of 0.08."""
     import torch
 
     torch.manual_seed(0)
     changed = {
-        name: (one.float() + 0.1 * one.float().std() * torch.randn(one.shape)).to(one.dtype)
+        name: (one.float() + 0.3 * one.float().std() * torch.randn(one.shape)).to(one.dtype)
         for name, one in tensors.items()
         if ".layers.15." in name and one.dim() == 2
     }
