@@ -1,7 +1,6 @@
-"""Rules of the house that no tool checks: sizes, names and first words in the source."""
+"""Rules that no tool checks: lengths of files and functions, and names of classes."""
 
 import ast
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,13 +10,8 @@ import pytest
 from tests.conftest import REPOSITORY
 
 FOLDERS = ("schemas", "engines", "tasks", "flows", "benchmarks", "infra")
-"""Folders whose docstrings were gone through."""
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-NO_SUBJECT = re.compile(
-    r"(Of|By|That|Which|As|In|At|For|From|To|With|What|Where|Whose|On|Since|Until)\b"
-)
-"""First words of a docstring that cannot be read without the code below it."""
 Rule = Callable[[Sequence[Path]], Iterator[str]]
 
 
@@ -36,15 +30,6 @@ def long_functions(files: Sequence[Path]) -> Iterator[str]:
                 yield f"{file}:{node.lineno}: {node.name} has {num_lines} lines"
 
 
-def docstrings_without_subject(files: Sequence[Path]) -> Iterator[str]:
-    """Docstrings of modules, classes, functions and fields alike."""
-    for file, node in nodes(files):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            text = node.value.value
-            if isinstance(text, str) and NO_SUBJECT.match(text.lstrip()):
-                yield f"{file}:{node.lineno}: {text.strip().splitlines()[0]}"
-
-
 def shared_class_names(files: Sequence[Path]) -> Iterator[str]:
     homes = defaultdict(list)
     for file, node in nodes(files):
@@ -58,7 +43,6 @@ def shared_class_names(files: Sequence[Path]) -> Iterator[str]:
 RULES = {
     long_files: FOLDERS,
     long_functions: FOLDERS,
-    docstrings_without_subject: FOLDERS,
     shared_class_names: FOLDERS,
 }
 
@@ -81,8 +65,6 @@ def test_the_source_obeys(rule: Rule, folders: Sequence[str]) -> None:
     [
         (long_files, "\n" * 401, ""),
         (long_functions, "def f():\n" + "    pass\n" * 60, "async def g():\n" + "    pass\n" * 59),
-        (docstrings_without_subject, '"""Of a step."""', '"""Often of a step."""'),
-        (docstrings_without_subject, 'class A:\n    b = 1\n    """\n    As it is."""', ""),
         (shared_class_names, "class A: ...", "class B:\n    class A: ..."),
     ],
 )
