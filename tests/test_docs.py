@@ -25,6 +25,7 @@ SETTINGS = {setting.name for setting in declared_settings(TrainConfig)}
 SECTIONS = sorted({name.partition(".")[0] for name in SETTINGS if "." in name})
 NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})\.[a-z_.]*[a-z_]\b(?![\w/(])")
 FILES = (".md", ".py", ".png")
+CODE = re.compile(r"^ *```bash\n(.*?)```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"^\s*refrain (.+?)(?:\s+#.*)?$", re.MULTILINE)
 
 
@@ -43,7 +44,8 @@ def test_settings_are_known(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_options_are_known(page: Path) -> None:
     known = main.commands
-    for line in COMMAND.findall(page.read_text()):
+    code = "\n".join(CODE.findall(page.read_text()))
+    for line in COMMAND.findall(code):
         name, *arguments = shlex.split(line)
         assert name in known, line
         options = {option for parameter in known[name].params for option in parameter.opts}
