@@ -1,1 +1,1 @@
-"""All contact with vLLM: engines, sampling, drafting, keys and values, weights, GPUs, profiling."""
+"""All code that touches vLLM: engines, sampling, drafting, KV cache, weights and profiling."""

@@ -1,10 +1,12 @@
-"""The wire between verifiers and drafters: MessagePack over ZeroMQ.
+"""Messages between verifiers (rollout engines) and drafters: MessagePack over ZeroMQ.
 
-A drafter binds a ROUTER and every rollout engine connects a DEALER to it. A message has what one
-step of its sender says of all requests: their new tokens, hence no more for a longer text. Messages
-keep their order, and none is waited for. None is sent while its drafter is gone or far behind:
-drafts are optional, and what was not told is opened anew. One that cannot be read is passed over:
-it ends neither the step of an engine nor a drafter that other engines have too.
+The drafter binds a ROUTER socket. Each rollout engine connects a DEALER socket to it. After a step,
+the sender puts the new tokens of all its requests into one message, so messages do not grow with
+the context. Messages arrive in order, and nobody waits for one.
+
+Drafts are optional. An engine sends nothing while its drafter is dead or far behind, and reopens
+the affected requests later. The receiver logs and skips a message that it cannot decode: such a
+message must not stop an engine, nor a drafter that serves other engines too.
 """
 
 import contextlib
@@ -20,10 +22,10 @@ from engines.specactor.streams import Drafted, Opened, Verified
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """Message of one step of a verifier to a drafter, to be read in this order."""
+    """What one step of a verifier sends to a drafter. Process the fields in this order."""
 
     fresh: bool = False
-    """The first message of this verifier: what was open of it before is closed."""
+    """Whether this is the verifier's first message. The drafter then closes its older streams."""
     closed: list[str] = field(default_factory=list)
     opened: list[Opened] = field(default_factory=list)
     verified: list[Verified] = field(default_factory=list)
@@ -36,7 +38,7 @@ encode = msgspec.msgpack.encode
 
 
 def decode_feedback(message: bytes) -> Feedback | None:
-    """None for what is none."""
+    """Return the decoded message, or None if it is malformed."""
     return _decoded(_FEEDBACK, message)
 
 
@@ -44,15 +46,15 @@ def _decoded(decoder: msgspec.msgpack.Decoder, message: bytes) -> Any:
     try:
         return decoder.decode(message)
     except msgspec.MsgspecError as error:
-        _log.warning("a message of %d bytes was passed over: %s", len(message), error)
+        _log.warning("skipped a message of %d bytes: %s", len(message), error)
         return None
 
 
 class DraftLink:
-    """A verifier's end."""
+    """The verifier's end of the connection to one drafter."""
 
     def __init__(self, address: str, engine: int, vocab_size: int) -> None:
-        """`vocab_size`: of the engine's model; a draft of other tokens is passed over."""
+        """Connect to a drafter. `vocab_size`: the policy's; drafts with larger ids are skipped."""
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IDENTITY, f"engine-{engine}".encode())
@@ -60,21 +62,21 @@ class DraftLink:
         self._vocab_size = vocab_size
         self._fresh = True
         self._closed: list[str] = []
-        """Requests that have ended and of which the drafter has not heard."""
+        """Ended requests that were not reported to the drafter yet."""
 
     @property
     def writable(self) -> bool:
-        """Whether a message would be sent: its drafter is there, and not far behind."""
+        """Whether a message can be sent: the drafter is alive and not far behind."""
         return bool(self._socket.poll(0, zmq.POLLOUT))
 
     def close_streams(self, ids: list[str]) -> None:
-        """Tell that these requests have ended: now, or with the next message."""
+        """Report these requests as ended, now or with the next message."""
         self._closed += ids
         if self.writable:
             self.send([], [])
 
     def send(self, opened: list[Opened], verified: list[Verified]) -> None:
-        """Tell of requests. It must be writable."""
+        """Send new requests and verified tokens. Call only while the link is `writable`."""
         if not (self._closed or opened or verified):
             return
         feedback = Feedback(self._fresh, self._closed, opened, verified)
@@ -82,7 +84,7 @@ class DraftLink:
         self._fresh, self._closed = False, []
 
     def receive(self) -> list[Drafted]:
-        """Everything that has come."""
+        """Return all drafts that have arrived, without waiting."""
         drafted: list[Drafted] = []
         with contextlib.suppress(zmq.Again):
             while True:

@@ -1,7 +1,7 @@
-"""The drafter processes of a run: started, watched, started again, and made known to the engines.
+"""The drafter processes of a run: start them, watch them, restart them, connect engines to them.
 
-Drafts are optional: a drafter that has died is brought up again while rollouts go on without it,
-and is left out when it has died too often.
+Drafts are optional. When a drafter dies, rollouts go on without it while it restarts. A drafter
+that dies too often stays off.
 """
 
 import asyncio
@@ -18,28 +18,28 @@ from schemas.counts import StreamCounts
 from schemas.drafting import DrafterConfig
 
 WATCH_S = 2.0
-"""Seconds between two looks at a drafter."""
+"""Seconds between two checks of a drafter."""
 ANSWER_S = 60.0
-"""Longest time for an answer of one that is up."""
+"""Seconds within which a running drafter must answer."""
 
 
 class Drafter:
-    """One actor at a time."""
+    """A drafter of the run. Each restart replaces its Ray actor."""
 
     def __init__(
         self, config: DrafterConfig, num_gpus: int, node: str | None, on_cluster: bool
     ) -> None:
-        """`node`: where it is to be, if that can be; `on_cluster`: see `Drafters`."""
+        """Describe a drafter. `node`: the preferred Ray node. `on_cluster`: see `Drafters`."""
         self.config = config
         self.counts = StreamCounts()
-        """Counts since they were last taken away, over restarts."""
+        """Counts since the last `Drafters.take_counts`, kept over restarts."""
         self._num_gpus = num_gpus
         self._node = node
         self._on_cluster = on_cluster
         self._actor: RemoteActor | None = None
 
     async def start(self) -> str:
-        """Bring it up, or up again; returns its address."""
+        """Start or restart the actor. Return the address that it serves."""
         self.kill()
         self._actor = RemoteActor(
             f"drafter {self.config.name}",
@@ -54,7 +54,7 @@ class Drafter:
         return await self._actor.call("start", timeout_s=self.config.start_timeout_s)
 
     async def look(self) -> None:
-        """Add what it counted, if it is not out of use. Raises `ActorError`."""
+        """Fetch the actor's counts, if there is an actor. Raise `ActorError` if it has died."""
         if self._actor:
             self.counts.add(await self._actor.call("take_counts", timeout_s=ANSWER_S))
 
@@ -69,7 +69,7 @@ class Drafter:
 
 
 class Drafters:
-    """All drafters of a run. Those of one name share the engines."""
+    """All drafters of a run. Drafters with the same name divide the engines among themselves."""
 
     def __init__(
         self,
@@ -82,9 +82,12 @@ class Drafters:
         *,
         on_cluster: bool = False,
     ) -> None:
-        """Drafters, not started yet. `num_gpus`: of each; `nodes`: where they are to be, if that
-        can be. `say` is told of deaths. `on_cluster`: there are other machines, or may be later, so
-        that they serve where those reach them."""
+        """Describe the drafters; `start` starts them.
+
+        `say` logs deaths. `num_gpus`: GPUs of each drafter. `nodes`: the preferred Ray node of
+        each. `on_cluster`: serve on an address that other machines can reach, because the cluster
+        has or may get some.
+        """
         anywhere = [None] * len(configs)
         self._drafters = [
             Drafter(config, num_gpus, node, on_cluster)
@@ -97,15 +100,17 @@ class Drafters:
         self._watches: list[asyncio.Task] = []
 
     async def start(self) -> None:
-        """Raises `ActorError` when one does not come up."""
+        """Start all drafters. Raise `ActorError` if one fails to start."""
         addresses = await all_of(drafter.start() for drafter in self._drafters)
         for drafter, address in zip(self._drafters, addresses, strict=True):
             await self._connect(drafter, address)
         self._watches = [asyncio.create_task(self._watch(one)) for one in self._drafters]
 
     async def take_counts(self) -> dict[str, StreamCounts]:
-        """Counts of each drafter since the last call. What one that died had counted since the last
-        look is lost."""
+        """Return each drafter's counts since the last call, by name.
+
+        When a drafter dies, its counts since the last check (`WATCH_S`) are lost.
+        """
         counts: dict[str, StreamCounts] = {}
         for drafter in self._drafters:
             with contextlib.suppress(ActorError):
@@ -128,11 +133,11 @@ class Drafters:
                     return
 
     async def _mend(self, drafter: Drafter, death: ActorError) -> bool:
-        """Whether it is there again."""
+        """Restart a dead drafter. Return False if it died too often."""
         name, why = drafter.config.name, death.why
         while self._num_restarts[drafter] < self._max_restarts:
             self._num_restarts[drafter] += 1
-            self._say(f"drafter {name} died ({why}); starting it again")
+            self._say(f"drafter {name} died ({why}); restarting it")
             try:
                 await self._connect(drafter, await drafter.start())
             except ActorError as again:
@@ -140,14 +145,14 @@ class Drafters:
             else:
                 return True
         drafter.kill()
-        self._say(f"drafter {name} died too often ({why}); going on without it")
+        self._say(f"drafter {name} died too often ({why}); rollouts continue without it")
         return False
 
     async def _connect(self, drafter: Drafter, address: str) -> None:
-        """Tell the engines that it serves where it is."""
+        """Connect this drafter's share of the engines to its address."""
         namesakes = [d for d in self._drafters if d.config.name == drafter.config.name]
         place = namesakes.index(drafter)
         for engine in self._engines[place :: len(namesakes)]:
-            # One that is being restarted hears of it when it is up.
+            # An engine that is restarting connects once it has started.
             with contextlib.suppress(EngineDied):
                 await engine.connect_drafters({drafter.config.name: address})

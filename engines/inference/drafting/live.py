@@ -1,16 +1,16 @@
-"""Live sequences of a draft model: each goes on, rests, or is set back, and is never sent again.
+"""Live sequences of a draft model: decode them, pause them, roll them back; never resubmit them.
 
-    open(text) ─► go_on(ids) ─► one token each ─► go_on(ids) ─► ...      rests when it is not asked
-                                    └─ set_back(keep, tokens): what is behind `keep` was wrong
+    open(tokens) ─► go_on(ids) ─► one token each ─► go_on(ids) ─► ...    pauses when not in `ids`
+                                      └─ set_back(keep, tokens): tokens after `keep` were wrong
 
-vLLM's engine core (vLLM 0.32) runs in this process, without its front end, so a sequence is vLLM's
-own request, and is set back where it lies: its tokens are cut in scheduler and runner, its keys and
-values stay as far as they are right, and the next step computes what is new. A round costs by its
-new tokens, whatever the context: nothing is sent, hashed or admitted again. What remains of the
-context are copies of memory, where a sequence that has rested returns to the batch.
+vLLM's engine core (vLLM 0.32) runs in this process without its front end. A sequence is a vLLM
+request, which `set_back` edits in place: it cuts the tokens in the scheduler and in the runner, and
+keeps the valid part of the KV cache. The next step computes the new tokens only. So a round costs
+by its new tokens, whatever the context length: nothing is sent, hashed or admitted again. One cost
+of the context remains: a paused sequence that returns to the batch has its tokens copied.
 
-The prefix cache has the texts that sequences began with, which samples of a prompt share; drafts
-never enter it, as they may be wrong.
+The prefix cache holds the tokens that sequences were opened with, which samples of a prompt share.
+Drafts never enter the cache, as they may be wrong.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,14 +23,14 @@ from engines.inference.engine.process import final_params
 
 
 class CacheFull(Exception):
-    """Keys and values of the sequences that rest leave no memory for a step of the others."""
+    """The KV cache is full: paused sequences leave no memory for a step of the others."""
 
 
 class LiveSequences:
-    """Those of one model, in the process and the thread that made them."""
+    """The live sequences of one model. Use them only in the thread that created this object."""
 
     def __init__(self, engine_args: dict[str, Any]) -> None:
-        """Loads the model. `prepare_process` has been called."""
+        """Load the model. Call `prepare_process` before."""
         from vllm import EngineArgs
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.abstract import Executor
@@ -48,7 +48,7 @@ class LiveSequences:
         self._scheduler = self._core.scheduler
         self._runner = self._core.model_executor.driver_worker.worker.model_runner
         self._texts: dict[str, np.ndarray] = {}
-        """int32 [max_model_len]: tokens of each sequence, and behind them whatever was there."""
+        """int32 [max_model_len]: tokens of each sequence. Values after its end are undefined."""
         self._keep_opening_texts()
         self._return_from_arrays()
 
@@ -58,7 +58,7 @@ class LiveSequences:
 
     @property
     def ending_tokens(self) -> frozenset[int]:
-        """Tokens that end a text."""
+        """End-of-sequence tokens of the model."""
         model = self.vllm_config.model_config
         given = [
             model.hf_text_config.to_dict().get("eos_token_id"),
@@ -68,7 +68,7 @@ class LiveSequences:
         return frozenset(chain.from_iterable(ids))
 
     def open(self, id: str, token_ids: Sequence[int], **params: Any) -> None:
-        """Begin after this text; `params`: vLLM's `SamplingParams`."""
+        """Open a sequence that continues these tokens. `params`: of vLLM's `SamplingParams`."""
         from vllm.v1.request import Request
 
         params |= {"ignore_eos": True, "max_tokens": self.vllm_config.model_config.max_model_len}
@@ -76,7 +76,7 @@ class LiveSequences:
             id, list(token_ids), final_params(**params), None,
             block_hasher=self._core.request_block_hasher,
         )  # fmt: skip
-        # What follows is not hashed.
+        # Do not hash the tokens that follow: drafts stay out of the prefix cache.
         request._block_hasher = None
         self._texts[id] = text = np.zeros(self.vllm_config.model_config.max_model_len, np.int32)
         text[: len(token_ids)] = token_ids
@@ -90,21 +90,23 @@ class LiveSequences:
         self._scheduler.finish_requests(id, RequestStatus.FINISHED_ABORTED)
 
     def set_back(self, id: str, keep: int, token_ids: Sequence[int]) -> None:
-        """Cut a sequence down to `keep` tokens, and put these behind them. `keep` is no less than
-        it was opened with, and no more than it has."""
+        """Keep the first `keep` tokens of a sequence and append `token_ids`.
+
+        `keep` must lie between the sequence's first length (when opened) and its present length.
+        """
         request, state = self._scheduler.requests[id], self._runner.requests.get(id)
         assert len(request.prompt_token_ids) <= keep <= request.num_tokens
         end, num_kept = keep + len(token_ids), keep - request.num_prompt_tokens
         self._texts[id][keep:end] = token_ids
         request._all_token_ids[keep:] = token_ids
         if state is None:
-            # The runner, which has yet to hear of it, takes all it has so far for its prompt.
+            # The runner does not know this request yet: it will take all tokens as its prompt.
             request.prompt_token_ids += token_ids
             request.num_prompt_tokens = end
             return
         request._output_token_ids[num_kept:] = token_ids
         state.output_token_ids[num_kept:] = token_ids
-        # The last one is computed in any case: what comes next follows from it.
+        # Always recompute the last token: the next one is drawn from its logits.
         request.num_computed_tokens = min(request.num_computed_tokens, keep, end - 1)
         batch = self._runner.input_batch
         if (row := batch.req_id_to_index.get(id)) is not None:
@@ -113,9 +115,11 @@ class LiveSequences:
             batch.num_tokens_no_spec[row] = end
 
     def go_on(self, ids: Collection[str]) -> dict[str, int]:
-        """Take a step with these sequences; the token that each has drawn. One whose text is not
-        computed yet, or that finds no room in the batch, draws none. Raises `CacheFull` when none
-        finds any."""
+        """Run one step of these sequences. Return the token that each has drawn.
+
+        A sequence draws none while its prompt is still being computed, or if the batch is full.
+        Raise `CacheFull` if no sequence can run.
+        """
         self._scheduler.rest_others(ids)
         _, has_run = self._core.step_fn()
         if not has_run:
@@ -129,7 +133,7 @@ class LiveSequences:
         self._core.shutdown()
 
     def _keep_opening_texts(self) -> None:
-        """Cache blocks of the texts that sequences began with, and no others."""
+        """Let vLLM cache only the blocks of tokens that sequences were opened with."""
         coordinator = self._scheduler.kv_cache_manager.coordinator
         cache, block = coordinator.cache_blocks, self._scheduler.hash_block_size
 
@@ -139,8 +143,10 @@ class LiveSequences:
         coordinator.cache_blocks = opening
 
     def _return_from_arrays(self) -> None:
-        """Have the runner's batch take the tokens of a sequence that returns from an array: of
-        lists it reads each."""
+        """Let a returning sequence enter the runner's batch from an array.
+
+        vLLM would convert its list of tokens, which takes time for each token.
+        """
         batch = self._runner.input_batch
         add = batch.add_request
 

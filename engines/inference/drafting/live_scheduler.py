@@ -1,9 +1,8 @@
-"""vLLM's scheduler (vLLM 0.32) for live sequences: it takes those that are asked for, and no more
-time than they need.
+"""A fast scheduler for live sequences, on top of vLLM's (vLLM 0.32).
 
-vLLM's own looks at each of a batch for what a drafter's sequences never have: drafts, images, stop
-tokens, a place in a queue. For sequences that are all admitted and that memory suffices for, a step
-is written down at once; whatever else there is, is vLLM's to schedule.
+vLLM's scheduler checks each request for drafts, images, stop tokens and its place in the queue. A
+drafter's sequences have none of these. When all sequences are admitted and memory suffices, this
+scheduler writes the step down directly. In all other cases it calls vLLM's.
 """
 
 from collections.abc import Collection
@@ -16,23 +15,23 @@ from vllm.v1.request import Request
 
 
 class LiveScheduler(Scheduler):
-    """Those that rest are in none of vLLM's queues."""
+    """Scheduler that runs chosen sequences. Paused sequences are in none of vLLM's queues."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.drawn: dict[str, int] = {}
-        """Token of each sequence that drew one in the last step."""
+        """Token that each sequence drew in the last step, if it drew one."""
         self._resting: dict[str, Request] = {}
-        """Those that rest, longest first."""
+        """Paused sequences. The one that has paused longest comes first."""
         self._room: dict[str, int] = {}
-        """Tokens that each has blocks for, of those that are known."""
+        """Tokens that the blocks of a sequence can hold, where known."""
         self._brief: SchedulerOutput | None = None
-        """The step under way, where it is no step of vLLM's."""
+        """The current step, or None if vLLM has scheduled it."""
         block_sizes = [one.block_size for one in self._managers]
         self._block_sizes, self._least_block = block_sizes, min(block_sizes)
 
     def rest_others(self, ids: Collection[str]) -> None:
-        """Have the next step take these alone, and such as are yet to be admitted."""
+        """Let the next step run only these sequences and those that wait for admission."""
         running, others = [], []
         for request in self.running:
             (running if request.request_id in ids else others).append(request)
@@ -41,11 +40,11 @@ class LiveScheduler(Scheduler):
         running += [self._resting.pop(id) for id in woken]
         self._resting |= {request.request_id: request for request in others}
         self.running = running
-        # Else vLLM would copy all their tokens, for a runner that has them.
+        # The runner still has their tokens. Without this vLLM would send them all again.
         self.prev_step_scheduled_req_ids.update(woken)
 
     def wake(self, id: str) -> None:
-        """Have vLLM know of it, wherever it is."""
+        """Return a paused sequence to vLLM's queue of running requests."""
         if request := self._resting.pop(id, None):
             self.running.append(request)
 
@@ -53,7 +52,7 @@ class LiveScheduler(Scheduler):
         self._brief = self._brief_step()
         if self._brief is not None:
             return self._brief
-        # It may take blocks, and give them away.
+        # vLLM may allocate and free blocks.
         self._room.clear()
         return super().schedule(throttle_prefills)
 
@@ -74,7 +73,7 @@ class LiveScheduler(Scheduler):
         return self.kv_cache_manager.coordinator.single_type_managers
 
     def _brief_step(self) -> SchedulerOutput | None:
-        """A step of all that run; None where vLLM has to look."""
+        """Return a step of all running sequences, or None if vLLM must schedule it."""
         running, (_, num_waiting) = self.running, self.get_request_counts()
         if not running or num_waiting or self._inflight_prefills:
             return None
@@ -112,8 +111,7 @@ class LiveScheduler(Scheduler):
         )
 
     def _new_blocks(self, ends: list[int], news: list[int]) -> dict[str, Any] | None:
-        """Ids of the blocks that those that need some are given; None where there may be too few
-        for all of them."""
+        """Allocate blocks and return their ids by request. Return None if they may not suffice."""
         room = self._room
         short = [
             (request, end, new)

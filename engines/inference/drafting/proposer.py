@@ -1,12 +1,11 @@
-"""Drafting inside a vLLM worker, in the place of its speculator (vLLM 0.32).
+"""Drafting inside a vLLM worker. The proposer replaces vLLM's speculator (vLLM 0.32).
 
-    rows without a setting of their own, or with `histospec`   HistoryDrafter
-    the others                                                 RequestDrafting; with
-                                                               `specactor.fuse` both
+    row without a draft setting, or with `histospec`   HistoryDrafter
+    row with another draft setting                     RequestDrafting; with `specactor.fuse` both
 
-vLLM calls `propose` without request ids, so the proposer looks into the runner. What it must know
-of a request travels in `SamplingParams.extra_args`. This module compiles with numba: it is imported
-when vLLM is up (`NoDrafts`).
+vLLM calls `propose` without request ids, so the proposer reads them from the runner. Other facts
+about a request travel in `SamplingParams.extra_args`. Import this module only after vLLM has
+started, because it uses numba (see `NoDrafts`).
 """
 
 import contextlib
@@ -39,18 +38,18 @@ from schemas.rollout import DraftSetting
 
 _SIBLING_BYTES = 2**28
 PROMPT_KEY = "prompt_key"
-"""Name of the prompt's key in `SamplingParams.extra_args`."""
+"""Key of the prompt key in `SamplingParams.extra_args`."""
 DRAFTING = "drafting"
-"""Name of the fields of a request's `DraftSetting` there, where it has one."""
+"""Key of the fields of a request's `DraftSetting` in `SamplingParams.extra_args`, if it has one."""
 
 
 class Proposer:
-    """One engine's, on its first rank."""
+    """The proposer of one engine. It runs on the engine's first rank."""
 
     def __init__(self, runner: Any, config: EngineConfig, engine: int) -> None:
         scheduler, drafting = runner.vllm_config.scheduler_config, config.drafting
         self._runner = runner
-        # Else all drafts are skipped while one request is within a draft of the context's end.
+        # Otherwise vLLM skips all drafts while one request nears the end of its context.
         runner.effective_drafter_max_model_len = sys.maxsize
         self._max_step_tokens = (
             scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
@@ -72,17 +71,17 @@ class Proposer:
             shares=drafting.shared_tokens > 0,
         )
         self._own = RequestDrafting(engine, runner.model_config.get_vocab_size())
-        """Drafting of requests with a setting of their own."""
+        """Drafting for requests that have their own draft setting."""
         self._num_own_drafting_steps = 0
         self._draft_s = 0.0
         self._ids: list[str] = []
         self._places = np.zeros(0, np.int64)
         self._own_rows: list[tuple[int, str]] = []
-        """(row, id) of the requests with a setting of their own."""
+        """(row, id) of the requests that have their own draft setting."""
         self._restore(config.learnt)
 
     def take_counts(self) -> dict[str, Any]:
-        """Counts since the last call, and what was learnt, for one that begins in this place."""
+        """Return the counts since the last call, and the learnt state for a successor."""
         counts = asdict(self._history.take_counts())
         counts["num_drafting_steps"] += self._num_own_drafting_steps
         counts["draft_s"] = self._draft_s
@@ -96,23 +95,23 @@ class Proposer:
         self._own.connect(addresses)
 
     def expect(self, prompt_keys: Sequence[str]) -> None:
-        """Requests for these prompts were submitted: a thread opens their indexes."""
+        """Open the indexes of these prompts in a thread: requests for them are on their way."""
         if self._history_is_on:
             self._history.expect(prompt_keys)
 
     def redraft(self, settings: Mapping[str, tuple[str, int, bool]]) -> None:
-        """Draft so for these requests, by the names that they were submitted with."""
+        """Change the draft settings of requests, by the names they were submitted with."""
         changed = {id: settings[name] for id in self._ids if (name := submitted_as(id)) in settings}
         self._history.end_others([id for id in self._ids if id not in changed])
         for id, setting in changed.items():
-            # It may leave the batch, and come back.
+            # Keep the setting: the request may leave the batch and return.
             self._extra_args(id)[DRAFTING] = setting
             self._begin(id, DraftSetting(*setting))
         self._place(self._ids)
 
     def progress(self) -> dict[str, tuple[int, int, int]]:
-        """(drafted, accepted) tokens of each request with a setting of its own, under that, and its
-        drafts of which one was rejected."""
+        """Return (drafted tokens, accepted tokens, drafts with a rejection) of each request that
+        has its own draft setting, counted since it got that setting."""
         return {submitted_as(id): counts for id, counts in self._own.progress().items()}
 
     def propose(
@@ -122,7 +121,7 @@ class Proposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """vLLM's call after each step: drafts for the rows of the batch, each 0..k tokens."""
+        """Return a draft of 0..k tokens for each row. vLLM calls this after each step."""
         del slot_mappings
         num_rows = len(sampled_token_ids)
         started_s = time.perf_counter()
@@ -157,7 +156,7 @@ class Proposer:
         return drafts
 
     def _pass_content(self, num_rows: int) -> np.ndarray:
-        """Content of the pass that has just ended."""
+        """Return the content of the pass that has just ended."""
         batch = self._runner.input_batch
         return pass_content(
             np.diff(self._runner.query_start_loc.np[: num_rows + 1]),
@@ -189,8 +188,8 @@ class Proposer:
             self._own.begin(id, setting, sample_key, request.max_tokens)
 
     def _restore(self, learnt: str) -> None:
-        # It is worth a few seconds of speed: after what another version has learnt, or nothing,
-        # learning begins anew.
+        # The learnt state saves a few seconds only. If it is absent or from another version of
+        # refrain, start without it.
         with contextlib.suppress(ValueError, KeyError, TypeError):
             state = json.loads(learnt)
             self._history.restore(state["history"])
@@ -204,8 +203,10 @@ class Proposer:
         return self._runner.requests[id].sampling_params.extra_args or {}
 
     def _describe(self, id: str, setting: DraftSetting | None) -> DraftedRequest:
-        """Description of a request for the history; one that others alone draft for has no key
-        there, as a canary has none."""
+        """Describe a request for the history drafter.
+
+        A canary has no prompt key. A request that only other drafters serve gets none either.
+        """
         state = self._runner.requests[id]
         others_draft = setting is not None and setting.drafter != HISTORY
         from_history = self._history_is_on and (self._fuses or not others_draft)
@@ -216,7 +217,7 @@ class Proposer:
         )
 
     def _foreseen_key(self, id: str) -> int:
-        """Key of the noise that a request is drawn with."""
+        """Return the sample key, or NO_KEY if noise must not guide the request's drafts."""
         params = self._runner.requests[id].sampling_params
         drawn = self._foresees and params.temperature >= GREEDY_BELOW
         return self._extra_args(id)[SAMPLE_KEY] if drawn else NO_KEY

@@ -1,14 +1,15 @@
-"""Drafting for requests that have a setting of their own, in one engine, between two steps.
+"""Drafting between two steps of an engine, for requests that have their own draft setting.
 
-    with `ngram`          from their own text
-    with a draft model    by a process of that, which drafts ahead: what has arrived is verified
+    `ngram`          drafts come from the request's own tokens
+    a draft model    drafts come from a drafter process that runs ahead; we verify what has arrived
 
-Another drafter may draft for them beside (`expected`, `fuse`): of one response all guess the same
-tokens, so the model hears what was accepted whoever guessed it, and how often it is right is known
-from what it would have said.
+After each step we send the emitted tokens to each drafter, read the drafts that it has sent, and
+propose the pending ones. We never wait, because a step serves all requests: a request without
+drafts decodes one token.
 
-Each drafter is told what was emitted, what it has sent is read, and what is pending is proposed.
-Nobody is waited for, as a step is all requests': one whose drafts are not there is decoded plainly.
+The history drafter may draft for the same requests (`expected`, `fuse`). All drafters guess tokens
+of the same response, so the draft model receives the accepted tokens, whoever guessed them. We
+compare its unused drafts with them too, to know how often it is right.
 """
 
 from collections import defaultdict
@@ -30,27 +31,28 @@ from schemas.rollout import DraftSetting
 
 
 class DraftedRow(NamedTuple):
-    """A row of the running batch after a step."""
+    """One row of the running batch after a step."""
 
     row: int
     id: str
     num_sampled: int
-    """Tokens that the step emitted; 0: still in its prompt."""
+    """Tokens that the step emitted; 0 while it computes the prompt."""
     text: np.ndarray
-    """int32 [any]: prompt and response so far."""
+    """int32 [any]: tokens of the prompt and the response so far."""
 
 
 @dataclass(slots=True)
 class _Worth:
-    """How often draft tokens were right, of those that it is known of: whether or not they were
-    verified."""
+    """How often draft tokens were right, verified or not. Unknown ones do not count."""
 
     num_right: int = 0
     num_tried: int = 0
 
     def of(self, one: "_Worth") -> float:
-        """Probability that the next token of a request is right, these counts being all
-        requests'."""
+        """Return the probability that the next draft token of request `one` is right.
+
+        `self` counts all requests and serves as the prior.
+        """
         prior = (self.num_right + PRIOR_WEIGHT / 2) / (self.num_tried + PRIOR_WEIGHT)
         return (one.num_right + PRIOR_WEIGHT * prior) / (one.num_tried + PRIOR_WEIGHT)
 
@@ -60,15 +62,15 @@ class _Request:
     setting: DraftSetting
     sample_key: int
     max_tokens: int
-    """Prompt and response, at most."""
+    """Most tokens of prompt and response together."""
     slot: int = NO_SLOT
-    """Slot of its text, where it drafts from that."""
+    """Slot in the n-gram index; `NO_SLOT` with other drafters."""
     stream: VerifyStream | None = None
-    """Verifier's end of its stream; None: no drafter knows of it yet."""
+    """Verifier's end of its stream; None while no drafter knows the request."""
     draft: list[int] = field(default_factory=list)
-    """Tokens drafted for the step that runs, verified or not."""
+    """Tokens drafted for the running step, verified or not."""
     num_drafted: int = 0
-    """Tokens of it that are verified."""
+    """Number of tokens at the start of `draft` that the running step verifies."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_rejections: int = 0
@@ -76,13 +78,18 @@ class _Request:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of its drafts that was accepted, which a few dozen of them outweigh a guess of."""
+        """Share of draft tokens accepted, starting from a prior of one half.
+
+        A few dozen draft tokens outweigh the prior.
+        """
         tried = self.num_draft_tokens + PRIOR_WEIGHT
         return (self.num_accepted_tokens + PRIOR_WEIGHT / 2) / tried
 
     def room(self, num_tokens: int) -> int:
-        """Draft tokens at most after so many. A verification emits one token more than it
-        accepts."""
+        """Return the most tokens to draft after `num_tokens` tokens of prompt and response.
+
+        A verification emits one token more than it accepts.
+        """
         return max(0, min(self.setting.window, self.max_tokens - num_tokens - 1))
 
 
@@ -92,7 +99,10 @@ Pair = tuple[DraftedRow, _Request]
 def _num_kept(
     pairs: Sequence[Pair], drafts: Mapping[str, Sequence[int]], max_tokens: int
 ) -> np.ndarray:
-    """Draft tokens of each row that are verified: the likeliest, as each request's were."""
+    """Return how many draft tokens of each row to verify: the likeliest ones within the budget.
+
+    A request's acceptance rate so far gives the probability of each token.
+    """
     num_drafted = np.array([len(drafts[row.id]) for row, _ in pairs], np.int32)
     rates = np.array([request.acceptance_rate for _, request in pairs])
     windows = np.arange(1, num_drafted.max(initial=0) + 1)
@@ -100,19 +110,19 @@ def _num_kept(
 
 
 class RequestDrafting:
-    """One engine's."""
+    """Drafting for the requests of one engine that have their own draft setting."""
 
     def __init__(self, engine: int, vocab_size: int) -> None:
         self._engine, self._vocab_size = engine, vocab_size
         self._ngram = NgramDrafter()
         self._links: dict[str, DraftLink] = {}
-        """Links by drafter."""
+        """Connection to each drafter, by name."""
         self._requests: dict[str, _Request] = {}
         self._worth: dict[str, _Worth] = defaultdict(_Worth)
-        """Worth of each drafter's tokens."""
+        """How often each drafter's tokens were right."""
 
     def connect(self, addresses: Mapping[str, str]) -> None:
-        """Reach these drafters there from now on. Their requests are opened anew."""
+        """Connect to drafters at these addresses, and reopen their requests there."""
         for drafter, address in addresses.items():
             if link := self._links.pop(drafter, None):
                 link.close()
@@ -137,21 +147,21 @@ class RequestDrafting:
                 self._links[request.setting.drafter].close_streams([id])
 
     def end_others(self, ids: Collection[str]) -> None:
-        """Forget every request that is not among these."""
+        """Forget all requests except these."""
         self.end(self._requests.keys() - set(ids))
 
     def progress(self) -> dict[str, tuple[int, int, int]]:
-        """(drafted, accepted) tokens of each request, and its drafts of which one was rejected."""
+        """Return (drafted tokens, accepted tokens, drafts with a rejection) of each request."""
         return {
             id: (r.num_draft_tokens, r.num_accepted_tokens, r.num_rejections)
             for id, r in self._requests.items()
         }
 
     def propose(self, rows: Sequence[DraftedRow], max_draft_tokens: int) -> list[list[int]]:
-        """Draft tokens of each row, possibly none; at most `max_draft_tokens` in all."""
+        """Return the draft of each row, possibly empty; at most `max_draft_tokens` in all."""
         pairs = [(row, self._requests[row.id]) for row in rows]
         for row, request in pairs:
-            # A request that was put off while its draft waited has emitted nothing.
+            # A request that the step left out has emitted nothing, and its draft still waits.
             if row.num_sampled and request.draft:
                 self._observe(row, request)
         drafts = self._from_text([pair for pair in pairs if pair[1].setting.drafter == NGRAM])
@@ -162,7 +172,7 @@ class RequestDrafting:
         return [request.draft for _, request in pairs]
 
     def expected(self, rows: Sequence[DraftedRow]) -> list[float]:
-        """Tokens of each row's draft that are expected to be accepted."""
+        """Return how many tokens of each row's draft we expect to be accepted."""
         requests = [self._requests[row.id] for row in rows]
         return [
             expected_tokens(len(one.draft), self._worth[one.setting.drafter].of(one.worth)) - 1
@@ -170,8 +180,10 @@ class RequestDrafting:
         ]
 
     def fuse(self, row: DraftedRow, other: list[int]) -> list[int]:
-        """Draft of a row for which another drafter has drafted too, what is worth more: that one,
-        or this one's, where it begins with it."""
+        """Return the better of two drafts of a row: ours if it starts with `other`, else `other`.
+
+        `other`: the history's draft, of which more tokens are expected to be accepted.
+        """
         request = self._requests[row.id]
         num_agreeing = agreeing(other, request.draft)
         if num_agreeing == len(other):
@@ -180,7 +192,7 @@ class RequestDrafting:
         return other
 
     def _observe(self, row: DraftedRow, request: _Request) -> None:
-        """Take in what the last step has emitted."""
+        """Count how much of the last draft was right, from the emitted tokens."""
         num_drafted, num_accepted = request.num_drafted, row.num_sampled - 1
         num_right = min(num_accepted, num_drafted)
         if num_drafted:
@@ -188,7 +200,7 @@ class RequestDrafting:
             request.num_accepted_tokens += num_right
             request.num_rejections += num_accepted < num_drafted
         if num_drafted < len(request.draft):
-            # The other drafter's was verified, and tells of this one.
+            # The other drafter's draft was verified. Compare ours with the emitted tokens.
             emitted = row.text[len(row.text) - row.num_sampled :].tolist()
             num_right = agreeing(request.draft, emitted)
         num_tried = num_right + (num_right < min(len(request.draft), row.num_sampled))
@@ -216,7 +228,7 @@ class RequestDrafting:
         }
 
     def _from_streams(self, pairs: Sequence[Pair]) -> dict[str, list[int]]:
-        """Tell what was verified; what is pending."""
+        """Send the verified tokens to the drafters. Return the pending drafts by request id."""
         if not pairs:
             return {}
         opened: dict[str, list[Opened]] = defaultdict(list)
@@ -224,13 +236,13 @@ class RequestDrafting:
         behind = {drafter for drafter, link in self._links.items() if not link.writable}
         for row, request in pairs:
             if request.setting.drafter in behind:
-                # What it does not hear now it could not make up for.
+                # The drafter would miss tokens, so reopen the request later.
                 request.stream = None
             elif request.stream is not None:
                 if told := _advance(row, request.stream):
                     verified[request.setting.drafter].append(told)
             else:
-                # Also where its prompt is still being computed, as the drafter's is meanwhile.
+                # Open it during prefill too: the drafter computes the prompt at the same time.
                 opened[request.setting.drafter].append(_open(row, request))
         for drafter in self._links.keys() - behind:
             self._links[drafter].send(opened[drafter], verified[drafter])
@@ -246,7 +258,7 @@ class RequestDrafting:
         for drafter, link in self._links.items():
             for told in link.receive():
                 request = self._requests.get(told.id)
-                # It may have ended, or be drafted for by another meanwhile.
+                # The request may have ended or changed its drafter in the meantime.
                 known = request and request.setting.drafter == drafter and told.id in texts
                 if known and request.stream is not None:
                     request.stream.receive(told, texts[told.id])

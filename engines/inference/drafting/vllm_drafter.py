@@ -1,12 +1,12 @@
-"""A small model that drafts for the requests of rollout engines, ahead of their verification.
+"""A small draft model that runs ahead of the rollout engines and sends them draft tokens.
 
-Runs as a Ray actor (`drafters.py`). Each request is a live sequence (`live`):
+It runs as a Ray actor (`drafters.py`). Each request is a live sequence (`live.py`):
 
-    hear what was verified ─► set back what was wrong ─► a step of all that may go on ─► tell
+    receive verified tokens ─► roll back wrong drafts ─► decode one step ─► send the new tokens
 
-All this is one thread's, with which the actor's calls take turns. A sequence is drawn with the
-noise of the request it drafts for (`engines.inference.sampling.noise`), so that a drafter close to
-the policy is accepted more often than by samples of its own.
+One thread does all this; calls to the actor take turns with it. By default the drafter samples with
+the noise of the request that it drafts for (`engines.inference.sampling.noise`). A drafter close to
+the policy is then accepted more often than with independent samples.
 """
 
 import asyncio
@@ -32,43 +32,43 @@ from schemas.counts import StreamCounts
 from schemas.drafting import DrafterConfig
 
 _TURN_S = 0.05
-"""Seconds of drafting, or of waiting for requests, after which a call gets its turn."""
+"""Seconds of drafting or waiting, after which a call to the actor gets its turn."""
 _CPU_ARGS = {"block_size": CPU_BLOCK_TOKENS, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
 _OTHER_NOISE = 0x5DEECE66D
-"""Mixed into the sample key where noise is not shared."""
+"""Mixed into the sample key if the drafter does not share the request's noise."""
 
 StreamId = tuple[bytes, str]
-"""Verifier and request."""
+"""Identity of the verifier, and id of the request."""
 
 
 class VLLMDrafter:
-    """Server of streams of draft tokens, until it is shut down."""
+    """Server that streams draft tokens to engines until it shuts down."""
 
     def __init__(self, config: DrafterConfig, on_cluster: bool = False) -> None:
-        """A drafter, not started yet. `on_cluster`: engines may be on other machines."""
+        """Describe a drafter; `start` loads it. `on_cluster`: engines may be on other machines."""
         self._config = config
         self._host = ray.util.get_node_ip_address() if on_cluster else None
-        """Address of this machine; None where all engines are on it."""
+        """Address of this machine; None if all engines run on it."""
         self._thread = ThreadPoolExecutor(1, "drafting")
         self._streams: dict[StreamId, DraftStream] = {}
         self._names: dict[str, StreamId] = {}
-        """Streams by the names of their sequences, the oldest first."""
+        """Stream id by the name of its sequence, oldest first."""
         self._sequences: dict[StreamId, str] = {}
         self._wanting: set[str] = set()
-        """Sequences that are to go on."""
+        """Names of the sequences that need another token."""
         self._num_opened = 0
         self._counts = StreamCounts()
         self._failure: BaseException | None = None
 
     async def start(self) -> str:
-        """Returns the address that it serves."""
+        """Load the model and start to serve. Return the address."""
         with made_to_stay():
             address = await self._in_thread(self._load)
         self._server = asyncio.create_task(self._serve())
         return address
 
     async def take_counts(self) -> StreamCounts:
-        """Counts since the last call. Raises what has gone wrong while nobody asked."""
+        """Return the counts since the last call. Raise RuntimeError if drafting has failed."""
         if self._failure is not None:
             raise RuntimeError(f"drafter {self._config.name} failed") from self._failure
         return await self._in_thread(self._take_counts)
@@ -84,7 +84,7 @@ class VLLMDrafter:
         try:
             while True:
                 await self._in_thread(self._turn)
-        except Exception as error:  # Told to whoever asks next.
+        except Exception as error:  # The next call of `take_counts` raises it.
             self._failure = error
 
     def _load(self) -> str:
@@ -93,7 +93,7 @@ class VLLMDrafter:
         self._ends = self._live.ending_tokens
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        # A restarted engine comes back under its old name.
+        # A restarted engine connects again under its old name.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         return self._bind()
 
@@ -101,7 +101,8 @@ class VLLMDrafter:
         if self._host:
             at = f"tcp://{self._host}"
             return f"{at}:{self._socket.bind_to_random_port(at)}"
-        # No other user of the machine is to read drafts, or to ask for any in an engine's name.
+        # A socket in a private directory: other users of this machine must not read drafts, nor
+        # request any in an engine's name.
         address = f"ipc://{os.environ[PRIVATE_DIR]}/drafts"
         self._socket.bind(address)
         return address
@@ -129,7 +130,7 @@ class VLLMDrafter:
             self._counts.work_s += time.monotonic() - began_s
 
     def _draft(self) -> None:
-        """A step of the sequences that are to go on, told to their verifiers."""
+        """Decode one token of each wanting sequence and send it to the verifier."""
         drafted: dict[bytes, list[Drafted]] = defaultdict(list)
         try:
             tokens = self._live.go_on(self._wanting)
@@ -143,7 +144,8 @@ class VLLMDrafter:
                 drafted[id[0]].append(stream.drafted(token, ended=token in self._ends))
                 self._follow(name, stream)
             else:
-                # vLLM computed it again, which had no memory for it before.
+                # The stream wants no token, but vLLM drew one: it had run out of memory for this
+                # sequence and has computed it again now. Drop the token.
                 self._live.set_back(name, stream.num_verified + len(stream.ahead), [])
         for verifier, told in drafted.items():
             self._socket.send_multipart([verifier, encode(told)])
@@ -173,7 +175,7 @@ class VLLMDrafter:
         self._follow(name, stream)
 
     def _go_on(self, id: StreamId, stream: DraftStream, told: Verified) -> None:
-        # Without a message that was lost a request has no drafts.
+        # After a lost message this request gets no more drafts.
         if not (stream.follows(told) and self._knows(told.token_ids)):
             self._end([id])
             return
@@ -192,7 +194,7 @@ class VLLMDrafter:
             self._wanting.discard(name)
 
     def _knows(self, token_ids: list[int]) -> bool:
-        """Whether the model has rows for these tokens; the policy may have more."""
+        """Return whether the drafter's vocabulary has these tokens. The policy's may be larger."""
         return max(token_ids, default=0) < self._live.vocab_size
 
     def _end(self, ids: list[StreamId]) -> None:
@@ -205,7 +207,7 @@ class VLLMDrafter:
                 self._live.close(name)
 
     def _params(self, sample_key: int) -> dict[str, Any]:
-        """vLLM's `SamplingParams` of a sequence."""
+        """Return the fields of vLLM's `SamplingParams` of a sequence."""
         config = self._config
         return {
             "temperature": config.temperature,
