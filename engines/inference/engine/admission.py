@@ -1,5 +1,7 @@
-"""Requests handed to vLLM (0.32) in a batch, without a task, a thread or a deep copy for each; the
-engine core begins when all have come (`arrivals`)."""
+"""Submit requests to vLLM (0.32) in batches, without a task, thread or deep copy per request.
+
+The engine core starts a batch when all its requests have arrived (`arrivals`).
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
@@ -16,19 +18,19 @@ from schemas.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request, in the place of vLLM's own collector of its outputs."""
+    """A request to vLLM. It replaces vLLM's own collector of outputs."""
 
     name: str
     token_ids: list[int]
-    """Prompt, and what was generated elsewhere."""
+    """Tokens of the prompt, and those generated on other engines."""
     params: dict[str, Any]
-    """Parameters of its `SamplingParams`."""
+    """Fields of vLLM's `SamplingParams`."""
     put: Callable[[Any], None]
-    """Takes the final output, a `RequestOutput`, or the error that ended the request."""
+    """Callback for the final `RequestOutput`, or for the error that ended the request."""
 
 
 def admitted(running: Running, config: EngineConfig, put: Callable[[Any], None]) -> Admitted:
-    """The request as an engine of this configuration has it generated."""
+    """Return the vLLM request for an engine of this configuration."""
     request = running.request
     sampling = config.rollout.sampling(request.id.split)
     kv = _kv_source(running) if config.moves_kv else None
@@ -54,22 +56,24 @@ def admitted(running: Running, config: EngineConfig, put: Callable[[Any], None])
 
 
 async def admit(llm: Any, requests: Sequence[Admitted]) -> None:
-    """Have vLLM's `AsyncLLM` generate these. They may be aborted as soon as others are waited for:
-    vLLM's front end knows them by then."""
+    """Submit requests to vLLM's `AsyncLLM`.
+
+    You may abort a request as soon as this coroutine first waits: vLLM's front end knows it then.
+    """
     batch = (uuid4().hex, len(requests))
     core_requests = [_core_request(llm, request, batch) for request in requests]
     for core_request, request in zip(core_requests, requests, strict=True):
         llm.output_processor.add_request(core_request, None, None, 0, request)
     for core_request in core_requests:
         await llm.engine_core.add_request_async(core_request)
-    # The core may have been told that these are aborted before it knew them.
+    # A request may have been aborted before it reached the core. Abort it there again.
     known = llm.output_processor.request_states
     gone = [request.request_id for request in core_requests if request.request_id not in known]
     await llm.engine_core.abort_requests_async(gone)
 
 
 def _core_request(llm: Any, request: Admitted, batch: tuple[str, int]) -> Any:
-    """The request, checked, as vLLM's front end hands it on; its name with a random end."""
+    """Return the checked request for the engine core. vLLM adds random characters to its name."""
     from vllm.inputs import tokens_input
 
     extra_args = request.params["extra_args"] | {BATCH: batch}

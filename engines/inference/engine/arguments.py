@@ -1,4 +1,4 @@
-"""Arguments that vLLM is started with, by an engine's configuration."""
+"""vLLM's start arguments for an engine's configuration."""
 
 from typing import Any
 
@@ -8,12 +8,15 @@ from schemas.config import EngineConfig, ModelConfig, RolloutConfig
 
 CPU_KV_CACHE_BYTES = 256 * 2**20
 CPU_BLOCK_TOKENS = 32
-"""Tokens of a KV block on a CPU. Of vLLM's own 128 there a short prompt fills none, and its samples
-would each compute it."""
+"""Tokens of a KV block on a CPU.
+
+vLLM's default there is 128. A short prompt fills no such block, so it would not enter the prefix
+cache and each of its samples would compute it.
+"""
 
 
 def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any]:
-    """Arguments of the engine of this index."""
+    """Return vLLM's arguments for the engine with this index."""
     from vllm.config import WeightTransferConfig
 
     rollout = config.rollout
@@ -21,7 +24,7 @@ def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any
     return {
         "model": str(config.model.path),
         "trust_remote_code": config.model.trust_remote_code,
-        # Never pickles, which vLLM would fall back to.
+        # vLLM would fall back to pickle files, which can run code.
         "load_format": "safetensors",
         "dtype": config.model.dtype,
         "hf_overrides": head_overrides(config.model),
@@ -34,14 +37,14 @@ def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any
         "kv_cache_memory_bytes": kv_cache_bytes,
         **_memory_args(rollout, on_cpu),
         "enable_prefix_caching": True,
-        # vLLM's own loggers; by this name its metrics tell engines apart.
+        # Turn vLLM's loggers off. The served name tells engines apart in vLLM's metrics.
         "disable_log_stats": True,
         "served_model_name": f"engine-{index}",
         "worker_extension_cls": "engines.inference.engine.worker.WorkerExtension",
         "scheduler_cls": "engines.inference.engine.scheduler.make_scheduler",
         "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
         "seed": config.seed,
-        # Half a minute of a start, for kernels whose place exact sampling takes (`gpu.warm`).
+        # The warm-up takes half a minute, for kernels that exact sampling replaces (`gpu.warm`).
         **({} if on_cpu else {"kernel_config": {"enable_jit_warmup": False}}),
         **_speculation_args(config),
         **(drafting_graphs(config) if config.speculates and not on_cpu else {}),
@@ -51,7 +54,7 @@ def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any
 
 
 def leaves_gpus(config: EngineConfig) -> bool:
-    """Whether an engine has to leave its GPUs at times."""
+    """Return whether an engine must leave its GPUs at times."""
     return config.pooled or config.takes_turns
 
 
@@ -75,13 +78,15 @@ def _speculation_args(config: EngineConfig) -> dict[str, Any]:
 
 
 def head_overrides(model: ModelConfig) -> dict[str, str]:
-    """Overrides of the model's own configuration for its output layer."""
+    """Return overrides of the model's configuration for the data type of its output layer."""
     return {} if model.head_dtype == "model" else {"head_dtype": model.head_dtype}
 
 
 def drafting_graphs(config: EngineConfig) -> dict[str, Any]:
-    """Arguments that make CUDA graphs serve an engine that drafts (`graphs`); where none are
-    captured they change nothing."""
+    """Return arguments that let CUDA graphs serve an engine that drafts (`graphs`).
+
+    They have no effect if vLLM captures no graphs.
+    """
     sizes = capture_sizes(config.rollout.max_num_seqs, config.rollout.max_num_batched_tokens)
     return {
         "worker_cls": "engines.inference.engine.gpu_worker.DraftingWorker",

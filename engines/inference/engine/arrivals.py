@@ -1,24 +1,27 @@
-"""Requests of one submission begin together: in steps of few requests, the first of them would take
-the time of the others."""
+"""Start all requests of one submission in the same step.
+
+Otherwise vLLM would run small steps of the first requests while the others are still arriving.
+"""
 
 from collections import defaultdict
 from typing import Any
 
 BATCH = "batch"
-"""Name in `SamplingParams.extra_args` of the submission that a request is part of, and how many
-requests that has."""
+"""Key in `SamplingParams.extra_args` of (id, number of requests) of a request's submission."""
 
 
 class Arrivals:
-    """Requests of batches that are not all there yet."""
+    """Requests that wait for the rest of their batch."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[Any]] = defaultdict(list)
         self._num_arrived: dict[str, int] = defaultdict(int)
 
     def begin_with(self, request: Any, batch: str, size: int) -> list[Any]:
-        """Requests that begin, the first to come first, now that this one of a batch of so many has
-        come."""
+        """Add a request of a batch with `size` requests.
+
+        Return the whole batch in order of arrival if this request completes it, else nothing.
+        """
         self._waiting[batch].append(request)
         self._num_arrived[batch] += 1
         if self._num_arrived[batch] < size:
@@ -27,7 +30,7 @@ class Arrivals:
         return self._waiting.pop(batch)
 
     def begin_at_once(self) -> list[Any]:
-        """Requests that are here, which do not wait for the others any more."""
+        """Return all waiting requests: they start without the rest of their batches."""
         waiting = [request for requests in self._waiting.values() for request in requests]
         self._waiting.clear()
         return waiting

@@ -1,4 +1,4 @@
-"""vLLM's worker on a GPU, for engines that draft. Imported by vLLM in the worker's process."""
+"""vLLM's GPU worker for engines that draft. vLLM imports this module in the worker process."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from engines.inference.engine.graphs import decode_plainly
 
 
 class DraftingWorker(Worker):
-    """Worker whose full graphs are of plain decoding."""
+    """Worker that uses full CUDA graphs for steps without drafts."""
 
     def _make_model_runner(self) -> Any:
         runner = super()._make_model_runner()

@@ -1,25 +1,25 @@
 """CUDA graphs of an engine that drafts.
 
-vLLM keeps its full graphs, whose attention is captured too, for steps in which every request has
-all the drafts that it may have. Drafts of refrain's are ragged, so there would be none: not for
-plain decoding either, in the first epoch or where drafting does not pay.
+Full graphs capture attention too. vLLM uses them only for steps in which every request has the
+largest possible draft. refrain's drafts differ in length, so vLLM would use no full graphs at all,
+not even in the first epoch or when drafting does not pay. We use them for plain decoding instead:
 
-    one token a request       full graphs, up to `max_num_seqs` requests
-    drafts for some           piecewise graphs, up to `MOST_TOKENS`, or what a step can have
-    more tokens               none: kernels take longer than their launches
+    one token per request     full graphs, up to `max_num_seqs` requests
+    drafts for some           piecewise graphs, up to `MOST_TOKENS` or the largest step
+    more tokens               no graphs: kernels take longer than their launches
 """
 
 from typing import Any
 
 MOST_TOKENS = 1024
-"""Tokens of a step from which on graphs save nothing."""
+"""Tokens of a step above which graphs save no time."""
 _LEAST_STEP = 8
 _PER_OCTAVE = 8
-"""Sizes until the next power of two: an eighth of a step is filled up at most."""
+"""Captured sizes up to the next power of two, so at most an eighth of a step is padding."""
 
 
 def capture_sizes(max_num_seqs: int, step_tokens: int) -> list[int]:
-    """Tokens of the steps that are captured, ascending. `step_tokens`: of a step, at most."""
+    """Return the step sizes to capture, in tokens, ascending. `step_tokens`: the largest step."""
     plain = min(max_num_seqs, step_tokens)
     most = min(step_tokens, max(MOST_TOKENS, plain))
     sizes = {size for size in (1, 2, 4, plain, most) if size <= most}
@@ -31,7 +31,9 @@ def capture_sizes(max_num_seqs: int, step_tokens: int) -> list[int]:
 
 
 def decode_plainly(runner: Any) -> None:
-    """Have vLLM's runner take a step of one token a request for what its full graphs serve. Call
-    before they are captured."""
+    """Let vLLM's runner use full graphs for steps of one token per request.
+
+    Call before vLLM captures its graphs.
+    """
     runner.uniform_decode_query_len = 1
     runner.cudagraph_dispatcher.uniform_decode_query_len = 1

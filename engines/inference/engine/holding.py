@@ -1,15 +1,17 @@
-"""Outputs of vLLM's steps, held back until a request ends or some moments have passed.
+"""Buffer the outputs of vLLM's steps until a request ends or `REPORT_S` has passed.
 
-    step ─► outputs ─► held by request ─┬─ it ends, or it is time ─► one message to the front end
-                           ▲            └─ else: nothing
-                           └── the next step's
+    step ─► outputs ─► buffer by request ─┬─ request ended, or time is up ─► front end
+                             ▲            └─ otherwise: wait
+                             └── next step's outputs
 
-vLLM sends every step's tokens to its front end, a process of its own, which takes each through a
-detokenizer and lists of log-probabilities, and hands out whole responses alone. Told of a request
-once, and every `REPORT_S` while it runs, neither process has much to do with a token.
+vLLM's front end is a process of its own. vLLM sends it the tokens of every step, and it handles
+each one (detokenizer, lists of log-probabilities), although we need whole responses only. With this
+buffer, it gets one message when a request ends, and one every `REPORT_S` while the request runs.
+Both processes save time for each token.
 
-What the front end knows of unfinished requests, hence progress, copies and what is withdrawn, is up
-to `REPORT_S` old: tokens that it does not know of yet are drawn again, and are the same.
+So the front end's view of unfinished requests is up to `REPORT_S` old. Progress, copied requests
+and withdrawn requests are built from this view. Another engine that continues such a request draws
+the missing tokens again, and they are the same.
 """
 
 import time
@@ -25,18 +27,18 @@ REPORT_S = 0.1
 
 
 class HeldOutputs:
-    """Outputs of steps that were not told of yet, as vLLM's `EngineCoreOutput`."""
+    """Outputs (vLLM's `EngineCoreOutput`) that were not reported to the front end yet."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._told_s = clock()
         self._outputs: dict[str, list[Any]] = defaultdict(list)
-        """Those of each request, the oldest first."""
+        """Outputs of each request, oldest first."""
 
     def told_after(self, outputs: Sequence[Any], streamed: Container[str]) -> list[Any]:
-        """Outputs that are told after a step that has put out these, at most one a request.
+        """Add the outputs of a step. Return the outputs to report now, at most one per request.
 
-        `streamed`: requests that are told of after each step.
+        `streamed`: requests to report after each step.
         """
         for output in outputs:
             self._outputs[output.request_id].append(output)
@@ -47,19 +49,19 @@ class HeldOutputs:
         return [merged(self._outputs.pop(id)) for id in ids]
 
     def forget(self, ids: Sequence[str]) -> None:
-        """Drop what was put out for requests that were taken out."""
+        """Drop the buffered outputs of removed requests."""
         for id in ids:
             self._outputs.pop(id, None)
 
 
 def merged(outputs: Sequence[Any]) -> Any:
-    """One output of a request that says what these say in turn."""
+    """Merge consecutive outputs of one request into one."""
     first, last = outputs[0], outputs[-1]
     if first is last:
         return last
     last.new_token_ids = list(chain.from_iterable(output.new_token_ids for output in outputs))
     last.new_logprobs = _joined([o.new_logprobs for o in outputs if o.new_logprobs is not None])
-    # What comes with the first token.
+    # These fields come with the first token only.
     last.prefill_stats = first.prefill_stats
     last.new_prompt_logprobs_tensors = first.new_prompt_logprobs_tensors
     last.events = list(chain.from_iterable(output.events or () for output in outputs)) or None
@@ -67,7 +69,7 @@ def merged(outputs: Sequence[Any]) -> Any:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Log-probabilities of tokens that follow each other, as vLLM's `LogprobsLists`."""
+    """Concatenate log-probabilities (vLLM's `LogprobsLists`). Return None if there are none."""
     if not parts:
         return None
     ids, logprobs, ranks = (np.concatenate([part[i] for part in parts]) for i in range(3))

@@ -1,6 +1,7 @@
-"""Errors that the processes of an engine wrote before they died: vLLM's own refer to them.
+"""Find the error that killed an engine, in what its processes wrote before they died.
 
-A Ray actor's standard error is a file, and so is that of every process that it starts.
+vLLM's own error often says only "see the root cause above". Ray sends the standard error of an
+actor, and of every process that it starts, to a file. We search the end of that file.
 """
 
 import os
@@ -8,15 +9,17 @@ import re
 from pathlib import Path
 
 READ_BYTES = 2**18
-"""Bytes at the end of the file that are looked at."""
+"""Bytes to read at the end of the file."""
 _PREFIX = re.compile(r"^(\([^)]*pid=\d+\) ?)?(ERROR [^\]]*\] ?)?")
-"""Process and place in the code, which vLLM writes before each line."""
+"""vLLM's prefix of each line: the process and the place in the code."""
 _REFERS = re.compile(r"(?i)root cause|stack trace|executor failed|^(SystemExit|KeyboardInterrupt)")
 
 
 def last_error() -> str:
-    """The last line of the last traceback in this process's standard error that tells a cause; none
-    where that is no file."""
+    """Return the error of the last traceback in this process's standard error that names a cause.
+
+    Return "" if there is none, or if standard error is not a file.
+    """
     file = Path(os.readlink("/proc/self/fd/2"))
     if not file.is_file():
         return ""
@@ -26,12 +29,12 @@ def last_error() -> str:
 
 
 def tells_cause(error: str) -> bool:
-    """Whether an error tells its cause: vLLM's tell that it was written above."""
+    """Return whether an error names its cause. Some of vLLM's only point to the lines above."""
     return not _REFERS.search(error)
 
 
 def find_error(text: str) -> str:
-    """Error that `last_error` finds, in this text; its processes may have written by turns."""
+    """Return what `last_error` finds, in this text. Lines of several processes may alternate."""
     found, inside, ignored = "", set(), False
     for raw in text.splitlines():
         prefix = _PREFIX.match(raw)

@@ -1,44 +1,47 @@
-"""Parking: an engine leaves its GPUs to those of another layout (PAT, section 4), and comes back.
-Sleeping: it leaves them to the trainer, at work or parked, and has new weights when it comes back.
+"""An engine frees the memory of its GPUs for others and takes it back later.
 
-                     weights kept                weights not kept               on a CPU
-    parked           no KV cache                 neither                        as before
-    takes weights    yes, unchecked until then   no                             yes
-    woken            KV cache, empty             weights, then KV cache         as before
-    asleep           neither                     neither                        no KV cache
-    woken            weights, then KV cache      likewise                       KV cache, empty
+Parking leaves the GPUs to engines of another layout (PAT, section 4). Sleeping leaves them to the
+trainer; the engine gets new weights when it wakes. A parked engine can sleep too.
 
-Its processes, their connections and its captured graphs stay: they are what takes long to make.
-Weights that were left have no values: their memory is taken when new ones come, and that of the KV
-cache behind them, so that both copies of the weights are there for as short as can be.
-Deviation: the paper reshards one process group in place; here each layout has its own, so that
-nothing is resharded, for the memory of a parked one.
+                           weights kept                 weights not kept          on a CPU
+    parked: frees          KV cache                     weights and KV cache      nothing
+      can load weights?    yes, canary check at wake    no                        yes
+      wake: allocates      KV cache (empty)             weights, then KV cache    nothing
+    asleep: frees          weights and KV cache         weights and KV cache      KV cache
+      wake: allocates      weights, then KV cache       weights, then KV cache    KV cache (empty)
+
+The processes, their connections and the captured graphs stay, because they take long to create.
+Freed weights lose their values. We allocate their memory when new weights arrive, and the KV cache
+after that. So two copies of the weights exist for as short a time as possible.
+
+Deviation from the paper: PAT reshards one process group in place. Here each layout has its own
+engine, so nothing is resharded, but a parked engine still takes some memory.
 """
 
 from typing import Any, Protocol
 
 
 class Memory(Protocol):
-    """Memory that an engine has while it works, and may leave."""
+    """Memory that an engine uses while it generates, and can free."""
 
     has_weights: bool
     has_kv_cache: bool
 
     async def leave(self, *, weights: bool) -> None:
-        """Leave the KV cache, and with `weights` all else that is large. No request is there."""
+        """Free the KV cache, and with `weights` the weights too. The engine must be empty."""
         ...
 
     async def take_weights(self) -> None:
-        """Take memory for weights again; what it holds is not known."""
+        """Allocate the memory of the weights again, with undefined values."""
         ...
 
     async def take_kv_cache(self) -> None:
-        """Take the KV cache again, empty, and let generation go on."""
+        """Allocate an empty KV cache and resume generation."""
         ...
 
 
 class SleepMode:
-    """Memory of GPUs: vLLM's sleep mode. `llm`: its `AsyncLLM`, with `enable_sleep_mode`."""
+    """GPU memory, freed by vLLM's sleep mode. `llm`: an `AsyncLLM` with `enable_sleep_mode`."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -46,7 +49,7 @@ class SleepMode:
 
     async def leave(self, *, weights: bool) -> None:
         if weights and self.has_weights:
-            # Sleep of level 1 would copy the weights to the host, and back over new ones.
+            # Level 1 would copy the weights to the host, and later back over the new ones.
             await self._llm.sleep(level=2)
             self.has_weights = False
         elif self.has_kv_cache:
@@ -61,15 +64,17 @@ class SleepMode:
 
     async def take_kv_cache(self) -> None:
         if not self.has_kv_cache:
-            # vLLM goes on once it has all of its memory.
+            # vLLM resumes generation when all its memory is there.
             await self._llm.wake_up(["kv_cache"])
             await self._llm.reset_prefix_cache()
             self.has_kv_cache = True
 
 
 class HostMemory:
-    """Memory of a CPU's host: parked it is as before, asleep the KV cache's goes to others. Weights
-    stay: they are packed into other tensors, and as large as what the trainer's take anyway."""
+    """Host memory of a CPU engine. Parking frees nothing; sleeping frees the KV cache.
+
+    The weights stay: vLLM has packed them into other tensors, which take as much as the trainer's.
+    """
 
     has_weights = True
 

@@ -1,4 +1,4 @@
-"""Names that vLLM looks for in every process of it; so this imports little."""
+"""vLLM's entry points into refrain. Every vLLM process imports this, so it imports little."""
 
 import gc
 import os
@@ -9,12 +9,13 @@ from engines.shared_memory import name_after
 
 WEIGHT_TRANSFER_BACKEND = "refrain"
 PRIVATE_DIR = "REFRAIN_PRIVATE_DIR"
-"""Environment variable of an engine's processes: the directory that goes when the engine does."""
+"""Environment variable with an engine's private directory, deleted when the engine ends."""
 
 
 def register() -> None:
-    """vLLM's entry point `vllm.general_plugins`."""
-    # Its start makes much more, and what is imported by now would be looked through each time.
+    """Set up a vLLM process. vLLM calls this through the entry point `vllm.general_plugins`."""
+    # vLLM's start allocates many objects. Without this, each garbage collection during the start
+    # would scan all modules imported so far.
     gc.freeze()
     own_shared_memory()
     _own_cpu_segments()
@@ -29,14 +30,17 @@ def register() -> None:
 
 
 def own_shared_memory() -> None:
-    """Have this process's segments and semaphores, those of progress bars too, go with the engine:
-    it is killed in the end, and they would stay."""
+    """Name this process's shared memory and semaphores after the engine's private directory.
+
+    The engine is killed in the end, and they would stay behind otherwise. Progress bars use
+    semaphores too.
+    """
     if directory := os.environ.get(PRIVATE_DIR):
         name_after(Path(directory))
 
 
 def _own_cpu_segments() -> None:
-    """The same for segments in which ranks on CPUs exchange tensors, which are made in C++."""
+    """Do the same for the shared memory through which CPU ranks exchange tensors (made in C++)."""
     if not (directory := os.environ.get(PRIVATE_DIR)):
         return
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
@@ -47,15 +51,18 @@ def _own_cpu_segments() -> None:
 
 
 class NoDrafts:
-    """Speculator of method `custom_class` that drafts nothing. On the first rank, whose drafts vLLM
-    hands to all, `Proposer` takes its place once vLLM is up: vLLM's CPU start looks through every
-    module that is loaded, and fails over some of numba's."""
+    """Placeholder speculator (method `custom_class`) that drafts nothing.
+
+    Once vLLM has started, `Proposer` replaces it on the first rank, whose drafts vLLM sends to all
+    ranks. `Proposer` cannot be imported earlier: it needs numba, and vLLM's start on a CPU scans
+    all loaded modules and fails on some of numba's.
+    """
 
     def __init__(self, vllm_config: Any) -> None:
-        """Without a draft model, as vLLM constructs it."""
+        """Accept the argument that vLLM passes, and load no draft model."""
 
     def load_model(self, model: Any) -> None:
-        """Load nothing: there is no draft model here."""
+        """Do nothing: there is no draft model."""
 
     def propose(self, sampled_token_ids: list, *_: Any, **__: Any) -> list[list[int]]:
         return [[] for _ in sampled_token_ids]

@@ -1,4 +1,4 @@
-"""A process that runs vLLM: what is set before vLLM is imported, and what all of them share."""
+"""Set up a process that runs vLLM, and helpers that all these processes share."""
 
 import os
 from collections.abc import AsyncIterator, Sequence
@@ -26,15 +26,20 @@ def prepare_process(
     batch_invariant: bool = False,
     takes_handles: bool = False,
 ) -> bool:
-    """Set what vLLM reads when it is imported; whether it will run on the CPU. Raises RuntimeError
-    when it would have to, but was meant for GPUs.
+    """Set the environment that vLLM reads when it is imported. Return whether it uses the CPU.
 
-    `devices`: GPUs of this node, one a rank; none: those that Ray has given. `batch_invariant`: see
-    `RolloutConfig`. `takes_handles`: CUDA IPC handles come, as `HandOver` sends them.
+    Raise RuntimeError if vLLM would have to use the CPU although it was meant for GPUs.
+
+    Args:
+        tp_degree: tensor-parallel degree of the engine.
+        devices: GPUs of this node, one per rank. Empty: the GPUs that Ray has assigned.
+        batch_invariant: see `RolloutConfig`.
+        takes_handles: whether `HandOver` will send CUDA IPC handles to this process.
     """
     os.environ.update(_ENGINE_ENV)
     if takes_handles:
-        # They are pickled, and no further than from Ray to its own processes in its own directory.
+        # vLLM pickles the handles. They only travel from Ray to this engine's own processes,
+        # through sockets in its private directory.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     _keep_temporary_files()
     if devices:
@@ -48,8 +53,10 @@ def prepare_process(
 
 
 def _keep_temporary_files() -> None:
-    """Have vLLM put its sockets and the like, and its processes their shared memory, where they go
-    when this process does, however it ends; what is compiled stays for the next one."""
+    """Let vLLM keep sockets, temporary files and shared memory in a directory that dies with us.
+
+    The directory goes away however this process ends. Compiled kernels stay for later processes.
+    """
     use_private_kernels()
     directory = PrivateDir().path
     name_after(directory)
@@ -57,46 +64,48 @@ def _keep_temporary_files() -> None:
 
 
 def _share_cpu_cores(tp_degree: int) -> None:
-    """One thread a process: engines share the cores, and vLLM's own binding would pin them all to
-    the same ones (with TP it refuses a machine with one NUMA node)."""
+    """Use one thread per process and no core binding, because engines share the cores.
+
+    vLLM's binding would pin all engines to the same cores. With TP it refuses a machine with one
+    NUMA node.
+    """
     if tp_degree == 1:
-        # Else the CPU platform puts the worker into a further process, which costs time each step.
-        # `AsyncLLM` has its engine core in a process of its own all the same.
+        # Otherwise vLLM on a CPU runs the worker in one more process, which slows each step.
+        # `AsyncLLM` still has its engine core in a process of its own.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # vLLM's n-gram drafter uses numba, which would set OpenMP's threads to all cores: five times
-    # slower with two engines on two cores.
+    # vLLM's n-gram drafter uses numba, which would let OpenMP use all cores. With two engines on
+    # two cores that is five times slower.
     os.environ.setdefault("NUMBA_NUM_THREADS", "1")
-    # It would overrule `rollout.kv_cache_bytes`.
+    # This variable would override `rollout.kv_cache_bytes`.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 
 
 def final_params(**params: Any) -> Any:
-    """vLLM's `SamplingParams` of a request whose final output alone is wanted, if `params` say
-    nothing else."""
+    """Return vLLM's `SamplingParams`. By default the request reports only its final output."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     params.setdefault("output_kind", RequestOutputKind.FINAL_ONLY)
-    # They are nobody else's, and are not copied part by part.
+    # `skip_clone`: nobody else uses these parameters, so vLLM need not copy them.
     return SamplingParams(detokenize=False, skip_clone=True, **params)
 
 
 def outputs(llm: Any, name: str, token_ids: Sequence[int], **params: Any) -> AsyncIterator[Any]:
-    """Outputs of a request to vLLM's `AsyncLLM`; `params` as in `final_params`."""
+    """Iterate over the outputs of a request to vLLM's `AsyncLLM`. `params`: see `final_params`."""
     from vllm.inputs import tokens_input
 
     return llm.generate(tokens_input(list(token_ids)), final_params(**params), name)
 
 
 async def generate(llm: Any, name: str, token_ids: Sequence[int], **params: Any) -> Any:
-    """The final output of a request."""
+    """Return the final output of a request."""
     async for output in outputs(llm, name, token_ids, **params):
         final = output
     return final
 
 
 def submitted_as(id: str) -> str:
-    """vLLM adds 8 random characters to the name of a request."""
+    """Return the name that a request was submitted with: vLLM appends 8 random characters."""
     return id.rsplit("-", 1)[0]

@@ -1,4 +1,4 @@
-"""The `Engine` interface over a Ray actor: every call is bounded, every death is named."""
+"""The `Engine` interface over a Ray actor. Each call has a time limit; each death names a cause."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,13 @@ from schemas.rollout import DraftSetting, RequestId, RolloutRequest, SavedKV
 from schemas.weights import PolicyWeights
 
 ANSWER_S = 10.0
-"""Longest time until an engine that has failed says why."""
+"""Longest time to wait until a failed engine reports its cause."""
 SUBMITTED_AT_ONCE = 512
-"""Requests of one call: their prompts are written down on the caller's event loop."""
+"""Requests per call. Ray serializes their prompts on the caller's event loop, which blocks."""
 
 
 class RayEngine:
-    """One actor at a time; `start` after a death replaces it by a fresh one."""
+    """An engine that runs as a Ray actor. After a death, `start` replaces the actor."""
 
     def __init__(
         self,
@@ -39,9 +39,12 @@ class RayEngine:
         near: str | None = None,
         learnt: str = "",
     ) -> None:
-        """An engine, not started yet. `num_gpus`: of its own, of the node `near` if it has them.
-        `gpus`: that it shares; their node is where it runs. `learnt`: what drafting begins with,
-        see `DraftingCounts`."""
+        """Describe an engine; `start` starts it.
+
+        `num_gpus`: GPUs of its own, on node `near` if they are free there. `gpus`: GPUs that it
+        shares with other engines; it runs on their node. `learnt`: the state that drafting starts
+        from, see `DraftingCounts`.
+        """
         self.index = index
         self.tp_degree = config.rollout.tp_degree
         self._engine_class = engine_class
@@ -59,11 +62,11 @@ class RayEngine:
         self._drafters: dict[str, str] = {}
         self._started = False
         self._marked: Marked | None = None
-        """Processes that may be left."""
+        """Processes that may survive the actor."""
 
     @property
     def actor(self) -> Any:
-        """Ray's handle of its actor; None while there is none."""
+        """Ray's handle of the actor, or None if the engine is not running."""
         return self._actor and self._actor.handle
 
     @property
@@ -97,7 +100,7 @@ class RayEngine:
                 await self._call("start", timeout_s=self._config.rollout.start_timeout_s)
                 watch.cancel()
         except (EngineDied, NoPlace) as error:
-            # Ray may tell of the death of the node first by failing the call.
+            # If the node died, Ray may fail this call before it reports the node as dead.
             if why := str(error) if isinstance(error, NoPlace) else await place.look():
                 await self._leave(place)
                 raise EngineGone(self.index, why) from error
@@ -118,10 +121,10 @@ class RayEngine:
         try:
             await undertaker.call("end", marked, timeout_s=ANSWER_S + 2 * END_S)
         except ActorGone:
-            pass  # Its node is dead, and all that was there.
+            pass  # The node is dead, and all its processes with it.
         except ActorError as error:
             self._marked = marked
-            raise EngineDied(self.index, f"what it left does not end: {error.why}") from error
+            raise EngineDied(self.index, f"its processes did not end: {error.why}") from error
         finally:
             undertaker.kill()
 
@@ -153,7 +156,7 @@ class RayEngine:
         await self._call("redraft", dict(settings))
 
     async def connect_drafters(self, addresses: Mapping[str, str]) -> None:
-        """Reach the draft models there from now on, after a restart too: name -> address."""
+        """Connect to draft models, now and after each restart. `addresses`: name -> address."""
         self._drafters.update(addresses)
         if self._started:
             await self._call("connect_drafters", dict(addresses))
@@ -171,7 +174,7 @@ class RayEngine:
         return await self._call("wake")
 
     async def take_kv_counts(self) -> KVCounts:
-        """Counts of withdrawing with keys and values, since the last call."""
+        """Return the counts of saved and loaded keys and values since the last call."""
         return await self._call("take_kv_counts")
 
     async def take_drafting_counts(self) -> DraftingCounts:
@@ -216,7 +219,10 @@ class RayEngine:
         aside: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """`aside`: as `RemoteActor.call_aside`."""
+        """Call a method of the actor. `aside`: use `RemoteActor.call_aside`.
+
+        Raise `WeightSyncError` if the actor does, and `EngineDied` for any other failure.
+        """
         timeout_s = timeout_s or self._config.rollout.stall_timeout_s
         if self._actor is None:
             raise EngineDied(self.index, "it was not started")
@@ -229,7 +235,7 @@ class RayEngine:
             raise await self._death(self._actor, error) from error
 
     async def _death(self, actor: RemoteActor, error: ActorError) -> EngineDied:
-        """Death of the engine, with the error that it died of if it raised one."""
+        """Return the error to raise for a dead engine, with the cause of death if one is known."""
         if error.cause is None or tells_cause(error.why):
             return EngineDied(self.index, error.why, error.why if error.cause else "")
         root = ""

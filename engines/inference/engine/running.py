@@ -1,4 +1,4 @@
-"""A request on a vLLM engine, with what it had generated elsewhere before."""
+"""A request on a vLLM engine, with the tokens that it generated on other engines before."""
 
 from array import array
 from collections.abc import Sequence
@@ -28,11 +28,14 @@ class Running:
         return len(self.tokens_before)
 
     def num_with_kv(self, num_new: int) -> int:
-        """Tokens that have keys and values: all but the last of `num_new` from here."""
+        """Return how many tokens have keys and values once `num_new` were generated here.
+
+        The last token has none yet.
+        """
         return len(self.request.prompt_token_ids) + self.num_before + num_new - 1
 
     def generated_with(self, output: Any) -> Generated:
-        """All of the response, what is from before it came here first.
+        """Return the whole response, tokens from other engines included.
 
         `output`: vLLM's `CompletionOutput`.
         """
@@ -40,7 +43,7 @@ class Running:
         whole = self._generated(output.token_ids, output.logprobs)
         if not drafts:
             return whole
-        # By number of accepted tokens: how many verifications.
+        # `histogram[n]`: the number of verifications that accepted n tokens.
         num_accepted = sum(n * times for n, times in enumerate(drafts.histogram))
         return replace(
             whole,
@@ -52,8 +55,10 @@ class Running:
         )
 
     def generated_so_far(self, state: Any) -> Generated:
-        """Tokens generated so far, without counts of drafting here; `state`: vLLM's
-        `RequestState`."""
+        """Return the response so far, without this engine's drafting counts.
+
+        `state`: vLLM's `RequestState`.
+        """
         return self._generated(
             state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
         )
@@ -62,7 +67,7 @@ class Running:
         return replace(self.request, generated=generated if generated.token_ids else None, kv=None)
 
     def _generated(self, token_ids: Sequence[int], logprobs: Any) -> Generated:
-        """All generated tokens, with these further ones."""
+        """Append these tokens to those generated before."""
         before = self.request.generated or Generated(array("i"), array("f"), ())
         new_logprobs = array("f", logprobs.logprobs if logprobs is not None else ())
         assert len(new_logprobs) == len(token_ids)

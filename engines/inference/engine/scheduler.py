@@ -1,6 +1,10 @@
-"""vLLM's schedulers (vLLM 0.32), in which requests of one submission begin together (`arrivals`),
-end at stop strings (`stopping`), and outputs are held back (`holding`); long canaries are scored in
-chunks."""
+"""vLLM's schedulers (vLLM 0.32), extended.
+
+- All requests of one submission start in the same step (`arrivals`).
+- Responses end at stop strings (`stopping`).
+- Outputs are buffered (`holding`).
+- Long canaries are scored in chunks.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,24 +21,26 @@ from engines.inference.engine.holding import HeldOutputs
 from engines.inference.engine.stopping import STOP, StopStrings
 
 SCORED_TOKENS = 256
-"""Tokens of a step in which prompt tokens are scored: each has logits of the whole vocabulary, for
-which vLLM sets no memory aside. So many take 0.4 GB of 150,000 tokens."""
+"""Most tokens of a step that scores prompt tokens.
+
+Each scored token needs logits over the whole vocabulary, for which vLLM reserves no memory. With a
+vocabulary of 150,000 this many tokens take 0.4 GB.
+"""
 
 _Base = Scheduler if TYPE_CHECKING else object
 
 
 class _Holding(_Base):
-    """Scheduler in which batches begin together, responses end at stop strings and outputs are
-    held."""
+    """Mixin with these extensions, for both of vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._held: dict[int, HeldOutputs] = defaultdict(HeldOutputs)
-        """Outputs held by front end."""
+        """Buffered outputs of each front end."""
         self._streamed: set[str] = set()
-        """Unfinished requests whose front end waits for every token."""
+        """Unfinished requests whose front end wants each token at once."""
         self._scored: set[str] = set()
-        """Unfinished requests of which more prompt tokens are scored than fit a step."""
+        """Unfinished requests that score more prompt tokens than fit into one step."""
         self._arrivals = Arrivals()
         self._stop_strings = cache(self._stop_strings_of)
 
@@ -79,7 +85,7 @@ class _Holding(_Base):
         first = max(num_prompt_tokens, request.num_tokens - stops.num_tokens_before)
         num_kept = stops.num_kept(request.all_token_ids[first:], new_token_ids)
         kept, stopped = update(new_token_ids[:num_kept])
-        # The model may have ended its response before.
+        # The model may have ended the response before the stop string.
         if num_kept is not None and len(kept) == num_kept:
             request.status, stopped = RequestStatus.FINISHED_STOPPED, True
         return kept, stopped
@@ -107,12 +113,14 @@ class HoldingScheduler(_Holding, Scheduler):
 
 
 class HoldingAsyncScheduler(_Holding, AsyncScheduler):
-    """Scheduler of an engine that plans a step before the last one has ended."""
+    """Scheduler of an engine that schedules a step before the previous one has ended."""
 
 
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
-    """Scheduler that vLLM would make for this configuration, but holding; in the place of its
-    class."""
+    """Return the extended version of the scheduler that vLLM would choose.
+
+    vLLM calls this function in place of a scheduler class.
+    """
     is_async = vllm_config.scheduler_config.async_scheduling
     kind = HoldingAsyncScheduler if is_async else HoldingScheduler
     return kind(vllm_config=vllm_config, **kwargs)

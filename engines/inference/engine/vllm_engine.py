@@ -1,4 +1,4 @@
-"""One vLLM engine behind the `Engine` interface. Runs as a Ray actor (`ray_engine.py`)."""
+"""One vLLM engine behind the `Engine` interface. It runs as a Ray actor (`ray_engine.py`)."""
 
 import asyncio
 import contextlib
@@ -42,12 +42,12 @@ from schemas.rollout import (
 from schemas.weights import PolicyWeights
 
 POLL_S = 0.25
-"""Longest wait of `next_events` for something to report."""
+"""Longest time that `next_events` waits for an event."""
 GATHER_S = 0.25
-"""Rollouts that finish within this of the first are reported together, unless nothing else runs:
-each report costs the store a transaction."""
+"""Seconds to wait for more finished rollouts while others run: each report costs the store a
+transaction."""
 DRAFTING_POLL_S = 1.0
-"""Least time between two looks at how drafting goes for single requests."""
+"""Least seconds between two calls that fetch the drafting progress of requests."""
 
 
 class VLLMEngine:
@@ -62,19 +62,19 @@ class VLLMEngine:
         self._finished: list[Rollout] = []
         self._num_acknowledged = 0
         self._wake = asyncio.Event()
-        """Something to report."""
+        """Set when there is something to report."""
         self._drained = asyncio.Event()
-        """Event that nothing is left to run."""
+        """Set when no request is running."""
         self._failure: BaseException | None = None
         self._drafting_asked_s = 0.0
         self._drafting_counts: dict[str, tuple[int, int, int]] = {}
         self._is_parked = False
         self._unchecked: PolicyWeights | None = None
-        """Weights that were loaded while it had no KV cache."""
+        """Weights that were loaded without a KV cache, so the canary has not checked them yet."""
         self._sources = WeightSources(index, config.rollout.stall_timeout_s)
 
     def mark_processes(self, mark: str) -> Marked:
-        """Have what is started here be found by this; where that is."""
+        """Mark all processes that start here, to find them later. Return mark, node and GPUs."""
         mark_children(mark)
         node_id = ray.get_runtime_context().get_node_id()
         return Marked(mark, node_id, self._config.devices or given_gpus())
@@ -168,12 +168,12 @@ class VLLMEngine:
     async def _take_out(self, leaving: Sequence[Running]) -> list[RolloutRequest]:
         for running in leaving:
             running.withdrawn = True
-        # Aborted ones end with their tokens so far, before this returns.
+        # Before this returns, aborted requests have ended with their tokens so far.
         await self._llm.abort([str(running.request.id) for running in leaving])
         return [r.continuation for r in leaving if r.continuation is not None]
 
     async def _saved_kv(self, leaving: Sequence[Running]) -> dict[RequestId, SavedKV]:
-        """One that has no token from here yet keeps what it came with."""
+        """Save keys and values. A request without a token from here keeps those it came with."""
         assert self._policy_version is not None
         num_tokens = self._num_with_kv(leaving)
         saved = await self._saving.save(num_tokens, self._policy_version)
@@ -181,17 +181,17 @@ class VLLMEngine:
         return saved | {id: kv for id, kv in came_with.items() if kv is not None}
 
     def _num_with_kv(self, running: Sequence[Running]) -> dict[RequestId, int]:
-        """Tokens with keys and values, of each of these that has tokens from here."""
+        """Return the tokens with keys and values of each request that has tokens from here."""
         told = self._num_new()
         num_new = {r: told.get(str(r.request.id), 0) for r in running}
         return {r.request.id: r.num_with_kv(new) for r, new in num_new.items() if new}
 
     def _states(self) -> dict[str, Any]:
-        """vLLM's `RequestState`, by the names of the requests."""
+        """Return vLLM's `RequestState` of each request, by name."""
         return {s.external_req_id: s for s in self._llm.output_processor.request_states.values()}
 
     def _num_new(self) -> dict[str, int]:
-        """Tokens from here so far, likewise: with final-only outputs nothing else knows."""
+        """Return the tokens from here by name. With final-only outputs only vLLM's state has it."""
         states = self._states().items()
         return {name: s.detokenizer.num_output_tokens() for name, s in states if s.detokenizer}
 
@@ -205,7 +205,7 @@ class VLLMEngine:
             await self._llm.collective_rpc("redraft", args=(named,))
 
     async def connect_drafters(self, addresses: Mapping[str, str]) -> None:
-        """Reach the draft models there: name -> address."""
+        """Connect to draft models. `addresses`: name -> address."""
         await self._llm.collective_rpc("connect_drafters", args=(dict(addresses),))
 
     async def load_weights(self, weights: PolicyWeights) -> float:
@@ -232,8 +232,9 @@ class VLLMEngine:
             await self._llm.finish_weight_update(str(weights.policy_version))
 
     async def take_handed(self, method: str, *args: Any) -> None:
-        """A call of the trainer's hand-over (`HandedWeights`), while it has the GPUs: what
-        `load_weights` then finds there it does not load."""
+        """Run one call of the trainer's hand-over (`HandedWeights`), while it has the GPUs.
+
+        `load_weights` then finds the weights there and need not load them."""
         assert self._policy_version is None, "it is not asleep"
         await getattr(self._handed, method)(*args)
 
@@ -250,7 +251,7 @@ class VLLMEngine:
         self._policy_version = self._unchecked = None
 
     async def wake(self) -> bool:
-        """Raises `WeightSyncError` when weights that came meanwhile prove wrong."""
+        """Raise `WeightSyncError` if weights that were loaded meanwhile fail the canary."""
         self._is_parked = False
         if self._memory.has_weights and self._policy_version is not None:
             await self._memory.take_kv_cache()
@@ -266,14 +267,13 @@ class VLLMEngine:
         if not self._config.speculates:
             return DraftingCounts()
         counts, *_ = await self._llm.collective_rpc("take_drafting_counts")
-        # On the way a tuple has become a list.
+        # vLLM's channel has turned the tuple into a list.
         return DraftingCounts(**counts | {"step_costs": tuple(counts.get("step_costs", ()))})
 
     async def next_events(self, num_received: int) -> tuple[EngineEvents, pa.Table | None]:
-        """Events, and the rows of what they tell to be finished: two replies. A finished rollout
-        comes with each until the caller counts it as received.
+        """Return events, and the rows of the finished rollouts, as two replies.
 
-        The answer to a call that its caller has abandoned reaches nobody.
+        Repeat a finished rollout until `num_received` counts it: an abandoned call loses it.
         """
         num_new = max(0, num_received - self._num_acknowledged)
         del self._finished[:num_new]
@@ -308,8 +308,9 @@ class VLLMEngine:
         }
 
     async def _draft_progress(self) -> dict[RequestId, DraftProgress]:
-        """Progress of the requests that draft in their own way; asking costs the engine a call
-        between steps."""
+        """Return the progress of requests that have their own draft setting.
+
+        Fetch it rarely: it costs the engine a call between two steps."""
         now_s = time.monotonic()
         if any(running.request.drafting for running in self._running.values()) and (
             now_s - self._drafting_asked_s > DRAFTING_POLL_S
@@ -337,13 +338,13 @@ class VLLMEngine:
         await admit(self._llm, requests)
 
     def _end(self, running: Running, output: Any) -> None:
-        """Take the final output of a request, or the error that ended it."""
+        """Handle the final output of a request, or the error that ended it."""
         try:
             if isinstance(output, Exception):
                 raise output
             self._take_final(running, output)
         except Exception as error:
-            # vLLM's own says nothing where it has a cause.
+            # vLLM's own error says nothing if it has a cause.
             self._failure = error.__cause__ or error
             self._wake.set()
             self._drained.set()
@@ -373,14 +374,14 @@ class VLLMEngine:
     async def _check_weights(self, weights: PolicyWeights) -> float:
         """Return the largest mean |engine - trainer| log-probability of the canaries.
 
-        Raises `WeightSyncError` when a layer kept older weights, or a canary differs too much.
+        Raise `WeightSyncError` if a layer kept older weights, or a canary differs too much.
         """
         version = f"engine {self.index} after loading policy version {weights.policy_version}"
         for rank, layers in enumerate(await self._llm.collective_rpc("stale_layers")):
             if layers:
                 raise WeightSyncError(
                     f"{version}: rank {rank} took no new weights for {len(layers)} layers, such as "
-                    f"{layers[0]}: they are of an older version"
+                    f"{layers[0]}: they still have an older version"
                 )
         tolerance, dtype = self._config.rollout.canary_tolerance, self._config.model.dtype
         checks = await compare(self._llm, weights, dtype, tolerance)
@@ -391,7 +392,7 @@ class VLLMEngine:
 
 
 class CheckpointEngine(VLLMEngine):
-    """An engine without a trainer: it serves the weights of its model directory as they are."""
+    """An engine without a trainer. It serves the weights of its model directory."""
 
     async def load_weights(self, weights: PolicyWeights) -> float:
         assert weights.source is None, "these weights would not be served"

@@ -1,4 +1,4 @@
-"""Methods that refrain adds to a vLLM worker process, through `worker_extension_cls`."""
+"""Methods that refrain adds to vLLM's workers through `worker_extension_cls`."""
 
 import sys
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from schemas.config import EngineConfig
 
 
 class WorkerExtension:
-    """Methods called with `collective_rpc`."""
+    """Methods that the engine calls on all ranks with `collective_rpc`."""
 
     model_runner: Any
     rank: int
@@ -21,11 +21,11 @@ class WorkerExtension:
     weight_transfer_engine: Any
     _weight_update_active: bool
     _left_out: dict[str, tuple[int, list[int]]]
-    """Requests left out by a step that took nobody, in the form of `_with_kv`."""
+    """Requests that an empty step has removed from the batch, in the form of `_with_kv`."""
 
     @property
     def _drafts(self) -> bool:
-        """vLLM takes the drafts of the first rank, and hands them to all."""
+        """Whether this rank drafts: vLLM sends the drafts of the first rank to all."""
         return self.rank == 0
 
     def install_exact_sampling(self) -> None:
@@ -43,7 +43,7 @@ class WorkerExtension:
         self.begin_drafting(config_json, engine)
 
     def begin_drafting(self, config_json: str, engine: int) -> None:
-        """Draft with a proposer that has learnt nothing yet, between two stages."""
+        """Draft with a new proposer, which has learnt nothing yet. Call between two stages."""
         if self._drafts:
             from engines.inference.drafting.proposer import Proposer
 
@@ -51,10 +51,10 @@ class WorkerExtension:
             self.model_runner.drafter = Proposer(self.model_runner, config, engine)
 
     def _sample_without_drafts(self) -> None:
-        """A step that verifies no drafts is one of an engine that cannot: vLLM would prepare, check
-        and sort out none of them, in each step.
+        """Run steps that verify no drafts as on an engine without speculation.
 
-        Models whose layers have a state must be told of every row that could have had drafts.
+        Otherwise vLLM would prepare, check and filter empty drafts in each such step. This leaves
+        out models with inner state: their layers must know every row that could have drafts.
         """
         runner = self.model_runner
         if runner.model_config.has_inner_state:
@@ -73,10 +73,10 @@ class WorkerExtension:
         runner._prepare_inputs = plainly
 
     def install_kv_saving(self) -> None:
-        """Remember what a step that takes nobody leaves out, and who has lost blocks. Call once,
-        before the first request.
+        """Remember requests that an empty step removes from the batch, and track lost blocks.
 
-        Such a step tells of requests that have ended, while the engine is paused too.
+        vLLM runs an empty step to report ended requests, even while the engine is paused. The
+        other requests still have their keys and values then. Call once, before the first request.
         """
         runner, self._left_out = self.model_runner, {}
         update, connector = runner._update_states, self._kv_connector
@@ -94,48 +94,52 @@ class WorkerExtension:
         runner._update_states = remember
 
     def release_kv_cache(self) -> None:
-        """Give the memory of keys and values back to the host: they are zero from here on."""
+        """Return the memory of the KV cache to the host. All keys and values become zero."""
         for tensor in self.model_runner.kv_caches:
             release_pages(tensor)
 
     def abandon_weight_update(self) -> None:
-        """End an update that was broken off, whatever came of it, so that another may begin."""
-        # Over already in a worker where it failed, and what came would count as the next one's.
+        """End an interrupted weight update, so that another one can begin."""
+        # A worker in which the update failed has marked it as ended. Finish it there too, or the
+        # weights received so far would count for the next update.
         self._weight_update_active = True
         self.finish_weight_update()
 
     def stale_layers(self) -> list[str]:
-        """Return the layers that kept their weights of the version before in the last update."""
+        """Return the layers that took no new weights in the last update."""
         return sorted(self.weight_transfer_engine.stale_layers)
 
     def connect_drafters(self, addresses: dict[str, str]) -> None:
-        """Reach the draft models there: name -> address."""
+        """Connect to draft models. `addresses`: name -> address."""
         if self._drafts:
             self.model_runner.drafter.connect(addresses)
 
     def expect_requests(self, prompt_keys: list[str]) -> None:
-        """Requests for these prompts are about to come."""
+        """Prepare for requests for these prompts, which are on their way."""
         if self._drafts:
             self.model_runner.drafter.expect(prompt_keys)
 
     def redraft(self, settings: dict[str, tuple[str, int, bool]]) -> None:
-        """Draft so for these requests, by the names they were submitted with."""
+        """Change the draft settings of requests, by the names they were submitted with."""
         if self._drafts:
             self.model_runner.drafter.redraft(settings)
 
     def draft_progress(self) -> dict[str, tuple[int, int, int]]:
-        """(drafted, accepted) tokens of each request under its present setting."""
+        """Return what `Proposer.progress` does on the rank that drafts."""
         return self.model_runner.drafter.progress() if self._drafts else {}
 
     def take_drafting_counts(self) -> dict[str, Any]:
-        """The fields of `schemas.counts.DraftingCounts` since the last call."""
+        """Return the fields of `schemas.counts.DraftingCounts` since the last call."""
         return self.model_runner.drafter.take_counts() if self._drafts else {}
 
     def save_kv_ahead(self, directory: str, num_tokens: dict[str, int], policy_version: int) -> str:
-        """Begin to save the full blocks of requests that have so many tokens', by the names they
-        were submitted with, while they go on.
+        """Start to save the full blocks of requests that go on generating (pre-copy).
 
-        Returns the file that there will be once it is over; "" when there will be none.
+        `num_tokens`: tokens to save, by the name that a request was submitted with. Requests with
+        fewer tokens here are left out.
+
+        Return the path of the file, which appears when all is saved; "" if there is nothing to
+        save.
         """
         blocks, num_of, _ = self._blocks_of(num_tokens)
         path = self._kv_connector.save_ahead(Path(directory), blocks, num_of, policy_version)
@@ -144,10 +148,12 @@ class WorkerExtension:
     def save_kv(
         self, directory: str, num_tokens: dict[str, int], policy_version: int, with_ahead: bool
     ) -> tuple[list[str], int, str]:
-        """Save the keys and values of requests, likewise, while no step is taken. `with_ahead`:
-        those that were saved ahead stay where they are.
+        """Save the keys and values of requests while the engine is paused.
 
-        Returns those that have so many tokens' here, the bytes written, and what went wrong.
+        `num_tokens`: see `save_kv_ahead`. `with_ahead`: use blocks that were saved ahead instead of
+        writing them again.
+
+        Return the names of the saved requests, the bytes written, and an error message or "".
         """
         blocks, num_of, names = self._blocks_of(num_tokens)
         try:
@@ -159,13 +165,15 @@ class WorkerExtension:
         return list(names.values()), num_bytes, ""
 
     def expect_kv(self, saved: list[tuple[str, int]], policy_version: int) -> None:
-        """Make ready what was saved ahead in these directories, by ranks of this TP degree."""
+        """Map keys and values that another engine has saved ahead.
+
+        `saved`: (directory, TP degree of the engine that saved them).
+        """
         for directory, tp_degree in saved:
             self._kv_connector.expect(Path(directory), tp_degree, policy_version)
 
     def take_kv_loads(self) -> tuple[int, float]:
-        """Bytes of keys and values that came to this rank since the last call, and the seconds that
-        it took."""
+        """Return (bytes of keys and values, seconds) loaded by this rank since the last call."""
         return self._kv_connector.take_loads()
 
     @property
@@ -177,8 +185,10 @@ class WorkerExtension:
     def _blocks_of(
         self, num_tokens: dict[str, int]
     ) -> tuple[dict[str, list[int]], dict[str, int], dict[str, str]]:
-        """Blocks, tokens and given names, by vLLM's, of the requests that have so many tokens'
-        here."""
+        """Return blocks, tokens to save and submitted names of requests, each by vLLM's name.
+
+        Leave out requests that have fewer tokens than `num_tokens` here.
+        """
         blocks, num_of, names = {}, {}, {}
         for id, (num, own) in self._savable().items():
             if num >= num_tokens.get(name := submitted_as(id), sys.maxsize):
@@ -189,8 +199,10 @@ class WorkerExtension:
         return self._with_kv() or self._left_out
 
     def _with_kv(self) -> dict[str, tuple[int, list[int]]]:
-        """Tokens with keys and values, and their blocks, of each request of the last step, by
-        vLLM's names. Those that it left out were preempted, and have none."""
+        """Return (tokens with keys and values, block ids) of each request of the last step.
+
+        The names are vLLM's. Requests that the step left out were preempted and have no blocks.
+        """
         runner = self.model_runner
         batch, starts = runner.input_batch, runner.query_start_loc.np
         computed = batch.num_computed_tokens_cpu
