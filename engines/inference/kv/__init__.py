@@ -1,1 +1,1 @@
-"""Keys and values of a request that leaves one engine for another."""
+"""Move the keys and values of a request from one engine to another."""

@@ -1,12 +1,12 @@
-"""Keys and values out of files, for requests that another engine had (vLLM 0.32, V1 connector).
+"""Load keys and values of requests that come from another engine (vLLM 0.32, V1 connector).
 
-    scheduler     the request names its files (`SamplingParams.extra_args`): so many tokens need no
-                  prefill beyond those in the prefix cache
-    each rank     before the step's forward pass: the heads that it has, out of the files of all
-                  ranks that have some of them, into the blocks that the request was given
+    scheduler     `SamplingParams.extra_args` names the request's files. Their tokens need no
+                  prefill, like those in the prefix cache.
+    each rank     Before the forward pass, it copies its heads from the files of all ranks that
+                  saved some of them, into the blocks of the request.
 
-Files that are missing or do not fit are no error: the tokens are computed again. vLLM's own
-connectors move requests between engines of one TP degree.
+The two engines may differ in their TP degree; vLLM's own connectors require the same one. A missing
+or wrong file is no error: the engine computes the tokens again.
 """
 
 import time
@@ -42,18 +42,18 @@ from engines.inference.kv.saving import KVSource
 logger = init_logger(__name__)
 
 KV = "kv"
-"""Name of the fields of `KVSource` in `SamplingParams.extra_args`."""
+"""Key of the fields of `KVSource` in `SamplingParams.extra_args`."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Keys and values that a request is to have before the next forward pass."""
+    """Keys and values to load for a request before the next forward pass."""
 
     source: KVSource
     first: int
-    """First block that is loaded: those before are in the prefix cache."""
+    """First block to load. The prefix cache has the blocks before it."""
     blocks: Sequence[int]
-    """Blocks of the cache, from `first` on."""
+    """Ids of the cache blocks to fill, from `first` on."""
 
 
 @dataclass
@@ -73,21 +73,22 @@ class KVConnector(KVConnectorBase_V1):
         self._num_heads = model.get_total_num_kv_heads()
         self._tp_degree = parallel.tensor_parallel_size
         self._block_size = vllm_config.cache_config.block_size
-        # A token that is alone after the loaded ones would be padded with drafts that nobody made.
+        # If only one token remains after the loaded ones, vLLM pads it with drafts that do not
+        # exist. So compute two.
         self._num_computed_anew = 1 if vllm_config.speculative_config is None else 2
         self._caches: dict[str, Tensor] = {}
         self._early = EarlyCopies()
         self._files = KVFiles()
         self._num_bytes, self._load_s = 0, 0.0
-        """Loads since they were last asked for."""
+        """Bytes and seconds of loads since the last `take_loads`."""
         self._failed_blocks: set[int] = set()
         self._sources: dict[str, KVSource | None] = {}
-        """Source of each request, when first looked at; None: it has none that is usable."""
+        """Source of each request, checked once; None without a usable one."""
         self._num_cached: dict[str, int] = {}
-        """Tokens in the prefix cache, of requests that are being scheduled."""
+        """Tokens in the prefix cache, for requests that are being scheduled."""
         self._loads: list[Load] = []
 
-    # On each rank.
+    # These run on each rank.
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         self._caches = kv_caches
@@ -101,10 +102,17 @@ class KVConnector(KVConnectorBase_V1):
         names: Mapping[str, str],
         with_ahead: bool,
     ) -> int:
-        """Write the heads of this rank, unless another rank does; the bytes written.
+        """Write this rank's heads, unless another rank writes them. Return the bytes written.
 
-        `blocks`, `num_tokens` and `names`, which they are saved under: of each request by vLLM's
-        name. `with_ahead`: not those that were saved ahead, to the same directory. Raises OSError.
+        Raise OSError if writing fails.
+
+        Args:
+            directory: directory of this withdrawal.
+            blocks: block ids, by vLLM's name of the request.
+            num_tokens: tokens to save, by vLLM's name.
+            policy_version: weights that computed the keys and values.
+            names: name to save a request under, by vLLM's name.
+            with_ahead: leave out blocks that were saved ahead to the same directory.
         """
         if not blocks or not self._saves:
             return 0
@@ -130,8 +138,10 @@ class KVConnector(KVConnectorBase_V1):
         num_tokens: Mapping[str, int],
         policy_version: int,
     ) -> Path | None:
-        """Begin to write the full blocks of these requests by vLLM's names, while they go on; see
-        `EarlyCopies.begin`."""
+        """Start to write the full blocks of requests (by vLLM's names) that go on generating.
+
+        Return what `EarlyCopies.begin` returns.
+        """
         if not self._saves:
             return None
         return self._early.begin(
@@ -145,12 +155,14 @@ class KVConnector(KVConnectorBase_V1):
         )
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Forget what was saved ahead of requests that have lost their blocks, by vLLM's names."""
+        """Forget what was saved ahead for requests that lost their blocks, by vLLM's names."""
         self._early.drop(ids)
 
     def expect(self, directory: Path, tp_degree: int, policy_version: int) -> None:
-        """Map what was saved ahead for requests that will come, as far as it is of this rank's
-        heads and as it should be. Those that do not come leave nothing behind the next step."""
+        """Map this rank's heads in the files that were saved ahead for requests that may arrive.
+
+        Skip unreadable files. A later step without loads closes all files.
+        """
         identity = self._identity(tp_degree, policy_version)
         for piece in pieces(self._rank, self._tp_degree, tp_degree, self._num_heads):
             for path in part_files(directory, piece.saved_by):
@@ -169,12 +181,12 @@ class KVConnector(KVConnectorBase_V1):
             try:
                 self._num_bytes += self._load(load)
             except UNREADABLE as error:
-                logger.warning("%s is computed again: %s", load.source.name, error)
+                logger.warning("recomputing %s: %s", load.source.name, error)
                 self._failed_blocks.update(load.blocks)
         self._load_s += time.perf_counter() - started_s
 
     def take_loads(self) -> tuple[int, float]:
-        """Bytes that were loaded since the last call, and the seconds that it took."""
+        """Return (bytes, seconds) loaded since the last call."""
         loads, self._num_bytes, self._load_s = (self._num_bytes, self._load_s), 0, 0.0
         return loads
 
@@ -183,18 +195,18 @@ class KVConnector(KVConnectorBase_V1):
         return failed
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: all is loaded before the pass begins."""
+        """Do nothing: `start_load_kv` has loaded all layers."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: no layer is saved while generating."""
+        """Do nothing: no layer is saved during a forward pass."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: no layer is saved while generating."""
+        """Do nothing: no layer is saved during a forward pass."""
 
     def _load(self, load: Load) -> int:
-        """The bytes of it."""
+        """Load keys and values. Return their bytes."""
         source, to = load.source, torch.tensor(self._rows(load.blocks))
         skipped = load.first * self._rows_per_block
         identity = self._identity(source.tp_degree, source.policy_version)
@@ -214,17 +226,17 @@ class KVConnector(KVConnectorBase_V1):
 
     @property
     def _rows_per_block(self) -> int:
-        """A kernel may have smaller blocks than the scheduler."""
+        """Cache rows per scheduler block. A kernel may use smaller blocks than the scheduler."""
         tokens = next(iter(self._caches.values())).shape[2]
         assert self._block_size % tokens == 0
         return self._block_size // tokens
 
     def _rows(self, blocks: Sequence[int]) -> list[int]:
-        """Rows of the cache that the scheduler's blocks are."""
+        """Return the cache rows of the scheduler's blocks."""
         each = self._rows_per_block
         return [block * each + i for block in blocks for i in range(each)]
 
-    # In the scheduler.
+    # These run in the scheduler.
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -269,21 +281,23 @@ class KVConnector(KVConnectorBase_V1):
         return self._sources[id]
 
     def _usable(self, source: KVSource) -> KVSource | None:
-        """The source; None when a file is missing or not what it should be: better known now than
-        later."""
+        """Return the source, or None if a file is missing or wrong.
+
+        Check now: the scheduler can still schedule the tokens for prefill.
+        """
         try:
             for rank in range(source.tp_degree):
                 if saves(rank, source.tp_degree, self._num_heads):
                     self._check(source, rank)
         except UNREADABLE as error:
-            logger.warning("%s is computed again: %s", source.name, error)
+            logger.warning("recomputing %s: %s", source.name, error)
             return None
         return source
 
     def _check(self, source: KVSource, rank: int) -> None:
         saved = self._saved(source, rank)
         if saved.num_tokens != source.num_tokens:
-            raise ValueError(f"{source.path} has {saved}, not {source.num_tokens} tokens")
+            raise ValueError(f"{source.path} has {saved}, expected {source.num_tokens} tokens")
 
     def _saved(self, source: KVSource, rank: int) -> SavedBlocks:
         identity = self._identity(source.tp_degree, source.policy_version)
@@ -293,10 +307,10 @@ class KVConnector(KVConnectorBase_V1):
             self._files.open(rank_file(source.path, rank, extent.part), identity)
         return saved
 
-    # In both.
+    # These run in both.
 
     def _identity(self, tp_degree: int, policy_version: int) -> dict[str, str]:
-        """Properties that a file must share with the engine that reads it."""
+        """Return the properties that a file must share with the engine that reads it."""
         return {
             "model": self._model,
             "num_heads": str(self._num_heads),

@@ -1,15 +1,14 @@
-"""Keys and values that are saved while their requests go on: pre-copy, as of virtual machines that
-move.
+"""Save keys and values while their requests still generate (pre-copy, as in VM live migration).
 
-    begin     between two steps: which full blocks of which requests are not saved yet
-    a thread  copies them into a part (`files.py`), beside the steps that follow
-    take      between two steps, nobody generating: what of it still holds
+    begin     between two steps: choose the full blocks that are not saved yet
+    a thread  copies them into a part file (`files.py`) while the next steps run
+    take      between two steps, engine paused: return the copies that are still valid
 
-A block that is full and computed is not written to while its request has it. What may happen is
-that the request ends or is preempted, and the block becomes another's in the middle of the copy. So
-a copy counts for a request that has had its blocks all the time: `drop` is told of every one that
-lost them, in the step that takes them away, and vLLM's name of a request is used once. Who shares
-a block has it as well, so that it stays when the others end.
+vLLM does not write to a full, computed block while a request owns it. But the request may end or be
+preempted, and another request may get the block in the middle of the copy. So a copy is valid only
+if its request has owned the blocks all the time. The caller reports each request that loses its
+blocks to `drop`, in the same step. vLLM uses a request's name once. Requests that share a block all
+own it, so it stays when one of them ends.
 """
 
 import contextlib
@@ -33,9 +32,9 @@ class EarlyCopies:
 
     def __init__(self) -> None:
         self._extents: dict[str, list[Extent]] = {}
-        """Copies by request; their blocks follow each other from its first one."""
+        """Copies of each request, in block order from the request's first block."""
         self._rows: dict[str, list[int]] = {}
-        """Rows of the cache that these are copies of."""
+        """Cache rows of these copies."""
         self._num_parts = 0
         self._copy: _Copy | None = None
 
@@ -46,10 +45,12 @@ class EarlyCopies:
         rows: Mapping[str, Sequence[int]],
         identity: Mapping[str, str],
     ) -> Path | None:
-        """Begin to copy what of these rows was not copied yet, by request from its first one on.
+        """Start to copy the cache rows that were not copied yet.
 
-        Returns the file that there will be when this is over, an empty one if it came to nothing;
-        None when there is nothing to copy.
+        `rows`: cache rows of each request, from its first one on.
+
+        Return the path of the file, which appears when the copy ends (empty if the copy failed).
+        Return None if there is nothing to copy.
         """
         self._settle()
         new = {name: own[len(self._held(name, own)) :] for name, own in rows.items()}
@@ -62,7 +63,7 @@ class EarlyCopies:
         return path
 
     def drop(self, names: Iterable[str]) -> None:
-        """Forget requests that have lost their blocks, in which order they lost and get them."""
+        """Forget requests that lost their blocks. Call in that step, before blocks are reused."""
         for name in names:
             self._extents.pop(name, None)
             self._rows.pop(name, None)
@@ -70,15 +71,17 @@ class EarlyCopies:
                 self._copy.rows.pop(name, None)
 
     def take(self, rows: Mapping[str, Sequence[int]]) -> dict[str, list[Extent]]:
-        """Copies that hold of these requests, each of which begins with these rows. Ends what is
-        under way, and forgets all."""
+        """Return the valid copies of these requests. Stop a running copy, and forget all copies.
+
+        `rows`: cache rows of each request now; a copy is valid if they begin with its rows.
+        """
         self._settle()
         held = {name: self._extents[name] for name, own in rows.items() if self._held(name, own)}
         self._extents, self._rows = {}, {}
         return held
 
     def _held(self, name: str, rows: Sequence[int]) -> Sequence[int]:
-        """Rows of which there are copies. One that has others now begins anew."""
+        """Return the copied rows of a request. Forget them if the request has other rows now."""
         held = self._rows.get(name, [])
         if list(rows[: len(held)]) != held:
             self.drop([name])
@@ -86,7 +89,7 @@ class EarlyCopies:
         return held
 
     def _settle(self) -> None:
-        """Take in what was under way, if it has ended well."""
+        """Stop the running copy, and keep its blocks if it is complete."""
         copy, self._copy = self._copy, None
         if copy is None or not copy.end():
             return
@@ -97,7 +100,7 @@ class EarlyCopies:
 
 
 class _Copy:
-    """One part that is being written by a thread."""
+    """A thread that writes one part file."""
 
     def __init__(
         self,
@@ -108,7 +111,7 @@ class _Copy:
         identity: Mapping[str, str],
     ) -> None:
         self.rows = dict(rows)
-        """Rows that it copies, without those of requests that lost theirs meanwhile."""
+        """Rows of each request, without requests that lost their blocks since."""
         self.extents = extents_of(rows, part)
         self._path, self._caches, self._identity = path, caches, identity
         self._to_copy = dict(rows)
@@ -118,7 +121,7 @@ class _Copy:
         self._thread.start()
 
     def end(self) -> bool:
-        """Whether it is whole; if not, no more of it is written."""
+        """Stop the copy. Return whether it is complete."""
         self._stop.set()
         self._thread.join()
         return self._is_whole
@@ -138,14 +141,14 @@ class _Copy:
             writing.rename(self._path)
             self._is_whole = True
         except (OSError, Stopped) as error:
-            logger.warning("keys and values are not saved ahead: %s", error)
+            logger.warning("could not save keys and values ahead: %s", error)
             with contextlib.suppress(OSError):
                 writing.unlink(missing_ok=True)
                 self._path.touch()
 
 
 def _side_stream(caches: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[object]:
-    """Stream on which GPUs make the copies: behind the steps so far, beside those to come."""
+    """Return a CUDA stream for the copies: after all earlier steps, parallel to later ones."""
     device = next(iter(caches.values())).device
     if device.type == "cpu":
         return contextlib.nullcontext()

@@ -1,14 +1,14 @@
-"""Keys and values of withdrawn requests, in files that other engines of the node read.
+"""Files with the keys and values of withdrawn requests. Other engines of the node read them.
 
-    refrain-<random>/                   in shared memory, so that nothing is copied twice
+    refrain-<random>/                   in shared memory, so nothing is copied twice
       <withdrawal>/
-        rank-0.part-1.safetensors       what was saved before the withdrawal
-        rank-0.safetensors              the rest, and of each request where all of it is
-        rank-1.safetensors              one tensor a layer: [blocks, heads of the rank, ...]
+        rank-0.part-1.safetensors       blocks saved before the withdrawal
+        rank-0.safetensors              the other blocks, and where all blocks of a request are
+        rank-1.safetensors              one tensor per layer: [blocks, heads of the rank, ...]
 
-A layer's cache is [blocks, heads, tokens of a block, 2 * head_dim], on a CPU and on a GPU. Blocks
-are saved whole, the last one of a request too, which is filled in part. Nothing of a part counts
-but what the last file of its rank names.
+A layer's cache is [blocks, heads, tokens of a block, 2 * head_dim], on a CPU and on a GPU. We save
+whole blocks, even a request's last one, which is partly filled. The last file of a rank lists the
+valid blocks; ignore all others in its parts.
 """
 
 import errno
@@ -28,29 +28,29 @@ from torch import Tensor
 from engines.inference.kv.heads import Piece
 
 FREE_SHARE = 0.1
-"""Share of the shared memory that is left to others: Ray's objects are there, too."""
+"""Share of shared memory to leave free for others, such as Ray's object store."""
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
-"""Data types by their names in the format."""
+"""Names of data types in the safetensors format."""
 _ALIGNMENT = 64
 _ROWS_AT_ONCE = 64
-"""Blocks of a layer that are copied between two looks at whether to go on."""
+"""Blocks of a layer to copy between two checks whether to stop."""
 _PAGE_BYTES = 4096
 
 UNREADABLE = (OSError, SafetensorError, ValueError)
-"""Errors of reading when a file is gone, damaged or not what was looked for."""
+"""Errors of reading a file that is missing, damaged or not the expected one."""
 
 
 class Stopped(Exception):
-    """Writing was told to stop before all was written."""
+    """The caller stopped writing before all was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Blocks of one request that follow each other in a file."""
+    """Consecutive blocks of one request in a file."""
 
     part: int
-    """Number of the file that they are in; 0: the rank's last one."""
+    """Number of the part file; 0 for the rank's last file."""
     first: int
     num_blocks: int
 
@@ -67,7 +67,7 @@ class SavedBlocks:
         return sum(extent.num_blocks for extent in self.extents)
 
     def runs(self, skipped: int, num: int) -> Iterator[tuple[int, slice, slice]]:
-        """(part, rows there, which of the `num` blocks) behind the `skipped` first ones."""
+        """Yield (part, rows in it, slice of the `num` blocks) for `num` blocks after `skipped`."""
         begin = 0
         for extent in self.extents:
             end = begin + extent.num_blocks
@@ -84,7 +84,7 @@ def rank_file(directory: str | Path, rank: int, part: int = 0) -> Path:
 
 
 def part_files(directory: Path, rank: int) -> list[Path]:
-    """Parts that a rank has saved so far, before the withdrawal."""
+    """Return the parts that a rank has saved so far, before the withdrawal."""
     return sorted(directory.glob(f"rank-{rank}.part-*.safetensors"))
 
 
@@ -97,17 +97,18 @@ def write_blocks(
     earlier: Mapping[str, Sequence[Extent]] | None = None,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Save these blocks of every layer; the bytes written.
+    """Save blocks of every layer in a new file. Return the bytes written.
+
+    Raise OSError if shared memory is full, and `Stopped` if `goes_on` returns False.
 
     Args:
-        caches: by layer.
-        blocks: of each request, in the order of its tokens.
-        num_tokens: of each request, all of whose blocks are in this file or earlier ones.
-        identity: what a reader must have in common.
-        earlier: blocks of requests that are in parts, before these.
-        goes_on: asked from time to time.
-
-    Raises OSError when the memory does not suffice, `Stopped` when it is not to go on.
+        path: file to write; it must not exist.
+        caches: cache of each layer, by name.
+        blocks: cache rows of each request, in the order of its tokens.
+        num_tokens: tokens of each request, in this file and `earlier` together.
+        identity: properties that a reader must share.
+        earlier: blocks of each request that come before and are in parts.
+        goes_on: called now and then; return False to stop.
     """
     rows = torch.tensor([row for of_one in blocks.values() for row in of_one], dtype=torch.long)
     places, own = {}, extents_of(blocks)
@@ -117,7 +118,7 @@ def write_blocks(
     header, sections = _header(caches, len(rows), {**identity, "requests": json.dumps(places)})
     size = len(header) + sum(end - begin for begin, end in sections.values())
     _reserve(path, size)
-    # Copied from the cache right into the shared pages.
+    # Map the file, so that blocks are copied from the cache straight into shared memory.
     file = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
     file[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     for layer, cache in caches.items():
@@ -131,7 +132,7 @@ def write_blocks(
 
 
 def extents_of(blocks: Mapping[str, Sequence[int]], part: int = 0) -> dict[str, Extent]:
-    """Extent of each request's blocks in the file that they are written to."""
+    """Return the extent of each request's blocks in the file that will hold them."""
     extents, first = {}, 0
     for name, of_one in blocks.items():
         extents[name] = Extent(part, first, len(of_one))
@@ -149,7 +150,7 @@ def _gather(cache: Tensor, rows: Tensor, to: Tensor) -> None:
 def _header(
     caches: Mapping[str, Tensor], num_rows: int, metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """Header of a safetensors file, padded; and where each layer begins and ends behind it."""
+    """Return a padded safetensors header, and (begin, end) of each layer after the header."""
     described: dict[str, Any] = {"__metadata__": dict(metadata)}
     sections, end = {}, 0
     for layer, cache in caches.items():
@@ -167,13 +168,17 @@ def _header(
 
 
 def _reserve(path: Path, size: int) -> None:
-    """A file of this size. To write to a mapped page that is not there would end the process."""
+    """Create a file of this size, with all its memory allocated.
+
+    Writing to a mapped page without memory would kill the process. Raise OSError if the file would
+    not leave `FREE_SHARE` of shared memory free.
+    """
     usage = shutil.disk_usage(path.parent)
     if usage.free - size < FREE_SHARE * usage.total:
         raise OSError(
             errno.ENOSPC,
-            f"{size} bytes of keys and values do not fit into shared memory, of which "
-            f"{usage.free} bytes of {usage.total} are free; make it larger",
+            f"{size} bytes of keys and values do not fit into shared memory "
+            f"({usage.free} of {usage.total} bytes are free): give it more memory",
             str(path.parent),
         )
     with path.open("xb") as file:
@@ -181,7 +186,7 @@ def _reserve(path: Path, size: int) -> None:
 
 
 class KVFile:
-    """One file, mapped. Raises one of `UNREADABLE` when it is not as it should be."""
+    """A file, mapped into memory. Methods raise one of `UNREADABLE` if the file is wrong."""
 
     def __init__(self, path: Path, identity: Mapping[str, str]) -> None:
         self._path = path
@@ -189,7 +194,7 @@ class KVFile:
             metadata = file.metadata() or {}
         found = {key: metadata.get(key) for key in identity}
         if found != dict(identity):
-            raise ValueError(f"{path} is of {found}, not of {dict(identity)}")
+            raise ValueError(f"{path} was saved with {found}, expected {dict(identity)}")
         self._requests: dict[str, Any] = json.loads(metadata["requests"])
         self._bytes = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
         length = 8 + int.from_bytes(self._bytes[:8].numpy().tobytes(), "little")
@@ -197,47 +202,50 @@ class KVFile:
         self._data = self._bytes[length:]
 
     def touch(self) -> None:
-        """Have all its pages mapped, so that nobody waits for one later."""
+        """Map all pages now, so that no later read waits for them."""
         self._bytes[::_PAGE_BYTES].sum()
 
     def find(self, name: str) -> SavedBlocks:
         if name not in self._requests:
-            raise ValueError(f"{self._path} has nothing of {name}")
+            raise ValueError(f"{self._path} does not contain request {name}")
         num_tokens, extents = self._requests[name]
         return SavedBlocks(num_tokens, tuple(Extent(*extent) for extent in extents))
 
     def read(self, layer: str, rows: slice, heads: slice, like: Tensor) -> Tensor:
-        """[rows, heads, ...] of a layer, mapped, for a cache `like` this one."""
+        """Return rows and heads of a layer as a mapped tensor: [rows, heads, ...].
+
+        `like`: the cache to copy to; the file must have its data type and trailing shape.
+        """
         if layer not in self._layers:
-            raise ValueError(f"{self._path} has no {layer}")
+            raise ValueError(f"{self._path} has no layer {layer}")
         described = self._layers[layer]
         shape, dtype = described["shape"], described["dtype"]
         if shape[2:] != list(like.shape[2:]) or dtype != _DTYPES[like.dtype]:
             raise ValueError(
-                f"{self._path} has {layer} as {dtype} {shape}, the cache is "
+                f"{self._path} has {layer} as {dtype} {shape}, but the cache is "
                 f"{_DTYPES[like.dtype]} {list(like.shape)}"
             )
         if rows.stop > shape[0] or heads.stop > shape[1]:
-            raise ValueError(f"{self._path} has {shape} of {layer}, not {rows}, {heads}")
+            raise ValueError(f"{self._path} has {layer} as {shape}: no rows {rows}, heads {heads}")
         saved = self._data[slice(*described["data_offsets"])].view(like.dtype).view(shape)
         return saved[rows, heads]
 
 
 class KVFiles:
-    """Files that are open, of one reader."""
+    """The files that one reader has open."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[Path, tuple[str, ...]], KVFile] = {}
 
     def open(self, path: Path, identity: Mapping[str, str]) -> KVFile:
-        """Raises one of `UNREADABLE`."""
+        """Return the file, opened once. Raise one of `UNREADABLE` if it is wrong."""
         key = path, tuple(identity.values())
         if key not in self._open:
             self._open[key] = KVFile(path, identity)
         return self._open[key]
 
     def close(self) -> None:
-        """Let go of all of them, which were deleted meanwhile or not."""
+        """Close all files. This frees the memory of files that were deleted meanwhile."""
         self._open.clear()
 
     def copy_heads(
@@ -250,12 +258,15 @@ class KVFiles:
         caches: Mapping[str, Tensor],
         to: Tensor,
     ) -> None:
-        """Copy into blocks `to` of the caches, from a request's block number `skipped` on, what the
-        rank of the piece has saved there. Raises one of `UNREADABLE`."""
+        """Copy blocks of a request, from number `skipped` on, into rows `to` of the caches.
+
+        Copy the heads of `piece`, from the files of the rank that saved them. Raise one of
+        `UNREADABLE` if a file is wrong.
+        """
         last = rank_file(directory, piece.saved_by)
         blocks = self.open(last, identity).find(name)
         if skipped + len(to) > blocks.num_blocks:
-            raise ValueError(f"{last} has {blocks} of {name}, not {skipped + len(to)}")
+            raise ValueError(f"{last} has {blocks} of {name}, expected {skipped + len(to)} blocks")
         for part, rows, which in blocks.runs(skipped, len(to)):
             file = self.open(rank_file(directory, piece.saved_by, part), identity)
             for layer, cache in caches.items():

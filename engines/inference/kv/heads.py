@@ -1,8 +1,7 @@
-"""Ranks of an engine that have the keys and values of which heads, and where another engine's ranks
-find theirs.
+"""Map KV heads to TP ranks, also between engines that differ in their TP degree.
 
-vLLM deals a model's KV heads over the ranks in order. With more ranks than heads, neighbours have
-the same one; the first of them saves it.
+vLLM distributes a model's KV heads over the ranks in order. With more ranks than heads, consecutive
+ranks have the same head, and the first of these ranks saves it.
 
     2 heads    TP 1   rank 0: heads 0 1
                TP 2   rank 0: head 0             rank 1: head 1
@@ -15,32 +14,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Heads that one rank takes from the file of another engine's rank."""
+    """Heads that a rank copies from the file of another engine's rank."""
 
     saved_by: int
-    """Rank there."""
+    """Rank of the other engine that saved the heads."""
     there: slice
-    """Among that rank's heads."""
+    """The heads among that rank's heads."""
     here: slice
-    """Among this rank's heads."""
+    """The heads among this rank's heads."""
 
 
 def heads_of(rank: int, tp_degree: int, num_heads: int) -> range:
-    """KV heads of one rank, of the model's `num_heads`."""
+    """Return the KV heads of a rank. `num_heads`: KV heads of the model."""
     small, large = sorted((tp_degree, num_heads))
-    assert large % small == 0, f"vLLM deals {num_heads} KV heads not over {tp_degree} ranks"
+    assert large % small == 0, f"vLLM cannot split {num_heads} KV heads over {tp_degree} ranks"
     first = rank * num_heads // tp_degree
     return range(first, first + max(1, num_heads // tp_degree))
 
 
 def saves(rank: int, tp_degree: int, num_heads: int) -> bool:
-    """Whether a rank saves its heads: no rank before it has the same ones."""
+    """Return whether a rank saves its heads: True unless the rank before has the same ones."""
     heads = heads_of(rank, tp_degree, num_heads)
     return rank == 0 or heads != heads_of(rank - 1, tp_degree, num_heads)
 
 
 def pieces(rank: int, tp_degree: int, saved_tp_degree: int, num_heads: int) -> Iterator[Piece]:
-    """All heads of a rank of an engine, out of what the ranks of another one have saved."""
+    """Yield the pieces that together give all heads of a rank.
+
+    `tp_degree`: of this engine. `saved_tp_degree`: of the engine that saved the files.
+    """
     wanted = heads_of(rank, tp_degree, num_heads)
     for saved_by in range(saved_tp_degree):
         if not saves(saved_by, saved_tp_degree, num_heads):

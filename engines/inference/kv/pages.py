@@ -1,4 +1,4 @@
-"""Memory of a tensor on a CPU, given back while the tensor stays."""
+"""Return the memory of a CPU tensor to the system while the tensor stays."""
 
 import ctypes
 import os
@@ -8,8 +8,11 @@ from torch import Tensor
 
 
 def release_pages(tensor: Tensor) -> None:
-    """Give back the whole pages of a tensor's storage, which nobody else has mapped: they read as
-    zero, and are taken again one by one when they are written to. Raises OSError."""
+    """Return the whole memory pages of a tensor's storage. No other process may have mapped them.
+
+    The pages then read as zero. A write allocates a page again. Raise OSError if the system
+    refuses.
+    """
     storage = tensor.untyped_storage()
     first = -(-storage.data_ptr() // PAGESIZE) * PAGESIZE
     end = (storage.data_ptr() + storage.nbytes()) // PAGESIZE * PAGESIZE

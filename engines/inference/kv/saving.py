@@ -1,13 +1,13 @@
-"""Requests leave an engine with their keys and values.
+"""Save the keys and values of requests that leave an engine.
 
-    (ahead)   each rank begins to write full blocks, and the engine goes on (`early`)
-    pause     the engine finishes the step that it is in; nobody loses a block
-    export    each rank writes the heads that it has (`files`), as far as it has not yet
-    (abort)   the requests end here, with the tokens that they have; copied ones go on
-    resume    the others go on
+    (ahead)   each rank starts to write full blocks while the engine goes on (`early`)
+    pause     the engine finishes its step; no request loses a block
+    export    each rank writes its heads, except blocks that it saved ahead (`files`)
+    (abort)   withdrawn requests end here with their tokens so far; copied requests go on
+    resume    the engine goes on
 
-What cannot be saved is computed again where the request goes: it only takes longer. So copies are
-not kept until somebody has read them, but for a minute.
+If something cannot be saved, the next engine computes it again, which only takes longer. So we
+delete copies of requests after a minute, whether or not an engine has read them.
 """
 
 import asyncio
@@ -28,24 +28,24 @@ from schemas.rollout import RequestId, RolloutRequest, SavedKV
 logger = logging.getLogger(__name__)
 
 AHEAD_S = 60.0
-"""Longest time until keys and values are saved ahead: what is not by then goes with the others."""
+"""Longest wait for blocks to be saved ahead. The export saves those that are late."""
 COPIES_KEPT_S = 60.0
-"""Age of copies that later ones may take the place of."""
+"""Age at which copies may be deleted to make room for later ones."""
 _POLL_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class KVSource(SavedKV):
-    """Keys and values as the engine looks for them that is to go on with the request."""
+    """Keys and values that the engine which continues the request looks for."""
 
     name: str
-    """The request's."""
+    """Name of the request."""
     policy_version: int
-    """Weights that they must be of."""
+    """Policy version that must have computed them."""
 
 
 class KVSaving:
-    """Saving of keys and values of one engine; `llm` is its `AsyncLLM`."""
+    """Saves the keys and values of one engine. `llm`: its `AsyncLLM`."""
 
     def __init__(self, llm: Any, tp_degree: int) -> None:
         self._llm = llm
@@ -53,17 +53,17 @@ class KVSaving:
         self._dir: PrivateDir | None = None
         self._num_directories = 0
         self._ahead: Path | None = None
-        """Directory of the next withdrawal, when something of it was saved ahead."""
+        """Directory of the next withdrawal, if blocks for it were saved ahead."""
         self._copies: dict[Path, float] = {}
-        """When copies were saved, by their directory."""
+        """Time (`time.monotonic`) at which copies were saved, by their directory."""
         self._one_at_a_time = asyncio.Lock()
         self._counts = KVCounts()
         self._loads = False
-        """Whether keys and values came with requests since the counts were taken."""
+        """Whether requests with keys and values arrived since the last `take_counts`."""
 
     @contextlib.asynccontextmanager
     async def paused(self) -> AsyncGenerator[None]:
-        """No step is taken meanwhile."""
+        """Pause the engine: it runs no step during the block."""
         async with self._one_at_a_time:
             started_s = time.perf_counter()
             await self._llm.pause_generation(mode="keep", clear_cache=False)
@@ -79,8 +79,10 @@ class KVSaving:
     async def save_ahead(
         self, num_tokens: Mapping[RequestId, int], policy_version: int
     ) -> SavedKV | None:
-        """Save what there is of requests that are about to leave, while they go on; what there is
-        then for others of the node to look at."""
+        """Save the full blocks of requests that will leave soon, while they go on.
+
+        Return where other engines of the node find them, or None if nothing was saved.
+        """
         if not num_tokens:
             return None
         async with self._one_at_a_time:
@@ -93,22 +95,30 @@ class KVSaving:
                 )
                 num_bytes = await _sizes([Path(file) for file in files if file])
             except OSError as error:
-                logger.warning("nothing is saved ahead: %s", error)
+                logger.warning("could not save keys and values ahead: %s", error)
                 return None
             self._counts.num_bytes_ahead += num_bytes
             self._counts.ahead_s += time.perf_counter() - started_s
         return SavedKV(str(directory), sum(num_tokens.values()), self._tp_degree)
 
     async def expect(self, saved: Sequence[SavedKV], policy_version: int) -> None:
-        """Make ready what others have saved ahead, for requests that will come from there."""
+        """Map what other engines have saved ahead, for requests that will come from them."""
         places = [(one.path, one.tp_degree) for one in saved]
         await self._llm.collective_rpc("expect_kv", args=(places, policy_version))
 
     async def save(
         self, num_tokens: Mapping[RequestId, int], policy_version: int, *, copies: bool = False
     ) -> dict[RequestId, SavedKV]:
-        """Keys and values of those requests that could be saved; `num_tokens`: that have some.
-        `copies`: the requests go on here, and may yet leave with what was saved ahead."""
+        """Save keys and values. Return where they are, for each request that could be saved.
+
+        Call while the engine is paused.
+
+        Args:
+            num_tokens: tokens with keys and values of each request.
+            policy_version: weights that computed them.
+            copies: whether the requests also go on here. Blocks saved ahead are kept then, for
+                when the requests leave.
+        """
         if not num_tokens:
             return {}
         started_s = time.perf_counter()
@@ -119,7 +129,7 @@ class KVSaving:
             directory = self._directory_of_copies() if copies else self._directory_to_leave()
             saved = await self._export(directory, named, policy_version, with_ahead=not copies)
         except OSError as error:
-            logger.warning("%d requests are computed again: %s", len(named), error)
+            logger.warning("%d requests must be recomputed: %s", len(named), error)
             if directory:
                 shutil.rmtree(directory, ignore_errors=True)
             self._counts.num_failures += 1
@@ -165,7 +175,10 @@ class KVSaving:
         *,
         with_ahead: bool,
     ) -> set[str]:
-        """Names of the requests that all ranks have. Raises OSError when a rank could not write."""
+        """Let all ranks write. Return the names of requests that all ranks have saved.
+
+        Raise OSError if a rank could not write.
+        """
         replies = await self._llm.collective_rpc(
             "save_kv", args=(str(directory), num_tokens, policy_version, with_ahead)
         )
@@ -176,18 +189,18 @@ class KVSaving:
         return set.intersection(*(set(names) for names, _, _ in replies))
 
     def clear(self) -> None:
-        """Delete what was saved: keys and values of weights that are gone help nobody."""
+        """Delete all files. Call when the weights change: old keys and values are useless then."""
         if self._dir:
             self._dir.delete()
             self._dir = self._ahead = None
             self._copies.clear()
 
     def note(self, requests: Sequence[RolloutRequest]) -> None:
-        """Requests that have come: the ranks load the keys and values of some."""
+        """Note whether any of these new requests has keys and values that the ranks will load."""
         self._loads |= any(request.kv for request in requests)
 
     async def take_counts(self) -> KVCounts:
-        """Counts since the last call."""
+        """Return the counts since the last call."""
         loads, self._loads = self._loads, False
         if loads:
             taken = await self._llm.collective_rpc("take_kv_loads")
@@ -199,8 +212,10 @@ class KVSaving:
 
 
 async def _sizes(files: Sequence[Path]) -> int:
-    """Bytes of all these files, once they are there. They are not asked for: an engine answers
-    between two steps."""
+    """Wait until these files exist, at most `AHEAD_S`. Return their total bytes.
+
+    Poll the directory: the engine would answer a call only between two steps.
+    """
 
     async def there() -> None:
         while not all(file.exists() for file in files):
