@@ -209,7 +209,7 @@ def test_full_memory_is_an_error_before_anything_is_written(tmp_path, monkeypatc
         kv_files.shutil, "disk_usage", lambda _: usage._replace(total=10_000, free=1_500)
     )
     path = rank_file(tmp_path, 0)
-    with pytest.raises(OSError, match="make it larger"):
+    with pytest.raises(OSError, match="give it more memory"):
         write_blocks(path, caches(2, seed=1), {"x": [3, 1]}, {"x": 7}, IDENTITY)
     assert not path.exists()
 

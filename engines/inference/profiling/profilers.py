@@ -1,4 +1,4 @@
-"""Engines that measure at the same time, as Ray actors; every call is bounded."""
+"""Profiling engines that measure at the same time, as Ray actors. Every call has a time limit."""
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean
@@ -11,7 +11,7 @@ from schemas.profile import MachineFacts, Measurement
 
 
 class Profilers:
-    """Engines of one kind. A failure of one is a RuntimeError with its name."""
+    """Profiling engines of one kind. If one fails, methods raise RuntimeError with its name."""
 
     def __init__(
         self,
@@ -22,8 +22,15 @@ class Profilers:
         start_timeout_s: float,
         point_timeout_s: float,
     ) -> None:
-        """Engines, not started yet. `engine`: `ProfilingEngine` or `ProfilingDrafter`; `arguments`:
-        of each."""
+        """Create the actors; `start` starts vLLM in them.
+
+        Args:
+            engine: `ProfilingEngine` or `ProfilingDrafter`.
+            arguments: constructor arguments of each engine.
+            num_gpus_each: GPUs of each engine.
+            start_timeout_s: longest time for the start.
+            point_timeout_s: longest time for any other call.
+        """
         self._start_timeout_s = start_timeout_s
         self._point_timeout_s = point_timeout_s
         self._actors = [
@@ -42,13 +49,13 @@ class Profilers:
         (facts, *others) = await self._all("facts", timeout_s=self._point_timeout_s)
         for other in others:
             if other != facts:
-                raise ValueError(f"the engines are not alike, {facts} and {other}: profile each")
+                raise ValueError(f"the engines differ: {facts} and {other}. Profile each alone")
         return facts
 
     async def measure(
         self, measurement: Measurement, num_steps: int, seed: str
     ) -> list[ProfilePoint]:
-        """The mean over the engines."""
+        """Return the points of a measurement, with the mean seconds of all engines."""
         measured: list[Sequence[ProfilePoint]] = await self._all(
             "measure", measurement, num_steps, seed, timeout_s=self._point_timeout_s
         )

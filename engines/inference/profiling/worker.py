@@ -1,4 +1,4 @@
-"""Measurements of a profile inside a vLLM worker, through `worker_extension_cls`."""
+"""Methods for profiling inside vLLM's workers, added through `worker_extension_cls`."""
 
 import time
 from typing import Any
@@ -10,11 +10,13 @@ from engines.inference.profiling.engine import NGRAM_SIZES
 
 
 class ProfilingWorkerExtension(WorkerExtension):
-    """Worker that can draft junk, and tells how long drafting takes."""
+    """Worker that can draft junk tokens and time the n-gram drafter."""
 
     def draft_junk(self, window: int) -> None:
-        """Draft token 0 from now on, `window` times a request: verification costs the same whatever
-        is verified."""
+        """From now on draft `window` times token 0 for each request.
+
+        Verification costs the same for all tokens.
+        """
 
         def propose(_: int, sampled_token_ids: list, *args: Any, **kwargs: Any) -> list[list[int]]:
             del args, kwargs
@@ -23,10 +25,10 @@ class ProfilingWorkerExtension(WorkerExtension):
         self.model_runner.drafter.propose = propose
 
     def time_ngram(self, batch: int, context_tokens: int, window: int, num_calls: int) -> float:
-        """Mean seconds in which vLLM's n-gram drafter drafts for a batch.
+        """Return the mean seconds that vLLM's n-gram drafter takes for a batch.
 
-        The texts are random but for their end, which is also their beginning: the whole context
-        is searched and the match is there.
+        The contexts are random, but their last tokens equal their first ones. So the drafter
+        searches the whole context and finds a match.
         """
         drafter = self.model_runner.drafter
         rng = np.random.default_rng(0)

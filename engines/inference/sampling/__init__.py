@@ -1,1 +1,1 @@
-"""Exact sampling: noise that is a pure function of sample, position and token."""
+"""Exact sampling: the noise is a pure function of sample key, position and token id."""

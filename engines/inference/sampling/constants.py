@@ -1,4 +1,4 @@
-"""Constants of the generator of the noise (`engines.inference.sampling.noise`), without torch."""
+"""Constants of the noise generator (`engines.inference.sampling.noise`). Needs no torch."""
 
 PHILOX_MULTIPLIER, PHILOX_WEYL, PHILOX_ROUNDS = 0xD256D193, 0x9E3779B9, 7
 WORD = 2**32 - 1

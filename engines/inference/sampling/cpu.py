@@ -1,7 +1,7 @@
-"""Sampling on a CPU: one compiled call draws for every row, another accepts drafts.
+"""Sampling on a CPU: one compiled call draws a token for each row, another accepts drafts.
 
-Compiled with numba, of which vLLM's start on a CPU does not bear every module: import it when vLLM
-is up.
+Import this module only after vLLM has started: it uses numba, and vLLM's start on a CPU fails on
+some of numba's modules.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ from engines.inference.sampling.noise import (
 from engines.inference.sampling.step_rows import GREEDY_BELOW, REJECTED, StepRows
 
 _BLOCK = 1024
-"""Token ids at once, whose scores stay in the first cache."""
+"""Token ids per block. Their scores fit into the L1 cache."""
 _HALF, _ONE = np.float32(0.5), np.float32(1.0)
 _2_TO_MINUS_32, _2_TO_MINUS_64 = np.float32(2.0**-32), np.float32(2.0**-64)
 _LOG_OF_2_HIGH, _LOG_OF_2_LOW = (np.float32(part) for part in LOG_OF_2)
@@ -32,13 +32,13 @@ _NEAR_ONE = np.uint64(NEAR_ONE)
 
 @intrinsic
 def _bits_of(typingctx, x):  # noqa: ARG001
-    """int32 of the same bits as a float32."""
+    """Reinterpret the bits of a float32 as an int32."""
     return _cast(int32(float32), ir.IntType(32))
 
 
 @intrinsic
 def _float_of(typingctx, bits):  # noqa: ARG001
-    """float32 of the same bits as an int32."""
+    """Reinterpret the bits of an int32 as a float32."""
     return _cast(float32(int32), ir.FloatType())
 
 
@@ -70,7 +70,7 @@ def _log(x):
 
 @njit(inline="always")
 def gumbel(first, second):
-    """Noise of two words."""
+    """Return Gumbel noise from two random words; see `noise.gumbel`."""
     near_one = first < _NEAR_ONE
     high = first if near_one else _WORD - first
     low = (second if near_one else _WORD - second) | uint64(1)
@@ -86,9 +86,9 @@ _ROWS = (int32[::1], int64, int64[::1], int32[::1], int64[::1], float32[::1])
 
 @njit(void(float32[:, ::1], *_ROWS, int32[::1], float32[::1], float32[::1]), cache=True)
 def _draw(logits, input_rows, after, positions, ends, keys, temperatures, tokens, scales, chosen):
-    """Fills tokens, inverse temperatures and scaled logits of the tokens, of every row.
+    """Fill in each row's token, inverse temperature and the token's scaled logit.
 
-    `ends` and `temperatures` are empty where `StepRows` has none.
+    `ends` and `temperatures` are empty if `StepRows` has None there.
     """
     num_rows, vocab_size = logits.shape
     scores = np.empty(min(vocab_size, _BLOCK), np.float32)
@@ -131,7 +131,7 @@ def _accept(sampled, logprobs, ends, drafts, tokens, token_logprobs):
             emitted = right and row < ends[request]
             tokens[request, column] = sampled[row] if emitted else REJECTED
             token_logprobs[request, column] = logprobs[row] if emitted else float32(0.0)
-            # A request has one draft fewer than rows: so many fewer are before its first one.
+            # Each request before this one has one draft fewer than rows.
             draft = first_row - request + column
             if emitted:
                 right = row + 1 < ends[request] and drafts[draft] == sampled[row]

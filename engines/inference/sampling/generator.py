@@ -1,5 +1,6 @@
-"""The generator of the noise (`engines.inference.sampling.noise`), compiled with numba and without
-torch: for samplers, and for drafts that foresee them.
+"""The noise generator (`engines.inference.sampling.noise`), compiled with numba, without torch.
+
+The CPU sampler uses it, and so do drafters that predict the sampler's noise.
 """
 
 import numpy as np
@@ -29,14 +30,14 @@ def _mix(x):
 
 @njit(inline="always")
 def stream_of(sample_key, position):
-    """Key, and second word of the counter; all uint64."""
+    """Return the key and the second word of the counter. Arguments and results are uint64."""
     stream = _mix(_mix(sample_key) + position * _POSITION)
     return stream & _WORD, stream >> _32
 
 
 @njit(inline="always")
 def philox(key, first, second):
-    """Words of the generator's output; uint64 below 2^32, as its arguments."""
+    """Return the two words of Philox's output. Arguments and results are uint64 below 2^32."""
     for _ in range(PHILOX_ROUNDS):
         product = first * _MULTIPLIER
         first, second = (product >> _32) ^ key ^ second, product & _WORD

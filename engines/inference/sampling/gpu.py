@@ -1,4 +1,4 @@
-"""Sampling on a GPU, in two launches (`kernels`)."""
+"""Sampling on a GPU, in two kernel launches (`kernels`)."""
 
 import torch
 import triton
@@ -8,19 +8,22 @@ from engines.inference.sampling.kernels import accept, draw
 from engines.inference.sampling.step_rows import StepRows
 
 BLOCK = 2048
-"""Token ids of a part."""
+"""Token ids in one part of the vocabulary."""
 
 VOCAB_MULTIPLE = 64
-"""vLLM fills up the rows of its logits to a multiple of this."""
+"""vLLM pads the rows of its logits to a multiple of this."""
 
 
 def warm(vocab_size: int, dtype: torch.dtype, device: torch.device, most_drafts: int) -> None:
-    """Compile the kernels for steps without drafts and, up to `most_drafts` a request, with them:
-    the first steps would wait seconds for it. Draws that are greedy or truncated are left out."""
+    """Compile the kernels, for which the first steps would wait seconds otherwise.
+
+    This covers steps without drafts and with up to `most_drafts` drafts per request. It leaves out
+    greedy sampling and sampling with top-k or top-p.
+    """
     stride = triton.cdiv(vocab_size, VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     for width in (1, *(2**power for power in range(1, most_drafts.bit_length() + 1))):
         logits = torch.zeros(width, stride, dtype=dtype, device=device)[:, :vocab_size]
-        # Like vLLM's arrays: what comes after one that begins at 0 is not aligned.
+        # Slice as vLLM does: `ends[1:]` is not aligned, and Triton compiles for the alignment.
         ends = torch.arange(width + 1, dtype=torch.int32, device=device)
         one = torch.zeros(1, dtype=torch.int64, device=device)
         temperatures = torch.ones(1, device=device)
@@ -42,8 +45,11 @@ def sample(
     block: int = BLOCK,
     requests_at_once: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """See `step_rows.Sample`. What is done `.._at_once` by a program, and in which `block` of token
-    ids, changes no token."""
+    """Draw the tokens of a step; see `step_rows.Sample`.
+
+    `rows_at_once` and `requests_at_once` (per Triton program) and `block` (token ids per part)
+    change the speed only, never a token.
+    """
     parts, part_tokens = _draw(logits, drawn_from, rows, rows_at_once, block)
     num_requests, num_parts = len(rows.keys), part_tokens.shape[1]
     tokens = part_tokens.new_empty((num_requests, rows.width))
@@ -70,7 +76,8 @@ def sample(
 def _draw(
     logits: Tensor, drawn_from: Tensor, rows: StepRows, rows_at_once: int, block: int
 ) -> tuple[Tensor, Tensor]:
-    """Figures of each part of a row as `draw` has them, float32 [4, rows, parts]; best tokens."""
+    """Return the results of kernel `draw`: float32 [4, rows, parts], and int32 [rows, parts] of
+    the best tokens."""
     assert logits.stride() == drawn_from.stride()
     assert logits.stride(1) == 1
     (num_rows, vocab_size), num_requests = logits.shape, len(rows.keys)

@@ -1,7 +1,7 @@
-"""Triton kernels of exact sampling: one pass over the logits, and one over its parts.
+"""Triton kernels of exact sampling: `draw` reads the logits once, `accept` combines the parts.
 
-The noise is that of `noise`, bit for bit, where nothing is fused (`enable_fp_fusion`). Logits are
-read once, as the model wrote them; no noise and no scaled copy is ever stored.
+The noise equals that of `noise` bit for bit, if Triton fuses no operations (call `draw` with
+`enable_fp_fusion=False`). The kernels store neither noise nor scaled logits.
 """
 
 import triton
@@ -55,7 +55,7 @@ def _log(x):
 
 @triton.jit
 def _gumbel(key, first, second):
-    """Noise of a counter of two words; all uint32."""
+    """Return Gumbel noise for a counter of two words. All arguments are uint32."""
     for _ in tl.static_range(_PHILOX_ROUNDS):
         high = tl.umulhi(first, _MULTIPLIER)
         low = first * _MULTIPLIER
@@ -84,7 +84,7 @@ def _noise(stream, ids):
 
 @triton.jit
 def _sum_of_exponentials(x):
-    """Largest of each row, and the sum of exponentials of what the others are below it."""
+    """Return the maximum of each row, and the row's sum of exp(x - maximum)."""
     largest = tl.max(x, axis=1)
     offset = tl.where(largest == float("-inf"), 0.0, largest)
     return largest, tl.sum(tl.exp(x - offset[:, None]), axis=1)
@@ -92,7 +92,7 @@ def _sum_of_exponentials(x):
 
 @triton.jit
 def _request_of(row, ends_ptr, num_requests, num_halvings):
-    """The first request that ends behind the row."""
+    """Return the request of each row: the first one whose end is after the row."""
     low = tl.zeros_like(row)
     high = low + num_requests - 1
     for _ in range(num_halvings):
@@ -103,7 +103,7 @@ def _request_of(row, ends_ptr, num_requests, num_halvings):
     return high
 
 
-# Numbers that change from step to step are no reason to compile anew.
+# These numbers change from step to step. Without this, Triton would compile again for new values.
 @triton.jit(do_not_specialize=["num_rows", "after", "num_requests", "num_halvings", "size"])
 def draw(
     logits_ptr,
@@ -128,8 +128,8 @@ def draw(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One part of the vocabulary, of ROWS rows: the best token, its score and scaled logit, and
-    largest logit and sum of exponentials of them all."""
+    """Reduce one part of the vocabulary for ROWS rows. Store the best token, its score and its
+    scaled logit, and the part's largest scaled logit and sum of exponentials."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
     rows = tl.minimum(rows, num_rows - 1)
@@ -183,8 +183,8 @@ def accept(
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Tokens of the rows of REQUESTS requests, from their parts, up to the first of each that
-    refutes its draft."""
+    """Combine the parts of REQUESTS requests into tokens and log-probabilities. Emit each request's
+    tokens up to the first one that differs from its draft."""
     requests = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)[:, None]
     is_request = requests < num_requests
     first, end = requests, requests + 1
@@ -212,7 +212,7 @@ def accept(
     logprobs = chosen - offset - tl.log(total)
     emitted = is_row
     if RAGGED:
-        # A request has one draft fewer than rows: so many fewer are before its first one.
+        # Each request before this one has one draft fewer than rows.
         is_draft = is_request & (rows < end - 1)
         drafts = tl.load(drafts_ptr + rows - requests, mask=is_draft, other=0)
         refuted = tl.min(tl.where(is_draft & (drafts != tokens), columns, WIDTH), axis=1)

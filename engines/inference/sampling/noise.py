@@ -1,19 +1,19 @@
 """Noise that is a pure function of (sample key, absolute position, token id), to the last bit.
 
-The token at absolute position n of a sample is `argmax_v(logits_v / T + gumbel(key, n, v))`, the
-lowest id among equals (the Gumbel-max trick: a fair draw from softmax(logits / T)). Nothing else
-enters: not the draft, the batch, the row, the engine or the device. So a sample is the same one
-wherever and however it is generated.
+The token at absolute position n of a sample is `argmax_v(logits_v / T + gumbel(key, n, v))`. Ties
+go to the lowest id. This is the Gumbel-max trick: a fair draw from softmax(logits / T). The noise
+depends on nothing else: not on the draft, batch, row, engine or device. So a sample has the same
+tokens wherever and however it is generated.
 
-The generator is Philox2x32 of seven rounds, the fewest that pass BigCrush (Salmon, Moraes, Dror and
-Shaw, SC 2011), addressed by counter. Its key and the high word of its counter are a hash of sample
-key and position by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), the low word is the token id.
-All 64 bits it yields make one uniform number, so that the tail of the noise is right to 2^-64.
+The generator is Philox2x32 with seven rounds, the fewest that pass BigCrush (Salmon, Moraes, Dror
+and Shaw, SC 2011). It is counter-based. SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) hashes
+sample key and position into the generator's key and the high word of its counter. The token id is
+the low word. All 64 output bits make one uniform number, so the tail of the noise is right to
+2^-64.
 
-The noise is `-log(-log(u))`, with logarithms that are made of additions and multiplications in
-float32, each rounded on its own: no processor has another opinion of them. Whatever draws samples
-(`cpu`, `gpu`) does these operations in this order, and fuses none of them. This module is what they
-are tested against.
+The noise is `-log(-log(u))`. The logarithms use only float32 additions and multiplications, each
+rounded separately, so all processors agree on the result. All samplers (`cpu`, `gpu`) do these
+operations in this order and fuse none of them. Tests compare them with this module.
 """
 
 import torch
@@ -30,12 +30,14 @@ from engines.inference.sampling.constants import (
 )
 
 NEAR_ONE = 1257966796
-"""First word of the largest u that is 1 - x with x below 1 - sqrt(1/2): there log(u) is taken of
--x, which loses nothing however small x is."""
+"""First words below this give u = 1 - x with x below 1 - sqrt(1/2).
+
+For such u we compute log(u) as log(1 + f) with f = -x, which is precise however small x is.
+"""
 SQRT_HALF_BITS = 0x3F3504F3
-"""sqrt(1/2) as float32."""
+"""Bits of sqrt(1/2) as float32."""
 LOG_OF_2 = (0.693359375, -2.12194440e-4)
-"""Their sum; the first one times an exponent is exact."""
+"""log(2), as the sum of two numbers. The first one times an exponent is exact."""
 LOG_SERIES = (
     7.0376836292e-2,
     -1.1514610310e-1,
@@ -47,12 +49,14 @@ LOG_SERIES = (
     -2.4999993993e-1,
     3.3333331174e-1,
 )
-"""log(1 + f) = f - f^2 / 2 + f^3 P(f) from sqrt(1/2) - 1 to sqrt(2) - 1: P, highest power first
-(Moshier's Cephes library, logf)."""
+"""Coefficients of P, highest power first (logf of Moshier's Cephes library).
+
+log(1 + f) = f - f^2 / 2 + f^3 P(f) for f from sqrt(1/2) - 1 to sqrt(2) - 1.
+"""
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of signed 64-bit integers."""
+    """Shift signed 64-bit integers logically (fill with zeros)."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
@@ -63,7 +67,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def philox(key: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Both words of the generator's output for a counter of two words; int64 below 2^32."""
+    """Return the two words of Philox's output for a counter of two words; int64 below 2^32."""
     for _ in range(PHILOX_ROUNDS):
         product = first * PHILOX_MULTIPLIER
         first, second = _shift_right(product, 32) ^ key ^ second, product & WORD
@@ -72,7 +76,7 @@ def philox(key: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log_1p(f: Tensor) -> tuple[Tensor, Tensor]:
-    """log(1 + f) but for -f^2 / 2 and f itself, and f^2."""
+    """Return f^3 P(f), the part of log(1 + f) beyond f - f^2 / 2, and f^2."""
     square = f * f
     series = torch.full_like(f, LOG_SERIES[0])
     for factor in LOG_SERIES[1:]:
@@ -90,7 +94,7 @@ def _log(x: Tensor) -> Tensor:
 
 
 def gumbel(first: Tensor, second: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32, of 64 bits in two words, int64 below 2^32."""
+    """Return standard Gumbel noise, float32, from 64 random bits: two words, int64 below 2^32."""
     near_one = first < NEAR_ONE
     high = torch.where(near_one, first, WORD - first)
     low = torch.where(near_one, second, WORD - second) | 1
@@ -101,12 +105,12 @@ def gumbel(first: Tensor, second: Tensor) -> Tensor:
 
 
 def gumbel_noise(sample_keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise.
+    """Return standard Gumbel noise for each row and token id.
 
     Args:
         sample_keys: int64 [rows], see `schemas.keys.sample_key`.
-        positions: int64 [rows], absolute position of the token to be sampled: the number of
-            tokens before it, prompt included.
+        positions: int64 [rows], absolute position of the token to sample: the number of tokens
+            before it, prompt included.
         vocab_size: number of token ids.
 
     Returns:
@@ -118,10 +122,10 @@ def gumbel_noise(sample_keys: Tensor, positions: Tensor, vocab_size: int) -> Ten
 
 
 def perturbed_argmax(logits: Tensor, sample_keys: Tensor, positions: Tensor) -> Tensor:
-    """A fair draw from softmax(logits) of every row, the same one for the same key and position.
+    """Draw from softmax(logits) for each row. The same key and position give the same draw.
 
     Args:
-        logits: float32 [rows, vocab], divided by the temperature, -inf where truncated.
+        logits: float32 [rows, vocab], divided by the temperature, -inf for truncated tokens.
         sample_keys, positions: int64 [rows].
 
     Returns:

@@ -1,13 +1,13 @@
-"""Exact samplers in the place of vLLM's `Sampler` and `RejectionSampler` (vLLM 0.32, V1 runner).
+"""Exact samplers that replace vLLM's `Sampler` and `RejectionSampler` (vLLM 0.32, V1 runner).
 
-vLLM's own sampling depends on the drafts even with a seed. Here every row of logits yields the one
-token that the noise of its (sample key, position) selects; a draft token is accepted exactly when
-it equals that token. Hence speculation, batching and placement cannot change a sample.
+vLLM's own sampling depends on the drafts, even with a seed. Here the noise of (sample key,
+position) selects the token of each row. A draft token is accepted if and only if it equals that
+token. So speculation, batching and placement cannot change a sample.
 
-The returned log-probability is of softmax(logits / T), before top-k and top-p (temperature 0: of
-softmax(logits)): what a trainer without truncation computes.
+The returned log-probabilities are of softmax(logits / T) before top-k and top-p, as a trainer
+without truncation computes them. At temperature 0 they are of softmax(logits).
 
-What draws is `cpu` or `gpu`, by the device; no step waits for a GPU.
+Module `cpu` or `gpu` draws, depending on the device. No step waits for a GPU.
 """
 
 from importlib import import_module
@@ -25,27 +25,27 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from engines.inference.sampling.step_rows import GREEDY_BELOW, Sample, StepRows
 
 SAMPLE_KEY = "sample_key"
-"""Name of the sample key in `SamplingParams.extra_args`."""
+"""Key of the sample key in `SamplingParams.extra_args`."""
 
 
 class ExactSampler(Sampler):
-    """Samples one token a request, without drafts."""
+    """Sampler for steps without drafts: one token per request."""
 
     def __init__(self, replaced: Sampler, runner: Any) -> None:
         super().__init__(replaced.logprobs_mode)
         self.runner = runner
-        # Each is imported where it is used, and when vLLM is up (see `cpu`).
+        # Import only the module of this device, and only after vLLM has started (see `cpu`).
         backend = "cpu" if torch.device(runner.device).type == "cpu" else "gpu"
         self._backend = import_module(f"engines.inference.sampling.{backend}")
         self._sample: Sample = self._backend.sample
         self._req_ids: list[str] = []
         self._keys: Tensor | None = None
-        """int64 [requests]: their sample keys."""
+        """int64 [requests]: sample keys of the requests in `_req_ids`."""
         self._ranks = torch.zeros(0, dtype=torch.int64, device=runner.device)
-        """Ranks of tokens among log-probabilities: asked for by vLLM, and by nobody else."""
+        """Placeholder zeros for the token ranks that vLLM's data structure requires."""
 
     def warm(self) -> None:
-        """Compile what steps will call, where anything is compiled."""
+        """Compile the kernels in advance, if the device needs that."""
         if hasattr(self._backend, "warm"):
             model, drafts = self.runner.model_config, self.runner.num_spec_tokens
             vocab_size, device = model.get_vocab_size(), self.runner.device
@@ -58,7 +58,7 @@ class ExactSampler(Sampler):
         return self.draw(logits, sampling_metadata, input_rows=ends, after=1)
 
     def draw(self, logits: Tensor, metadata: SamplingMetadata, **of_rows: Any) -> SamplerOutput:
-        """Tokens of a step; `of_rows`: the fields of `StepRows` that tell its rows apart."""
+        """Draw the tokens of a step. `of_rows`: the fields of `StepRows` that describe its rows."""
         assert metadata.no_penalties, "penalties depend on the order of acceptance"
         assert not metadata.bad_words_token_ids
         rows = StepRows(
@@ -77,8 +77,10 @@ class ExactSampler(Sampler):
     def gather_logprobs(
         self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor
     ) -> LogprobsTensors:
-        """Log-probabilities of prompt tokens, for canaries; without ranks, for which vLLM compiles
-        a kernel."""
+        """Return the log-probabilities of prompt tokens, for canaries.
+
+        Leave out their ranks, for which vLLM would compile a kernel.
+        """
         assert num_logprobs == 0
         chosen = logprobs.gather(-1, token_ids[:, None]).squeeze(-1)
         return self._logprobs_tensors(token_ids.int(), chosen)
@@ -93,7 +95,7 @@ class ExactSampler(Sampler):
         )
 
     def _sample_keys(self) -> Tensor:
-        """int64 [requests], in the order of the rows; requests without a key (canaries) get 0."""
+        """Return the sample keys in row order, int64 [requests]. Canaries have no key and get 0."""
         batch = self.runner.input_batch
         req_ids = batch.req_ids[: batch.num_reqs]
         if self._keys is None or req_ids != self._req_ids:
@@ -111,7 +113,10 @@ class ExactSampler(Sampler):
 def _truncated(
     logits: Tensor, rows: StepRows, top_k: Tensor | None, top_p: Tensor | None
 ) -> Tensor:
-    """Logits with -inf in the place of what is cut off; themselves when nothing is."""
+    """Return logits with -inf for tokens outside top-k and top-p.
+
+    Return `logits` itself if nothing is truncated.
+    """
     temperatures = rows.temperatures
     if temperatures is None or (top_k is None and top_p is None):
         return logits
@@ -123,12 +128,12 @@ def _truncated(
             None if values is None else values.repeat_interleave(counts, output_size=len(logits))
             for values in (top_k, top_p)
         )
-    # The library's kernel works in place, on what is made here.
+    # vLLM's kernel works in place, so pass a new tensor.
     return apply_top_k_top_p(logits.float() * scales[:, None], top_k, top_p)
 
 
 class ExactRejectionSampler(RejectionSampler):
-    """Verifies drafts: a draft is right when it equals the exact sample at its position."""
+    """Sampler for steps with drafts: accept a draft token if it equals the exact sample there."""
 
     sampler: ExactSampler
 

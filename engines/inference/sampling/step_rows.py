@@ -1,4 +1,4 @@
-"""Rows of a step's logits: whose they are, in the arrays that vLLM has of them."""
+"""Describe which request, position and draft each row of a step's logits belongs to."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,38 +6,44 @@ from dataclasses import dataclass
 from torch import Tensor
 
 REJECTED = -1
-"""Placeholder of a token that was not emitted; vLLM's own."""
+"""Placeholder for a token that is not emitted, as in vLLM."""
 GREEDY_BELOW = 1e-5
-"""Temperatures below are 0; vLLM's own."""
+"""Lower temperatures count as 0, as in vLLM."""
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """Requests of a step have one row each, or with drafts one more than they have drafts."""
+    """Rows of a step. Each request has one row, plus one for each draft token.
+
+    The arrays are those that vLLM keeps on the device.
+    """
 
     positions: Tensor
-    """int64 [tokens of the step]: the position of each."""
+    """int64 [tokens of the step]: position of each token."""
     input_rows: Tensor
-    """int32 or int64 [rows]: which of these tokens a row of logits comes from, plus `after`."""
+    """int32 or int64 [rows]: index of the token whose logits a row holds, plus `after`."""
     after: int
+    """0 or 1: the offset in `input_rows`."""
     keys: Tensor
     """int64 [requests]: sample keys."""
     temperatures: Tensor | None
-    """float32 [requests]; None when every request is greedy."""
+    """float32 [requests]; None if every request is greedy."""
     ends: Tensor | None = None
-    """int32 [requests]: rows of a request and those before it; None without drafts."""
+    """int32 [requests]: number of rows up to and with each request; None without drafts."""
     drafts: Tensor | None = None
-    """int32 [drafts], of one request after the other."""
+    """int32 [drafts]: draft tokens of all requests, one request after the other."""
     width: int = 1
-    """Rows of the request with the most."""
+    """Largest number of rows of a request."""
 
 
 Sample = Callable[[Tensor, Tensor, StepRows], tuple[Tensor, Tensor]]
-"""Draws the tokens of a step: of each request one, or with drafts all up to the first that is not
-its draft, and stands in its place.
+"""Function that draws the tokens of a step.
 
-Takes logits, float [rows, vocab], and what is drawn from: the same, or a copy with -inf where it
-was truncated. Returns tokens, int32 [requests, width], with `REJECTED` behind those that are
-emitted, and log-probabilities, float32 of the same shape, of softmax(logits / T) (temperature 0: of
-softmax(logits)).
+Without drafts it draws one token per request. With drafts it draws tokens up to the first one that
+differs from its draft; that token replaces the draft.
+
+It takes logits, float [rows, vocab], and the logits to draw from: the same tensor, or a copy with
+-inf for truncated tokens. It returns tokens, int32 [requests, width], with `REJECTED` after the
+emitted ones, and their log-probabilities, float32 of the same shape. These are of
+softmax(logits / T), or of softmax(logits) at temperature 0.
 """
