@@ -177,7 +177,7 @@ def test_what_differs_behind_a_long_window_alone_is_refused() -> None:
     *before, last = check_pieces([canary], [engine], "bfloat16")
     assert all(check.holds for check in before[:-1])
     assert not last.holds
-    assert f"behind the first {14 * PIECE:,} its log-probabilities" in str(last)
+    assert f"after the first {14 * PIECE:,} its log-probabilities" in str(last)
 
 
 @pytest.mark.parametrize("where", [0, 1000, -1])

@@ -109,6 +109,6 @@ async def test_each_node_has_a_version_once_and_before_it_is_asked_for():
     assert what["times_in_all"] == 3.0
     assert what["last"] == ["1.safetensors", "2.safetensors"]
     assert "WeightSyncError" in what["too_old"]
-    assert "policy version 0 did not come to the node of engine 0" in what["too_old"]
+    assert "policy version 0 did not reach the node of engine 0" in what["too_old"]
     assert what["after_a_death"] == ["2.safetensors"]
     assert not what["left"]

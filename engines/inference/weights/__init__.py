@@ -1,1 +1,1 @@
-"""New weights into a running engine, and the canary that checks them."""
+"""Load new weights into a running engine, and check them with canaries."""

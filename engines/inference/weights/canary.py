@@ -1,16 +1,18 @@
 """Check that an engine computes what the trainer computes.
 
-The trainer scores a few sequences, the canaries, in float32 and once more in the engine's data
-type. These two differ by rounding, measured on this very model. An engine that holds the same
-weights differs from the trainer's float32 by about as much, and in both directions alike. So
+The trainer scores a few sequences (the canaries) in float32, and again in the engine's data type.
+The difference is the rounding of this very model. An engine with the same weights should differ
+from the trainer's float32 by about as much, and equally in both directions. So we require
 
     mean |engine - float32|    <=  floor + 1.25 mean |rounding| + 4 deviations
     |mean (engine - float32)|  <=  floor + 0.25 mean |rounding| + 4 deviations
 
-must hold for each canary and for all of them together. Of a long canary it must hold for each
-piece: a window or a rope that differs changes nothing before it. SmolLM2-135M in bfloat16, 32
-sequences of 127 tokens: the engine's mean difference is 0.85 to 1.10 times the trainer's rounding.
-With q and k swapped in one of 30 layers it is 13 times as large.
+for each canary and for all canaries together. Long canaries must pass for each piece: a wrong
+attention window or RoPE setting shows only after some position.
+
+Measured on SmolLM2-135M in bfloat16 with 32 sequences of 127 tokens: the engine's mean difference
+is 0.85 to 1.10 times the trainer's rounding. With q and k swapped in one of 30 layers it is 13
+times the rounding.
 """
 
 import asyncio
@@ -25,45 +27,45 @@ from engines.inference.engine.process import generate
 from schemas.weights import Canary, PolicyWeights
 
 FLOAT32_TOLERANCE = 1e-3
-"""Bound in float32, in nats: only the order of additions differs."""
+"""Floor of the bounds in float32, in nats: only the order of additions differs."""
 LARGEST_STEP = 2.0**-4
-"""Distance of neighbouring logits between 8 and 16 in bfloat16."""
+"""Distance of neighbouring bfloat16 numbers between 8 and 16, where large logits are."""
 ODD_TOKENS = 6.0
-"""Tokens of a sequence, at most, that are wrong by one such step more than the others."""
+"""Most tokens of a sequence that may be off by one such step more than the others."""
 OTHER_KERNELS = 1.25
-"""Times the trainer's rounding that an engine's may be: it rounds in other places."""
+"""Factor by which an engine's rounding may exceed the trainer's: it rounds in other places."""
 ONE_SIDED = 0.25
-"""Share of the rounding that may have a sign. Measured: 0.15 for transformers, 0.02 for vLLM."""
+"""Share of the rounding that may be one-sided. Measured: 0.15 for transformers, 0.02 for vLLM."""
 DEVIATIONS = 4.0
-"""Standard deviations of a mean over the canary's tokens."""
+"""Standard deviations that a mean over the canary's tokens may be off."""
 FEW_TOKENS = 8.0
-"""Tokens from which the rounding is known to a factor of two; of n tokens, to 1 + 8 / n."""
+"""With n tokens, the measured rounding is uncertain by a factor of 1 + 8 / n."""
 PIECE = 256
-"""Tokens of a long canary that are checked together."""
+"""Tokens of a long canary to check together."""
 MAX_ROUNDING = 0.3
-"""Largest mean rounding, in nats, that leaves something to check. SmolLM2-135M has 0.04, a random
-Qwen3-1.7B about 0.1."""
+"""Largest mean rounding, in nats, at which a check still means something. SmolLM2-135M has 0.04, a
+Qwen3-1.7B with random weights about 0.1."""
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryCheck:
-    """An engine's difference from the trainer over some tokens, in nats a token, and its bounds."""
+    """An engine's difference from the trainer over some tokens, with bounds. Nats per token."""
 
     num_tokens: int
     error: float
     """Mean |engine - trainer|."""
     shift: float
-    """Mean of engine - trainer, with its sign."""
+    """Mean of engine - trainer, signed."""
     rounding: float
     """Mean of |trainer in the engine's data type - trainer in float32| over all canaries."""
     max_error: float
     max_shift: float
     start: int = 0
-    """Tokens of a long canary before these."""
+    """Position of the first of these tokens in a long canary."""
 
     @property
     def holds(self) -> bool:
-        # Written so that NaN fails too.
+        # Comparisons with NaN are False, so NaN fails.
         return (
             self.error <= self.max_error
             and abs(self.shift) <= self.max_shift
@@ -74,13 +76,13 @@ class CanaryCheck:
         if not self.rounding <= MAX_ROUNDING:
             return (
                 f"the trainer itself differs by {self.rounding:.3g} nats a token between float32 "
-                f"and model.dtype, more than {MAX_ROUNDING:g}: too coarse to check an engine by"
+                f"and model.dtype, more than {MAX_ROUNDING:g}: too much to check an engine"
             )
-        behind = f" behind the first {self.start:,}" if self.start else ""
+        behind = f" after the first {self.start:,}" if self.start else ""
         return (
-            f"over {self.num_tokens} tokens{behind} its log-probabilities differ by "
-            f"{self.error:.3g} nats in the mean (at most {self.max_error:.3g}) and by "
-            f"{self.shift:+.3g} with their sign (at most {self.max_shift:.3g}); rounding to "
+            f"over {self.num_tokens} tokens{behind} its log-probabilities have a mean absolute "
+            f"difference of {self.error:.3g} nats (at most {self.max_error:.3g}) and a mean "
+            f"difference of {self.shift:+.3g} (at most {self.max_shift:.3g}); rounding to "
             f"model.dtype makes the trainer itself differ by {self.rounding:.3g}"
         )
 
@@ -91,10 +93,14 @@ def check_canaries(
     dtype: str,
     tolerance: float | None = None,
 ) -> list[CanaryCheck]:
-    """Check each canary, and all of them together when there are several.
+    """Check each canary, and all of them together if there are several.
 
-    `engine_logprobs`: of each canary's tokens 1.., as `Canary.trainer_logprobs`. `dtype`: the
-    engine's. `tolerance`: replaces both bounds, in nats a token.
+    Args:
+        canaries: sequences with the trainer's log-probabilities.
+        engine_logprobs: of each canary's tokens from the second on, like
+            `Canary.trainer_logprobs`.
+        dtype: data type of the engine.
+        tolerance: if given, replaces both bounds, in nats per token.
     """
     exact = [np.asarray(canary.trainer_logprobs) for canary in canaries]
     pairs = zip(canaries, exact, strict=True)
@@ -115,14 +121,16 @@ def check_pieces(
     dtype: str,
     tolerance: float | None = None,
 ) -> list[CanaryCheck]:
-    """Check each piece of long canaries, by its own rounding or by that of its whole canary where
-    that is larger; otherwise as `check_canaries`."""
+    """Check each piece of long canaries. The arguments are those of `check_canaries`.
+
+    The bounds use the rounding of the piece or of its whole canary, whichever is larger.
+    """
     checks: list[CanaryCheck] = []
     for canary, logprobs in zip(canaries, engine_logprobs, strict=True):
         exact = np.asarray(canary.trainer_logprobs)
         differences = np.asarray(logprobs) - exact
         rounding = np.asarray(canary.rounded_logprobs) - exact
-        # The last piece has what is left over, too.
+        # The last piece includes the remaining tokens.
         starts = range(0, max(1, len(exact) - PIECE + 1), PIECE)
         for start in starts:
             part = slice(start, None if start == starts[-1] else start + PIECE)
@@ -163,7 +171,7 @@ def _checked(
 async def compare(
     llm: Any, weights: PolicyWeights, dtype: str, tolerance: float | None
 ) -> list[CanaryCheck]:
-    """Check all canaries of these weights on the engine that has them; `llm`: `AsyncLLM`."""
+    """Check all canaries of these weights on an engine. `llm`: its `AsyncLLM`."""
     short, long = weights.canaries, weights.long_canaries
     logprobs = await engine_logprobs(llm, (*short, *long))
     checks = check_canaries(short, logprobs[: len(short)], dtype, tolerance)
@@ -171,7 +179,10 @@ async def compare(
 
 
 async def engine_logprobs(llm: Any, canaries: Sequence[Canary]) -> list[list[float]]:
-    """Compute the engine's log-probabilities of each canary's tokens 1..; `llm`: `AsyncLLM`."""
+    """Return the engine's log-probabilities of each canary's tokens from the second on.
+
+    `llm`: the engine's `AsyncLLM`.
+    """
     return await asyncio.gather(
         *(_logprobs(llm, f"canary-{i}", canary) for i, canary in enumerate(canaries))
     )

@@ -1,13 +1,14 @@
-"""The trainer's side of a hand-over: a policy version to the engines on its GPUs by CUDA IPC.
+"""The trainer's side of a hand-over: send a policy version by CUDA IPC to engines on its GPUs.
 
-    rank 0   gathered ─► file ─► buffer ─┐ handles of all buffers by their ┌─► engine: each worker
-    rank n   gathered ─────────► buffer ─┘ GPUs, from rank 0 to all ───────┘   that of its own GPU
+    rank 0   gather ─► file ─► buffer ─┐ rank 0 sends the handles of  ┌─► engine: each worker reads
+    rank n   gather ─────────► buffer ─┘ all buffers to all engines ──┘   the buffer on its own GPU
 
-vLLM's trainer class fills the buffers, and goes on when all engines have taken what is in them. An
-engine that dies, fails or does not answer is left out from there on, and takes the file.
+vLLM's trainer class fills the buffers, waits until all engines have copied them, and fills them
+again. If an engine dies, fails or does not answer, we leave it out from then on, and it loads the
+file instead.
 
-Deviation: a buffer that a dead engine had open stays with the trainer until its process ends, as
-torch counts who has it open.
+Known limit: if a dead engine had a buffer open, the trainer cannot free it until its own process
+ends, because torch counts the openers.
 """
 
 import asyncio
@@ -27,17 +28,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Engines that take weights from the trainer on their GPUs."""
+    """The engines that receive weights from a trainer on their GPUs."""
 
     engines: Mapping[int, Any]
-    """Ray's handle of each, by its index."""
+    """Ray's handle of each engine, by index."""
     limit_s: float
-    """Longest wait for an answer of one."""
+    """Longest time to wait for an engine's answer."""
 
     def send(self, rank: int, policy_version: int, whole: "WholeTensors") -> tuple[str, ...]:
-        """Hand these to all, on every rank of the trainer; engines that did not take them, and
-        why. vLLM is loaded in this process."""
-        # Only here: it takes half a minute.
+        """Send the tensors to all engines. Every rank of the trainer must call this.
+
+        Return a message for each engine that failed. The call imports vLLM in this process.
+        """
+        # Importing vLLM takes half a minute, so import it only if needed.
         from engines.inference.weights.ipc import send_weights
 
         client = self.client(policy_version)
@@ -50,7 +53,7 @@ class HandOver:
 
 
 class EnginesOfTrainer:
-    """All engines as one, for vLLM's trainer class: its `VLLMWeightSyncClient`."""
+    """All engines behind vLLM's interface for its trainer class (`VLLMWeightSyncClient`)."""
 
     def __init__(self, to: HandOver, policy_version: int) -> None:
         self._actors = [
@@ -59,7 +62,7 @@ class EnginesOfTrainer:
         self._policy_version = policy_version
         self._limit_s = to.limit_s
         self.failures: list[str] = []
-        """Engines that did not take all, and why."""
+        """Message of each engine that failed."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("init_weight_transfer_engine", init_info)
@@ -72,11 +75,11 @@ class EnginesOfTrainer:
         self._call("update_weights", _pickled(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        del weight_version  # vLLM's trainer knows none.
+        del weight_version  # vLLM's trainer class does not know our policy version.
         self._call("finish_weight_update", self._policy_version)
 
     def _call(self, method: str, *args: Any) -> None:
-        """Have all do this, and leave out those that fail to."""
+        """Call a method of all engines. Leave out engines that fail from now on."""
         results = asyncio.run(self._results(method, args))
         failed = [isinstance(result, ActorError) for result in results]
         self.failures += [str(result) for result, bad in zip(results, failed, strict=True) if bad]
@@ -96,7 +99,7 @@ class EnginesOfTrainer:
 
 
 def _pickled(update_info: dict[str, Any]) -> dict[str, Any]:
-    """The same with handles that go through any of vLLM's channels."""
+    """Pickle the IPC handles, so that they pass through all of vLLM's message channels."""
     rest = {name: value for name, value in update_info.items() if name != "ipc_handles"}
     handles = base64.b64encode(pickle.dumps(update_info["ipc_handles"])).decode()
     return rest | {"ipc_handles_pickled": handles}

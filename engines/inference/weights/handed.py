@@ -1,9 +1,10 @@
-"""Weights that the trainer hands to an engine on the GPUs that they share, before its turn ends.
+"""The engine's side of a hand-over: take weights from the trainer on the GPUs that they share.
 
-    asleep ── start ──► memory for weights ── update, buffer by buffer ── finish ──► there
-                               └──── broken off ────┴──► abandoned when a file is loaded
+    asleep ── start ──► allocate weights ── update, buffer by buffer ── finish ──► weights are there
+                              └───── interrupted ─────┴──► abandoned before a file is loaded
 
-The KV cache comes later, with the engines' turn, and the canary behind it.
+This happens before the trainer's turn on the GPUs ends. The KV cache and the canary check follow
+in the engines' turn.
 """
 
 from typing import Any
@@ -12,15 +13,17 @@ from engines.inference.engine.parking import Memory
 
 
 class HandedWeights:
-    """An engine's side of a hand-over, call by call as vLLM's trainer makes them
-    (`VLLMWeightSyncClient`). `llm`: vLLM's `AsyncLLM`."""
+    """Weights that were handed to one engine. `llm`: its `AsyncLLM`.
+
+    The first four methods are the calls of vLLM's trainer class (`VLLMWeightSyncClient`).
+    """
 
     def __init__(self, llm: Any, memory: Memory) -> None:
         self._llm = llm
         self._memory = memory
         self._under_way = False
         self._version: int | None = None
-        """Policy version that is there."""
+        """Policy version that was handed over and not used yet."""
 
     async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -44,13 +47,16 @@ class HandedWeights:
         self._under_way, self._version = False, policy_version
 
     async def are_of(self, policy_version: int) -> bool:
-        """Whether they are there, for the one who asks first. What was broken off is abandoned."""
+        """Return whether the weights of this version are there. True only for the first call.
+
+        End an interrupted hand-over first.
+        """
         await self._abandon()
         handed, self._version = self._version, None
         return handed == policy_version
 
     def forget(self) -> None:
-        """Forget them: their memory has been left."""
+        """Forget the weights. Call when their memory was freed."""
         self._version = None
 
     async def _abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's trainer class of its `ipc` backend, fed with a policy's tensors."""
+"""Send a policy's tensors with the trainer class of vLLM's `ipc` backend."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class OnePass(WeightSource):
-    """Tensors that are gathered once, each in the engines' data type."""
+    """Weight source that gathers each tensor once and casts it to the engines' data type."""
 
     def __init__(self, whole: "WholeTensors") -> None:
         self._whole = whole
@@ -33,8 +33,10 @@ class OnePass(WeightSource):
 def send_weights(
     client: VLLMWeightSyncClient, rank: int, whole: "WholeTensors", buffer_bytes: int
 ) -> None:
-    """Send all of them to the client's engines. Every rank of the trainer calls it, on its own GPU.
-    `buffer_bytes`: of the GPU, at least those of the largest tensor."""
+    """Send all tensors to the client's engines. Every rank of the trainer calls this on its GPU.
+
+    `buffer_bytes`: size of the buffer on the GPU, at least that of the largest tensor.
+    """
     how = IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=buffer_bytes, rank=rank)
     trainer = IPCTrainerWeightTransferEngine.trainer_init(how, client=client, source=OnePass(whole))
     trainer.send_weights()

@@ -1,4 +1,4 @@
-"""The file that a policy version is loaded from: on this node, whole and of that version."""
+"""Get the weights file of a policy version on this node, and check it."""
 
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
@@ -13,18 +13,20 @@ from schemas.weights import PolicyWeights, WeightsFile
 
 
 class WeightSources:
-    """Ways of one engine to the file of its weights."""
+    """Finds the weights files of one engine."""
 
     def __init__(self, engine: int, timeout_s: float) -> None:
-        """`timeout_s`: longest wait for weights that come from another node."""
+        """`timeout_s`: longest wait for weights from another node."""
         self._engine = engine
         self._timeout_s = timeout_s
         self._courier: RemoteActor | None = None
 
     @asynccontextmanager
     async def file_of(self, weights: PolicyWeights) -> AsyncGenerator[Path]:
-        """A file with these weights, while this lasts. Raises `WeightSyncError` when it is not
-        theirs, before it is read or after."""
+        """Provide a file with these weights during the block.
+
+        Raise `WeightSyncError` if the file has other content, before the block or after it.
+        """
         source, version = weights.source, weights.policy_version
         assert source is not None, "nothing to load"
         if isinstance(source, bytes):
@@ -37,7 +39,7 @@ class WeightSources:
         with self._checked():
             check_file(path, version)
         yield path
-        # Its memory may have become that of a later version meanwhile.
+        # A later version may have reused the file's memory while it was read.
         with self._checked():
             check_file(path, version)
 
@@ -52,12 +54,12 @@ class WeightSources:
         try:
             return await self._ask(node_id, policy_version, file)
         except ActorGone:
-            # It went with whoever had started it, another engine perhaps.
+            # The courier died with the process that started it, which may be another engine.
             self._courier = None
             return await self._ask(node_id, policy_version, file)
 
     async def _ask(self, node_id: str, policy_version: int, file: WeightsFile) -> Path:
-        # Kept: one that this engine was the first to ask for lives as long as this.
+        # Keep the handle: a courier that this engine has started lives as long as its handle.
         courier = self._courier = self._courier or courier_of(node_id)
         try:
             return await courier.call("bring", policy_version, file, timeout_s=self._timeout_s)
@@ -65,7 +67,7 @@ class WeightSources:
             raise
         except ActorError as error:
             raise WeightSyncError(
-                f"policy version {policy_version} did not come to the node of engine "
+                f"policy version {policy_version} did not reach the node of engine "
                 f"{self._engine}: {error}"
             ) from error
 

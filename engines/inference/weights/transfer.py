@@ -1,5 +1,8 @@
-"""Weights into a worker, through vLLM's weight-transfer interface: from a safetensors file in
-shared memory, or as vLLM's own `ipc` backend takes them from a trainer on the same GPU."""
+"""Load weights into a worker through vLLM's weight-transfer interface.
+
+They come from a safetensors file in shared memory, or through vLLM's `ipc` backend from a trainer
+on the same GPU.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,26 +21,28 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 NOTHING_LOADED = "%s: Failed to load weights"
-"""Warning of vLLM at each update, about every layer that has no weights of its own in the file,
-such as a tied head."""
-# A layer that did keep older weights is in `stale_layers`, by name, and stops the run.
+"""vLLM's warning at each update about each layer without own weights in the file, such as a tied
+head."""
+# Hide the warning. If a layer kept older weights, `stale_layers` names it and the run stops.
 layerwise.logger.addFilter(lambda record: record.msg != NOTHING_LOADED)
 
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """Place of the weights."""
+    """Where the weights are."""
 
     path: str
     """A safetensors file on this node with the Hugging Face parameter names."""
 
 
 class PolicyWeightTransfer(IPCWeightTransferEngine):
-    """Each worker takes its own shard of every parameter: of a file that it maps, which needs no
-    agreement with the trainer, or of tensors whose CUDA IPC handles come."""
+    """Weight transfer of one worker, which takes its own shard of every parameter.
+
+    It maps a file, without coordination with the trainer, or opens tensors by CUDA IPC handles.
+    """
 
     stale_layers: frozenset[str] = frozenset()
-    """Layers that took no weights in the last update, and took some in one before."""
+    """Layers that took no weights in the last update but did in an earlier one."""
     _ever_taken: frozenset[str] = frozenset()
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
@@ -54,7 +59,7 @@ class PolicyWeightTransfer(IPCWeightTransferEngine):
     def _load(self, path: str) -> None:
         with safe_open(path, framework="pt") as tensors:
             model: Any = self.model
-            names = tensors.keys()  # not a mapping: it cannot be iterated itself
+            names = tensors.keys()  # `tensors` is no mapping and cannot be iterated.
             model.load_weights((name, tensors.get_tensor(name)) for name in names)
 
     def finish_weight_update(self) -> None:
@@ -67,13 +72,15 @@ class PolicyWeightTransfer(IPCWeightTransferEngine):
         if current_platform.is_cpu():
             self._pack_again()
         else:
-            # What it copied is freed before the KV cache takes its memory.
+            # Free temporary copies before the KV cache is allocated.
             torch.accelerator.empty_cache()
 
     def _pack_again(self) -> None:
-        """The CPU build multiplies by packed weights. A tied head loads nothing itself, so the
-        reload leaves its packed copy at the old weights, and experts are packed once only: the
-        reload leaves them as they come."""
+        """Pack the weights of tied heads and experts again: the CPU build needs packed weights.
+
+        A tied head loads no weights itself, so the reload leaves its packed copy at the old ones.
+        vLLM packs experts only once, so the reload leaves the new ones unpacked.
+        """
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
@@ -83,6 +90,6 @@ class PolicyWeightTransfer(IPCWeightTransferEngine):
 
 
 def _took_weights(layer: torch.nn.Module) -> bool:
-    """Return whether any weights came for this layer's own tensors in the update under way."""
+    """Return whether this layer's own tensors got any weights in the current update."""
     info = get_layerwise_info(layer)
     return not info.can_load() or info.load_numel > 0
