@@ -1,6 +1,6 @@
-"""Ray actors as their callers hold them: every call ends in time, every failure says whose it is.
+"""Handles of Ray actors. Every call has a time limit, and every error names the actor.
 
-Ray is loaded with the first actor, not with this module.
+This module imports Ray with the first actor only.
 """
 
 from collections.abc import Awaitable
@@ -10,17 +10,17 @@ from typing import Any
 from engines.bounded import wait_for, wait_while_moving
 
 STOP_S = 30.0
-"""Longest time for an actor to shut down before it is killed."""
+"""Longest time for an actor to shut down before we kill it."""
 _ASKED_BYTES = 2**20
 _WATCH = "watch"
-"""Ray's concurrency group of the calls that ask how far another call is."""
+"""Ray's concurrency group for calls that check the progress of another call."""
 
 
 class ActorError(RuntimeError):
-    """An actor did not do what it was asked."""
+    """A call to an actor failed."""
 
     def __init__(self, name: str, why: str, cause: BaseException | None = None) -> None:
-        """`cause`: error that the actor itself raised."""
+        """`cause`: the error that the actor itself raised, if any."""
         super().__init__(f"{name} {why}")
         self.why = why
         self.cause = cause
@@ -31,12 +31,14 @@ class NoAnswer(ActorError):
 
 
 class ActorGone(ActorError):
-    """An actor is dead, or its node is."""
+    """An actor or its node is dead."""
 
 
 class RemoteActor:
-    """A Ray actor with a name for people. Needs no CPU of Ray's and is not restarted, unless
-    `options` say so."""
+    """A Ray actor with a readable name.
+
+    By default it reserves no CPU in Ray and is not restarted. `options` can change that.
+    """
 
     def __init__(
         self,
@@ -49,14 +51,24 @@ class RemoteActor:
         watched: bool = False,
         **options: Any,
     ) -> None:
-        """`node_id`: node to start it on; `soft`: on another one when that is not possible;
-        `found_by`: its name for other processes; `watched`: `call_while_moving` needs it."""
+        """Start an actor.
+
+        Args:
+            name: name in error messages.
+            actor_class: class of the actor.
+            args: arguments of its constructor.
+            node_id: Ray node to start it on.
+            soft: use another node if that one is not possible.
+            found_by: Ray name under which other processes find the actor.
+            watched: set this to use `call_while_moving`.
+            options: Ray's options of the actor.
+        """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if node_id:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=soft)
-        if soft:  # Of an actor that asks for nothing, Ray does not heed a soft wish.
+        if soft:  # Ray ignores a soft preference of an actor that requests no resources.
             options.setdefault("memory", _ASKED_BYTES)
         options = {"num_cpus": 0, "max_restarts": 0, "name": found_by} | options
         self.name = name
@@ -66,28 +78,31 @@ class RemoteActor:
 
     @classmethod
     def of(cls, name: str, handle: Any) -> "RemoteActor":
-        """Hold on an actor that another process has started."""
+        """Wrap the handle of an actor that another process has started."""
         actor = cls.__new__(cls)
         actor.name, actor.handle = name, handle
         return actor
 
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
-        """Answer of the actor. Raises `ActorError`."""
+        """Return the actor's answer. Raise `ActorError` if the call fails or takes too long."""
         reply = getattr(self.handle, method).remote(*args, **kwargs)
         return await self._answer_in(method, reply, timeout_s)
 
     async def call_while_moving(
         self, method: str, *args: Any, progress: str, stall_s: float
     ) -> Any:
-        """Answer of the actor, waited for while what its method `progress` gives changes, and
-        `stall_s` after that. Raises `ActorError`."""
+        """Return the actor's answer. Wait as long as the call makes progress.
+
+        Poll the actor's method `progress`. Raise `ActorError` if the call fails, or if the value of
+        `progress` stays the same for `stall_s` seconds.
+        """
         from ray.exceptions import RayActorError
 
         handle = getattr(self.handle, progress)
         ask = handle.options(concurrency_group=_WATCH, max_task_retries=0)
 
         async def how_far() -> Any:
-            # One that is dead is told by the call itself, one that starts again is nowhere.
+            # If the actor is dead, the call itself raises. If it restarts, it has no progress.
             with suppress(RayActorError):
                 return await ask.remote()
 
@@ -98,7 +113,10 @@ class RemoteActor:
     async def call_aside(
         self, method: str, *args: Any, timeout_s: float, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """First answer of two, and a reference to the second, which stays in the object store."""
+        """Call a method with two return values. Return the first, and a reference to the second.
+
+        The second one stays in Ray's object store.
+        """
         reply, aside = getattr(self.handle, method).options(num_returns=2).remote(*args, **kwargs)
         return await self._answer_in(method, reply, timeout_s), aside
 
@@ -111,7 +129,7 @@ class RemoteActor:
 
         try:
             return await answer
-        except RayTaskError as error:  # First: it may be a TimeoutError of the actor's own, too.
+        except RayTaskError as error:  # First, because it may be a TimeoutError of the actor too.
             cause = error.cause
             why = f"failed in {method}: {type(cause).__name__}: {cause}"
             raise ActorError(self.name, why, cause) from error
@@ -121,7 +139,7 @@ class RemoteActor:
             raise ActorGone(self.name, f"failed in {method}: {type(error).__name__}") from error
 
     async def stop(self) -> None:
-        """Have it shut down, if it still answers, and kill it."""
+        """Shut the actor down if it still answers, then kill it."""
         try:
             with suppress(ActorError):
                 await self.call("shutdown", timeout_s=STOP_S)
@@ -134,7 +152,7 @@ class RemoteActor:
         ray.kill(self.handle)
 
     def restart(self) -> None:
-        """Kill it, though it hangs; Ray starts it again as often as its `max_restarts` says."""
+        """Kill the actor, even if it hangs. Ray restarts it up to `max_restarts` times."""
         import ray
 
         ray.kill(self.handle, no_restart=False)

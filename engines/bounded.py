@@ -1,4 +1,4 @@
-"""No wait without bound."""
+"""Waits with a time limit, and other helpers for asyncio."""
 
 import asyncio
 import threading
@@ -9,14 +9,14 @@ from typing import Never, TypeVar
 T = TypeVar("T")
 
 POLL_S = 1.0
-"""Between two looks at how far something is, at most."""
+"""Longest time between two checks of progress."""
 
 
 async def wait_for(awaitable: Awaitable[T], timeout_s: float) -> T:
-    """Result of the awaitable. Raises TimeoutError.
+    """Return the result of the awaitable. Raise TimeoutError after `timeout_s`.
 
-    Unlike `asyncio.wait_for` before Python 3.12 it does not lose a cancellation that comes at the
-    moment of the result, and it takes Ray's object references, which are no coroutines.
+    `asyncio.wait_for` before Python 3.12 may lose a cancellation that arrives together with the
+    result; this function does not. It also takes Ray's object references, which are no coroutines.
     """
     async with asyncio.timeout(timeout_s):
         return await awaitable
@@ -25,9 +25,10 @@ async def wait_for(awaitable: Awaitable[T], timeout_s: float) -> T:
 async def wait_while_moving(
     awaitable: Awaitable[T], progress: Callable[[], Awaitable[object]], stall_s: float
 ) -> T:
-    """Result of the awaitable, waited for while what `progress` gives changes.
+    """Return the result of the awaitable. Wait as long as the value of `progress` changes.
 
-    Raises TimeoutError when it has given the same value, or none at all, for `stall_s` seconds.
+    Raise TimeoutError if `progress` returns the same value, or does not answer, for `stall_s`
+    seconds.
     """
 
     async def watch() -> Never:
@@ -53,14 +54,17 @@ async def _result(awaitable: Awaitable[T]) -> T:
 
 
 async def ask_aside(ask: Callable[[], T], timeout_s: float) -> T:
-    """Answer from a thread; nobody waits longer for one that does not come, or fails to. Raises
-    TimeoutError."""
+    """Call `ask` in a thread and return its answer.
+
+    Raise TimeoutError if there is no answer after `timeout_s`, or if `ask` raises. The thread is
+    abandoned then.
+    """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 
     def tell() -> None:
         told = ask()
-        with suppress(RuntimeError):  # The loop has ended meanwhile.
+        with suppress(RuntimeError):  # The event loop may have ended.
             loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(told))
 
     threading.Thread(target=tell, daemon=True, name="asked aside").start()
@@ -69,7 +73,10 @@ async def ask_aside(ask: Callable[[], T], timeout_s: float) -> T:
 
 @asynccontextmanager
 async def together() -> AsyncGenerator[asyncio.TaskGroup]:
-    """A task group that raises its first error itself: one that fails ends the others."""
+    """Open a task group that raises its first error itself, not a group of errors.
+
+    As in any task group, an error cancels the other tasks.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             yield group
@@ -79,7 +86,7 @@ async def together() -> AsyncGenerator[asyncio.TaskGroup]:
 
 
 async def all_of(awaitables: Iterable[Awaitable]) -> list:
-    """Every result, or the first error once all the others have ended: nothing is left running."""
+    """Return all results. If some fail, wait until all have ended, then raise the first error."""
     results = await asyncio.gather(*awaitables, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -88,7 +95,7 @@ async def all_of(awaitables: Iterable[Awaitable]) -> list:
 
 
 def is_cancelled() -> bool:
-    """Whether somebody has cancelled the task that is running, whatever has been raised since."""
+    """Return whether the current task was cancelled, even if another error was raised since."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

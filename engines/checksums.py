@@ -1,4 +1,4 @@
-"""SHA-256 of files, as `sha256sum` prints it: what was written is what is read."""
+"""SHA-256 checksums of files, as `sha256sum` prints them, to detect changed or damaged files."""
 
 import hashlib
 import os
@@ -10,13 +10,13 @@ from engines.reading import naming
 
 
 def sha256_of(file: Path) -> str:
-    """Raises ValueError that names a file which cannot be read."""
+    """Return the checksum of a file. Raise ValueError, with its name, if it cannot be read."""
     with naming(file), file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def sha256_of_all(files: Iterable[Path]) -> dict[Path, str]:
-    """Checksums by file. Threads share them out: hashing needs no lock of Python's."""
+    """Return the checksum of each file. Uses threads, because hashing releases Python's GIL."""
     files = list(files)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         return dict(zip(files, threads.map(sha256_of, files), strict=True))

@@ -1,14 +1,14 @@
-"""Policy versions go from the trainer's node to the others, once a node.
+"""Copy policy versions from the trainer's node to each other node, once per node.
 
 ```
-trainer, rank 0 ── announces ──► courier of a node where engines have asked before
-engine ──────────── asks ──────► courier of its node ── reads, part by part ──► courier of the
-                                 a file that all of                             trainer's node
-                                 the node map
+trainer, rank 0 ── announces ──► courier of each node whose engines have asked before
+engine ──────────── asks ──────► courier of its node ── reads in parts ──► courier of the
+                                 (one file that all                        trainer's node
+                                 engines there map)
 ```
 
-So a version is on its way when the trainer has it, while engines still generate with the one
-before. On the trainer's own node they map its file.
+So the copy starts as soon as the trainer has a new version, while engines still generate with the
+previous one. Engines on the trainer's own node map the trainer's file.
 """
 
 import asyncio
@@ -28,19 +28,20 @@ from schemas.weights import WeightsFile
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 64 * 2**20
-"""Bytes of one object of Ray's."""
+"""Bytes of one part, which is one object in Ray's store."""
 PARTS_ON_THE_WAY = 3
+"""Parts to request at the same time."""
 PART_S = 120.0
 """Longest wait for a part."""
 
 
 class Courier:
-    """A node's actor. Nothing of it stays when its process is gone (`PrivateDir`)."""
+    """Actor of a node. Its files go away when its process ends (`PrivateDir`)."""
 
     def __init__(self) -> None:
         self._files: VersionFiles | None = None
         self._origin: Path | None = None
-        """Directory of the trainer whose versions are here."""
+        """Directory of the trainer that the copied versions come from."""
         self._bringing: dict[int, asyncio.Task[Path]] = {}
         self._one_at_a_time = asyncio.Lock()
         self._was_asked = False
@@ -48,32 +49,32 @@ class Courier:
         self._sender: RemoteActor | None = None
 
     async def bring(self, policy_version: int, file: WeightsFile) -> Path:
-        """The version's file on this node, once it is there."""
+        """Copy a version to this node, unless it is there. Return the path of its file."""
         self._was_asked = True
-        # An engine that stops waiting ends nothing for the others.
+        # If an engine stops waiting, the copy must go on for the others.
         return await asyncio.shield(self._brought(policy_version, file))
 
     async def expect(self, policy_version: int, file: WeightsFile) -> None:
-        """Bring a version that nobody has asked for yet, where engines have asked for others."""
+        """Copy a version in advance, if engines of this node have asked for versions before."""
         if not self._was_asked:
             return
         try:
             await asyncio.shield(self._brought(policy_version, file))
         except Exception as error:
-            # The first engine to ask has it brought again, and fails if that does.
-            logger.warning("policy version %d did not come to this node: %s", policy_version, error)
+            # The first engine that asks makes the courier try again, and gets the error then.
+            logger.warning("could not copy policy version %d here: %s", policy_version, error)
 
     async def read(self, path: Path, first: int, num_bytes: int) -> NDArray[np.uint8]:
-        """A part of a file of this node."""
-        # As an array of no class of its own it is copied once, into Ray's store.
+        """Return a part of a file on this node."""
+        # `asarray` drops the memmap class: Ray copies a plain array once, straight into its store.
         return np.asarray(np.memmap(path, np.uint8, "r", first, (num_bytes,)))
 
     async def num_bytes_brought(self) -> int:
-        """Bytes that have come to this node."""
+        """Return the bytes that were copied to this node."""
         return self._num_bytes
 
     async def delete(self) -> None:
-        """Delete what is here."""
+        """Delete all versions on this node."""
         self._forget()
 
     def _brought(self, policy_version: int, file: WeightsFile) -> asyncio.Task[Path]:
@@ -119,7 +120,7 @@ class Courier:
 
 
 def courier_of(node_id: str) -> RemoteActor:
-    """A node's courier. It ends with whoever was the first to ask for it."""
+    """Return a node's courier, and start it if needed. It ends with the process that started it."""
     return RemoteActor(
         f"courier of node {node_id}",
         Courier,
@@ -130,29 +131,31 @@ def courier_of(node_id: str) -> RemoteActor:
 
 
 class Couriers:
-    """The couriers of all nodes in the charge of the trainer, which outlives every engine."""
+    """The couriers of all nodes. The trainer holds them, because it outlives every engine."""
 
     def __init__(self, node_id: str) -> None:
-        """`node_id`: the trainer's own."""
+        """`node_id`: the trainer's node."""
         self._node_id = node_id
         self._couriers: dict[str, RemoteActor] = {}
 
     def announce(self, policy_version: int, file: WeightsFile) -> None:
-        """Have a version brought wherever it will be asked for. Nobody waits: an engine asks for
-        it again, and is told what is wrong."""
+        """Tell all other nodes to copy a version in advance. Do not wait.
+
+        If a copy fails, the engine that asks for the version gets the error.
+        """
         import ray
 
         nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         others = nodes - {self._node_id}
         if not others:
             return
-        # The sender, too.
+        # This includes the courier of the trainer's node, which sends the files.
         self._couriers = {node: self._couriers.get(node) or courier_of(node) for node in nodes}
         for node in others:
             self._couriers[node].handle.expect.remote(policy_version, file)
 
     def end(self) -> None:
-        """End all, without what they have."""
+        """Release all couriers and delete their files."""
         for courier in self._couriers.values():
             courier.handle.delete.remote()
         self._couriers.clear()

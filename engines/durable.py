@@ -1,4 +1,4 @@
-"""Files that must last: whole or as they were, after a crash and on a full disk too."""
+"""Write files durably: after a crash or on a full disk, a file is complete or unchanged."""
 
 import errno
 import os
@@ -9,18 +9,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""The disk, a quota, or the most that a file may have."""
+"""Errors of a full disk, a used-up quota, and a file above the size limit."""
 _NO_SPACE = "|".join(
     [*map(os.strerror, _FULL), *(rf"os error {number}\b" for number in _FULL), "disk is full"]
 )
-"""The same in errors of DuckDB, of safetensors and of SQLite."""
+"""Pattern for the same errors in messages of DuckDB, safetensors and SQLite."""
 
 
 def write_durably(file: Path, text: str, mode: int = 0o666) -> None:
-    """Replace a file by this text: it is on the disk when this returns. `mode`: who may use it, as
-    far as the umask lets them.
+    """Replace a file's content. When this returns, the text is on the disk.
 
-    Raises OSError, on a full disk first of all, which it names; then the file is as it was.
+    Raise OSError if writing fails; the file is unchanged then. On a full disk the error names the
+    disk. `mode`: permissions of the file, before the umask.
     """
     unfinished = file.with_name(f".unfinished_{file.name}")
     try:
@@ -41,8 +41,10 @@ def write_durably(file: Path, text: str, mode: int = 0o666) -> None:
 
 @contextmanager
 def replacing(file: Path) -> Generator[Path]:
-    """A path beside a file: what is written there takes its place on the disk when the block ends,
-    unless by an error."""
+    """Provide a temporary path beside a file. Write the new content there.
+
+    When the block ends without an error, the new content replaces the file on the disk.
+    """
     unfinished = file.with_name(f".unfinished_{file.name}")
     try:
         unfinished.unlink(missing_ok=True)
@@ -58,13 +60,15 @@ def replacing(file: Path) -> Generator[Path]:
 
 
 def _discard(unfinished: Path) -> None:
-    with suppress(OSError):  # Where nothing can be written nothing can be deleted.
+    with suppress(OSError):  # A read-only disk allows no deletion either.
         unfinished.unlink(missing_ok=True)
 
 
 def set_aside(path: Path, word: str = "damaged") -> Path:
-    """Rename what is not to be used and may still be wanted, as in NAME.damaged, or NAME.damaged-2
-    where that is taken; returns where it is now."""
+    """Rename a file or directory that must not be used but may still be wanted. Return its path.
+
+    The new name is NAME.damaged, or NAME.damaged-2 and so on if that is taken.
+    """
     names = (f"{path.name}.{word}{number}" for number in ("", *map("-{}".format, range(2, 1000))))
     aside = next(place for name in names if not os.path.lexists(place := path.with_name(name)))
     path.rename(aside)
@@ -73,13 +77,13 @@ def set_aside(path: Path, word: str = "damaged") -> Path:
 
 
 def flush_all(directory: Path) -> None:
-    """Bring a directory with everything in it to the disk."""
+    """Flush a directory and everything in it to the disk."""
     for path in (*directory.rglob("*"), directory):
         flush(path)
 
 
 def flush(path: Path) -> None:
-    """Bring a file, or the names in a directory, to the disk."""
+    """Flush a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -88,8 +92,10 @@ def flush(path: Path) -> None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether there was no room for a file, by the error or by what led to it: torch and
-    safetensors have errors of their own for it."""
+    """Return whether an error or one of its causes means that the disk is full.
+
+    torch and safetensors raise errors of their own for this.
+    """
     return any(
         (isinstance(cause, OSError) and cause.errno in _FULL) or re.search(_NO_SPACE, str(cause))
         for cause in causes(error)
@@ -97,8 +103,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def disk_full(directory: Path, what: str, num_bytes: int, room: int) -> OSError:
-    """Error of a full disk that names it: `what` takes `num_bytes` and there is `room` for so
-    many."""
+    """Return an error that names the full disk: `what` needs `num_bytes`, `room` bytes are free."""
     return OSError(
         errno.ENOSPC,
         f"No space left on device: {what} takes {num_bytes:,} bytes, and the disk of {directory}, "
@@ -108,19 +113,19 @@ def disk_full(directory: Path, what: str, num_bytes: int, room: int) -> OSError:
 
 
 def require_space(directory: Path, what: str, num_bytes: int) -> None:
-    """Raises `disk_full` when the directory's disk has less room than `what` takes."""
+    """Raise the error of `disk_full` if the directory's disk has no room for `num_bytes`."""
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
         raise disk_full(directory, what, num_bytes, free)
 
 
 def mount_of(path: Path) -> Path:
-    """Directory at which the disk of a path is mounted; the path need not be there yet."""
+    """Return the mount point of a path's disk. The path need not exist yet."""
     return next(place for place in (path, *path.absolute().parents) if os.path.ismount(place))
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, what caused it, what caused that ..."""
+    """Yield the error, its cause, the cause of the cause, and so on."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause

@@ -1,10 +1,10 @@
-"""Failures of a run's record, which end no run.
+"""Failures in writing a run's record. They do not end the run.
 
-The record is what people look at: metrics, pictures, pages, files of progress, copies of
-checkpoints. Whoever writes to it does so within `Failures.contained`. Nothing is swallowed:
+The record is for people: metrics, pictures, pages, progress files, copies of checkpoints. All code
+that writes to it runs inside `Failures.contained`. Each failure stays visible:
 
-    contained ─► counted (summary.json, `refrain show`)
-              ─► record.log in the run's directory: the traceback
+    contained ─► count (summary.json, `refrain show`)
+              ─► traceback in the run's record.log
               ─► one warning for the first failure of each kind
 """
 
@@ -18,18 +18,18 @@ from pathlib import Path
 
 LOG_FILE = "record.log"
 LOG_BYTES = 2**20
-"""Size at which a log is put aside; the one before it goes."""
+"""Size at which a new log file starts. We keep one old log file."""
 _LOGGER = logging.getLogger(__name__)
 
 
 class Failures:
-    """Counts the failures of one run's record. Safe to share among threads."""
+    """The failures of one run's record. Thread-safe."""
 
     def __init__(self, run_dir: Path, warn: Callable[[str], None] = _LOGGER.warning) -> None:
-        """`warn`: called once a kind, on the thread of the failure; it may be replaced later."""
+        """`warn`: called once per kind, on the thread of the failure. You may replace it later."""
         self.warn = warn
         self.counts = Counter[str]()
-        """Failures by kind, those of the run's earlier processes included."""
+        """Failures by kind, including those of the run's earlier processes."""
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._file = run_dir / LOG_FILE
@@ -39,14 +39,16 @@ class Failures:
         self._log.addHandler(handler)
 
     def carry(self, earlier: Mapping[str, int]) -> None:
-        """Count the failures of the run's earlier processes too."""
+        """Add the counts of the run's earlier processes."""
         with self._lock:
             self.counts.update(earlier)
 
     @contextmanager
     def contained(self, what: str) -> Generator[None]:
-        """Turn an error into a failure of this kind. `what` it is that failed, in a few words that
-        are the same every time."""
+        """Catch an error in the block and record it as a failure of kind `what`.
+
+        `what`: a few words that are the same each time, for example "drawing a step".
+        """
         try:
             yield
         except Exception as error:
@@ -65,20 +67,20 @@ class Failures:
             )
 
     def close(self) -> None:
-        """Close the log; a later failure opens it again."""
+        """Close the log file. A later failure reopens it."""
         for handler in self._log.handlers:
             handler.close()
 
 
 class _Log(RotatingFileHandler):
-    """A log that a full disk makes incomplete, and nothing more."""
+    """A log file that may miss lines on a full disk but never raises."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """The failure itself is counted and warned of."""
+        """Ignore the error: `Failures` has counted the failure itself and warned about it."""
         del record
 
 
 def _line(error: Exception) -> str:
-    """An error's first line, short enough for a terminal."""
+    """Return an error's type and first line, short enough for a terminal."""
     first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
     return f"{type(error).__name__}: {first}"[:300]

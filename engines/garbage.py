@@ -1,7 +1,8 @@
-"""Python's search for garbage, kept away from what stays.
+"""Keep long-lived objects out of Python's garbage collection.
 
-A full one goes through all that torch and vLLM have made: a fifth of a second and more in an
-engine, several times while they are imported, and now and then in the middle of a step.
+A full collection scans all objects that torch and vLLM have created. In an engine it takes a fifth
+of a second or more. It runs several times during their import, and sometimes in the middle of a
+step.
 """
 
 import gc
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def made_to_stay() -> Generator[None]:
-    """Garbage is looked for once, when this ends, and never again among what is there then."""
+    """Collect garbage once, when the block ends. Later collections skip all objects made so far."""
     gc.disable()
     try:
         yield

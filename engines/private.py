@@ -1,12 +1,12 @@
-"""Files of this user alone: other users of the machine read none of them, and put none there.
+"""Private files: other users of the machine can neither read them nor plant their own.
 
-    use_private_umask    what this process and its children make from here on
-    tighten              what earlier versions made for all to read
-    require_own          that nobody else has put a directory in our place
-    private_dir          a place that outlives a run: kernels that were compiled, Ray's logs
-    read_secret          a file with a password, made by the first to ask
+    use_private_umask    make files private that this process and its children create from now on
+    tighten              make existing files private
+    require_own          check that no other user has created a directory in our place
+    private_dir          private directory that outlives a run: compiled kernels, Ray's logs
+    read_secret          file with a password, created by the first reader
 
-`engines.shared_memory` has the directories that go with their process.
+For directories that go away with their process, see `engines.shared_memory`.
 """
 
 import os
@@ -21,21 +21,25 @@ from filelock import FileLock
 from engines.durable import write_durably
 
 UMASK = "REFRAIN_UMASK"
-"""Environment variable: permissions that a run's files do not have, octal, as in 027 to let a group
-of people read each other's runs."""
+"""Environment variable: umask of a run's files, octal.
+
+For example, 027 lets the users of a group read each other's runs.
+"""
 _KERNELS = "TORCHINDUCTOR_CACHE_DIR"
 _PRIVATE = 0o077
 _LOCK_S = 60.0
 
 
 def use_private_umask() -> None:
-    """Let this process and its children make files that this user alone may use, unless
-    REFRAIN_UMASK says otherwise. Raises ValueError for one that is none."""
+    """Let this process and its children create private files, unless REFRAIN_UMASK is set.
+
+    Raise ValueError if REFRAIN_UMASK is not a valid umask.
+    """
     os.umask(_umask())
 
 
 def tighten(*paths: Path, umask: int | None = None) -> None:
-    """Take the permissions that the umask does not give from files of this user that are there."""
+    """Remove permissions that the umask denies from existing files of this user."""
     denied = _umask() if umask is None else umask
     for path in paths:
         with suppress(FileNotFoundError):
@@ -46,16 +50,16 @@ def tighten(*paths: Path, umask: int | None = None) -> None:
 
 
 def private_path(name: str, temporary: str | None = None) -> Path:
-    """Return the place of `private_dir`, which may not be there."""
+    """Return the path of `private_dir`, which may not exist yet."""
     place = Path(temporary or tempfile.gettempdir()).absolute()
     return place / f"refrain-{os.getuid()}" / name
 
 
 def private_dir(name: str, temporary: str | None = None) -> Path:
-    """Return a directory that stays, in one that this user alone may use, in `temporary` or in the
-    directory for temporary files.
+    """Create a private directory that outlives the run, if needed, and return its path.
 
-    Raises RuntimeError where another user has taken that place first.
+    It is below `temporary`, by default the system's directory for temporary files. Raise
+    RuntimeError if another user has created a directory there first.
     """
     directory = private_path(name, temporary)
     require_own(directory)
@@ -68,11 +72,13 @@ def private_dir(name: str, temporary: str | None = None) -> Path:
 
 
 def use_private_kernels(*, make: bool = True) -> None:
-    """Let torch keep the kernels that it compiles, which later processes execute, where nobody else
-    puts any: its own place in /tmp has a name that everybody knows. Call it before anything imports
-    torch's compiler, which settles the place for all children. `make`: make the directory.
+    """Let torch keep its compiled kernels in a private directory.
 
-    Raises RuntimeError as `private_dir` does.
+    Later processes execute these kernels. torch's default is a well-known name in /tmp, where
+    another user could plant files. Call this before anything imports torch's compiler: the setting
+    then holds for all child processes. `make`: create the directory.
+
+    Raise RuntimeError as `private_dir` does.
     """
     if not os.environ.get(_KERNELS):
         place = private_dir("torchinductor") if make else private_path("torchinductor")
@@ -81,21 +87,24 @@ def use_private_kernels(*, make: bool = True) -> None:
 
 
 def require_own(directory: Path) -> None:
-    """Raise RuntimeError where another user has made this directory, or one that it is in, in a
-    place where everybody may, such as /tmp: that user could read and replace what is in it."""
+    """Raise RuntimeError if another user owns this directory or one above it in a public place.
+
+    In a public place such as /tmp everybody can create directories. The owner could read and
+    replace our files.
+    """
     whole = directory.absolute()
     for path in (whole, *whole.parents):
         with suppress(FileNotFoundError):
             owner = path.lstat().st_uid
             if path.parent.stat().st_mode & stat.S_IWOTH and owner not in (os.getuid(), 0):
                 raise RuntimeError(
-                    f"{path} is user {owner}'s, who could read and replace what is kept there: "
-                    "remove it, or name a directory of your own (for temporary files by TMPDIR)"
+                    f"{path} belongs to user {owner}, who could read and replace files there: "
+                    "remove it, or use a directory of your own (set TMPDIR for temporary files)"
                 )
 
 
 def read_secret(file: Path, make: Callable[[], str]) -> str:
-    """Return the text of a file of this user alone; the first to ask makes it."""
+    """Return the text of a private file. If the file is missing, create it with `make`."""
     with FileLock(f"{file}.lock", timeout=_LOCK_S):
         if not file.exists():
             write_durably(file, make(), 0o600)
@@ -110,5 +119,5 @@ def _umask() -> int:
     except ValueError:
         umask = -1
     if not 0 <= umask <= 0o077:
-        raise ValueError(f"{UMASK} is {text!r}: give it as chmod does, as in 077 or 027")
+        raise ValueError(f"{UMASK} is {text!r}: give an octal umask, for example 077 or 027")
     return umask

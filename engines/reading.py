@@ -1,4 +1,4 @@
-"""Files that people give: what cannot be read is refused by the file's name, in plain words."""
+"""Read files that users give. Errors name the file and say in plain words what is wrong."""
 
 import json
 import sys
@@ -16,24 +16,26 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 MAX_TEXT_BYTES = 256 * 2**20
-"""Size of a text file that is read whole, at most."""
+"""Largest text file that we read as a whole."""
 
 
 def read_text(file: Path) -> str:
-    """The text of a file. Raises ValueError as `read_bytes` does, and for one that is not UTF-8."""
+    """Return the text of a file. Raise ValueError as `read_bytes` does, or if it is not UTF-8."""
     content = read_bytes(file)
     with naming(file):
         return content.decode()
 
 
 def read_bytes(file: Path) -> bytes:
-    """The content of a file. Raises ValueError as `check_regular` and `naming` do, and for one that
-    is too large to be read whole."""
+    """Return the content of a file.
+
+    Raise ValueError as `check_regular` and `naming` do, or if the file is too large.
+    """
     check_regular(file)
     if (num_bytes := file.stat().st_size) > MAX_TEXT_BYTES:
         raise ValueError(
-            f"{file} has {num_bytes:,} bytes, and at most {MAX_TEXT_BYTES:,} are read: give the "
-            "right file"
+            f"{file} has {num_bytes:,} bytes, more than the limit of {MAX_TEXT_BYTES:,}: give "
+            "another file"
         )
     with naming(file):
         return file.read_bytes()
@@ -41,16 +43,19 @@ def read_bytes(file: Path) -> bytes:
 
 @contextmanager
 def naming(file: Path | str) -> Generator[None]:
-    """Raises ValueError that names the file, where the block cannot read it: no permission, not
-    UTF-8, not JSON, nested too deeply, numbers beyond measure."""
+    """Turn errors of reading a file in the block into a ValueError that names the file.
+
+    Covers missing permissions, text that is not UTF-8 or not JSON, too deep nesting, and too large
+    numbers.
+    """
     try:
         yield
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {explain(error)}") from error
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{file} is no text in UTF-8 (its byte {error.start + 1} is none): save it as UTF-8, "
-            "or give another file"
+            f"{file} is not UTF-8 text (byte {error.start + 1} is invalid): save it as UTF-8, or "
+            "give another file"
         ) from error
     except json.JSONDecodeError as error:
         problem = f"line {error.lineno}: {error.msg}"
@@ -58,13 +63,13 @@ def naming(file: Path | str) -> Generator[None]:
     except RecursionError as error:
         raise ValueError(f"{file} cannot be read: it is nested too deeply") from error
     except ValueError as error:
-        # Python names one of its own settings behind the semicolon.
+        # After the semicolon, Python's message advises to change a setting of Python.
         raise ValueError(f"{file} cannot be read: {str(error).partition(';')[0]}") from error
 
 
 @contextmanager
 def no_bytecode() -> Generator[None]:
-    """Import people's files without a `__pycache__` beside them: to look at one changes nothing."""
+    """Import users' files without creating a `__pycache__` beside them."""
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         yield
@@ -73,17 +78,17 @@ def no_bytecode() -> Generator[None]:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """An object in a JSON file. Raises ValueError as `naming` does, and for anything else in it."""
+    """Return the object in a JSON file. Raise ValueError as `naming` does, or if it has none."""
     text = read_text(file)
     with naming(file):
         content = json.loads(text)
     if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object: copy it again")
+        raise ValueError(f"{file} does not contain a JSON object: copy it again")
     return content
 
 
 def read_model(file: Path, kind: type[Model]) -> Model:
-    """A record of a run, out of its JSON file. Raises ValueError that names a damaged one."""
+    """Return a run's record from its JSON file. Raise ValueError if the file is damaged."""
     content = read_bytes(file)
     try:
         return kind.model_validate_json(content)
@@ -94,9 +99,11 @@ def read_model(file: Path, kind: type[Model]) -> Model:
 def readable_lines(
     file: Path, kind: type[Model], *, appended: bool = False
 ) -> tuple[list[Model], list[str]]:
-    """Records of a file that has one a line, none without the file, and what is wrong with lines
-    that cannot be read. `appended`: one without its end is being written, or was cut by a crash,
-    and is left out. Raises ValueError as `read_bytes` does."""
+    """Return the records of a file with one record per line, and a message per unreadable line.
+
+    Return empty lists if the file is missing. `appended`: skip a last line without a line end; it
+    is being written, or a crash cut it. Raise ValueError as `read_bytes` does.
+    """
     *lines, last = read_bytes(file).split(b"\n") if file.exists() else [b""]
     if last and not appended:
         lines.append(last)
@@ -110,20 +117,22 @@ def readable_lines(
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first of the problems, without pydantic's own explanations."""
+    """Return the first problem of a validation error in one line."""
     problem = error.errors()[0]
     where = ".".join(str(part) for part in problem["loc"])
     return f"{where}: {problem['msg']}" if where else problem["msg"]
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
-    """Return the first line of an error's message, of so many characters at most, or its class
-    where there is no message."""
+    """Return the first line of an error's message, cut to `most` characters.
+
+    Return the name of its class if there is no message.
+    """
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
 
 
 def validated(values: object, source: str, kind: type[Model]) -> Model:
-    """A config from plain values; raises ValueError with a line per value that is refused."""
+    """Return a config from plain values. Raise ValueError with a line for each refused value."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -137,7 +146,7 @@ def validated(values: object, source: str, kind: type[Model]) -> Model:
 
 
 def _meant(problem: Any, kind: type[BaseModel]) -> str:
-    """The setting that an unknown one is like, for the message."""
+    """Return a hint for the message if an unknown setting resembles a known one, else ""."""
     if problem["type"] != "extra_forbidden":
         return ""
     meant = meant_by(".".join(str(part) for part in problem["loc"]), kind)

@@ -1,12 +1,12 @@
-"""Shared memory of a node, of which nothing stays behind, however its owner ended.
+"""Shared memory of a node that leaves nothing behind, however its owner ends.
 
-    memory_file     has no name in any directory: the kernel frees it with the last who has it open
-    PrivateDir      /dev/shm/refrain-XXXXXXXX/, mode 0700, locked for as long as its owner lives
-    name_after      names segments and semaphores of `multiprocessing` after such a directory
-    clear_dead      deletes the directories that nobody has locked, and what is named after them
+    memory_file     file without a name; the kernel frees it when the last process closes it
+    PrivateDir      /dev/shm/refrain-XXXXXXXX/, mode 0700, locked as long as its owner lives
+    name_after      name segments and semaphores of `multiprocessing` after such a directory
+    clear_dead      delete directories without a lock, and everything named after them
 
-A lock ends with its process. A process number in the name would not tell: it may be another's by
-then, and in another container, which can have the same shared memory, it means nothing.
+A lock ends with its process. A process id in the name would not do: the system reuses ids, and
+other containers may share this memory but have other ids.
 """
 
 import fcntl
@@ -24,21 +24,24 @@ from uuid import uuid4
 
 _PREFIX = "refrain-"
 _OWNED = re.compile(rf"({_PREFIX}\w{{8}})(-|$)")
-"""Name of a directory, and in what is named after it."""
+"""Name of a private directory. Names of segments and semaphores contain it too."""
 
 
 def shared_memory() -> Path:
-    """Directory in the memory of this machine, where it has one; all users write to it."""
+    """Return the machine's shared memory, which all users can write to.
+
+    Without /dev/shm, return the directory for temporary files.
+    """
     shared = Path("/dev/shm")
     return shared if shared.is_dir() else Path(tempfile.gettempdir())
 
 
 @contextmanager
 def memory_file(name: str, content: bytes | memoryview) -> Generator[Path]:
-    """A file with this content, while this lasts: processes of the same user, here and on no other
-    machine, open it under the path. `name`: for people who look at open files.
+    """Provide a file in memory with this content during the block.
 
-    Raises OSError when the memory does not suffice.
+    Processes of the same user on this machine can open its path. `name`: shown in lists of open
+    files. Raise OSError if there is not enough memory.
     """
     with open(os.memfd_create(name), "wb") as file:
         file.write(content)
@@ -47,13 +50,12 @@ def memory_file(name: str, content: bytes | memoryview) -> Generator[Path]:
 
 
 class PrivateDir:
-    """A directory in shared memory that this user alone may look into, until `delete` or until the
-    process ends."""
+    """A private directory in shared memory. It exists until `delete` or the end of the process."""
 
     def __init__(self) -> None:
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=shared_memory()))
-            # Somebody who clears up may have found it before it was locked.
+            # `clear_dead` of another process may delete the directory before we lock it.
             with suppress(FileNotFoundError):
                 self._lock = _open(self.path)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -67,13 +69,15 @@ class PrivateDir:
 
 
 def name_after(directory: Path) -> None:
-    """Let what this process makes by `multiprocessing` from here on go with a private directory:
-    segments of shared memory, and semaphores, which a process that is killed leaves behind."""
+    """Name all later `multiprocessing` segments and semaphores after a private directory.
+
+    A killed process leaves them behind. `clear_dead` then deletes them with the directory.
+    """
     made: Any = segments
     made._SHM_NAME_PREFIX = f"/{directory.name}-"
     made._SHM_SAFE_NAME_LENGTH = len(made._SHM_NAME_PREFIX) + 16
     locks: Any = synchronize.SemLock
-    # The rest of the name is anybody's: joblib changes how it is made.
+    # Replace only the random part of the name: joblib changes how the rest is made.
     locks._rand = _names_after(directory)
 
 
@@ -83,11 +87,13 @@ def _names_after(directory: Path) -> Iterator[str]:
 
 
 def clear_dead() -> None:
-    """Delete the directories of this user's processes that are gone, and what is named after
-    directories that are not there: a process may outlive the one that has its engine's."""
+    """Delete directories of this user's dead processes, and what is named after missing ones.
+
+    A process may outlive the owner of its engine's directory, and leave segments behind later.
+    """
     owned = [(path, _OWNED.search(path.name)) for path in shared_memory().iterdir()]
     for path, owner in owned:
-        # Another user's, no directory, or somebody else is deleting it, too.
+        # It may belong to another user, be no directory, or be deleted by another process now.
         with suppress(PermissionError, NotADirectoryError, FileNotFoundError):
             if owner and owner[1] == path.name:
                 _delete_if_dead(path)
@@ -109,5 +115,5 @@ def _delete_if_dead(path: Path) -> None:
 
 
 def _open(path: Path) -> int:
-    """A directory, and no link to one."""
+    """Open a directory. Refuse symbolic links."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

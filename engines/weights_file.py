@@ -1,11 +1,11 @@
-"""Files of the last policy versions in the shared memory of a node, each there once.
+"""Files of the last policy versions in the shared memory of a node, one file per version.
 
-    <version>.safetensors    whole and of that version, for every engine of the node to map
-    .unfinished-*            being written
+    <version>.safetensors    complete file; all engines of the node map it
+    .unfinished-*            file that is being written
 
-The memory of a version that is no longer needed becomes that of a later one, so that a run's file
-is allocated, and its pages are mapped, only the first times. Whoever may still read an old one
-looks afterwards whether it is there (`check_file`): what it read may be of two versions.
+A new version reuses the memory of a version that is no longer needed. So a run allocates and maps
+memory only for its first versions. A reader of an old version must call `check_file` afterwards: if
+the file is gone, the reader may have read parts of two versions.
 """
 
 import json
@@ -26,30 +26,30 @@ VERSION = "policy_version"
 _ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _LENGTH_BYTES = 8
 _ALIGNMENT = 64
-"""Bytes that the first tensor begins at a multiple of."""
+"""The first tensor begins at a multiple of this, in bytes."""
 _ZEROS = bytes(4 * 2**20)
 
 
 class NoRoom(RuntimeError):
-    """Shared memory is too small for the weights; the message tells what is needed."""
+    """Shared memory is too small for the weights. The message says how much is needed."""
 
 
 class WrongFile(RuntimeError):
-    """A file is not the whole one of its version."""
+    """A file is incomplete or of another version."""
 
 
 class LostFile(WrongFile):
-    """A file that is not there any more."""
+    """A file no longer exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Places of tensors in a safetensors file, known before there is any."""
+    """Layout of a safetensors file, known before the file is written."""
 
     header: bytes
-    """Length and JSON, at the beginning of the file."""
+    """Length and JSON at the start of the file."""
     offsets: Mapping[str, int]
-    """First byte of each tensor in the file."""
+    """Position of each tensor's first byte in the file."""
     num_bytes: int
     """Size of the file."""
 
@@ -57,7 +57,10 @@ class FileLayout:
 def lay_out(
     shapes: Mapping[str, Sequence[int]], dtype: str, metadata: Mapping[str, str]
 ) -> FileLayout:
-    """Layout of tensors that follow each other; `dtype`: of all, as safetensors calls it."""
+    """Return the layout of tensors stored one after the other.
+
+    `dtype`: data type of all tensors, in safetensors' notation, for example "BF16".
+    """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     offsets, end = {}, 0
     for name, shape in shapes.items():
@@ -72,8 +75,10 @@ def lay_out(
 
 
 def check_file(path: Path, policy_version: int) -> None:
-    """Raises `WrongFile` for one that is not there, not whole, or says that it is of another
-    version. One that says nothing may be of any."""
+    """Raise `WrongFile` if a file is missing, incomplete, or marked with another version.
+
+    A file without a version in its metadata passes.
+    """
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -89,24 +94,24 @@ def check_file(path: Path, policy_version: int) -> None:
         version = entries.pop("__metadata__", {}).get(VERSION)
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, AttributeError, TypeError, LookupError) as error:
-        raise WrongFile(f"{path}, of {size} bytes, does not begin as a safetensors file") from error
+        raise WrongFile(f"{path} ({size} bytes) has no valid safetensors header") from error
     if size != _LENGTH_BYTES + length + end:
         expected = _LENGTH_BYTES + length + end
-        raise WrongFile(f"{path} has {size} bytes, and by what it says {expected}")
+        raise WrongFile(f"{path} has {size} bytes, but its header says {expected}")
     if version is not None and version != str(policy_version):
         raise WrongFile(f"{path} is of policy version {version}, not {policy_version}")
 
 
 class VersionFiles:
-    """The files of one process, which has them in a directory that goes with it."""
+    """The version files of one process. Their directory goes away with the process."""
 
     def __init__(self, num_kept: int) -> None:
-        """`num_kept`: versions that may be read at a time, the newest one included."""
+        """`num_kept`: versions that readers may use at a time, including the newest."""
         assert num_kept > 0
         self.num_kept = num_kept
         self._dir: PrivateDir | None = None
         self._mapped: dict[int, mmap.mmap] = {}
-        """Files by version."""
+        """Mapped file of each version."""
 
     def path(self, policy_version: int) -> Path:
         assert self._dir is not None, "no version was written"
@@ -117,10 +122,10 @@ class VersionFiles:
 
     @contextmanager
     def writing(self, policy_version: int, num_bytes: int) -> Generator[mmap.mmap]:
-        """Memory for the content of a file, which has its name when this ends, and is gone when it
-        fails. Versions too old to be kept beside it go now.
+        """Provide memory for a version's file during the block.
 
-        Raises `NoRoom` before anything is written.
+        The file gets its name when the block ends, and is deleted if the block fails. Delete the
+        versions that are too old to keep first. Raise `NoRoom` before anything is written.
         """
         self._dir = self._dir or PrivateDir()
         unfinished = self._dir.path / f".unfinished-{policy_version}"
@@ -129,7 +134,7 @@ class VersionFiles:
             if memory is None:
                 self._require_room(num_bytes)
                 memory = _allocated(unfinished, num_bytes)
-            # Nobody takes it for a whole one.
+            # Clear the header's length, so that no reader takes the file for a complete one.
             memory[:_LENGTH_BYTES] = bytes(_LENGTH_BYTES)
             yield memory
             unfinished.rename(self.path(policy_version))
@@ -138,11 +143,11 @@ class VersionFiles:
             unfinished.unlink(missing_ok=True)
 
     def _recycled(self, policy_version: int, num_bytes: int, unfinished: Path) -> mmap.mmap | None:
-        """Memory of a version that is too old; None without one of this size. The others go."""
+        """Return the memory of an outdated version of this size, or None. Delete all other ones."""
         found = None
         for old in [v for v in self._mapped if v <= policy_version - self.num_kept]:
             memory, path = self._mapped.pop(old), self.path(old)
-            # Whatever somebody else has done to it: writing beyond its end would end the process.
+            # Check the size: if another process truncated the file, writing would kill this one.
             whole = path.exists() and path.stat().st_size == len(memory) == num_bytes
             if found is None and whole:
                 path.rename(unfinished)
@@ -157,14 +162,14 @@ class VersionFiles:
         needed = num_more * num_bytes
         if needed > room.free:
             raise NoRoom(
-                f"the weights of a policy version are {_gb(num_bytes)}, and {num_more} more are to "
-                f"be kept in shared memory: {_gb(needed)}, where {_gb(room.free)} of the "
-                f"{_gb(room.total)} of {where} are free; give it more (docker run --shm-size, on "
+                f"the weights of a policy version take {_gb(num_bytes)}, and shared memory must "
+                f"hold {num_more} more versions: {_gb(needed)}. But only {_gb(room.free)} of the "
+                f"{_gb(room.total)} of {where} are free: give it more (docker run --shm-size, on "
                 "Kubernetes an emptyDir of medium Memory at /dev/shm)"
             )
 
     def delete(self) -> None:
-        """Delete all of them; whoever has one mapped goes on reading it."""
+        """Delete all files. A process that has mapped one can still read it."""
         self._mapped.clear()
         if self._dir:
             self._dir.delete()
@@ -172,8 +177,10 @@ class VersionFiles:
 
 
 def _allocated(path: Path, num_bytes: int) -> mmap.mmap:
-    """Memory of a new file. It is written once: a page that is missing later on would end the
-    process, and where pages are made one by one as they are touched that takes many times longer.
+    """Return the memory of a new file, filled with zeros.
+
+    Write zeros to allocate all pages now: a page that cannot be allocated later would kill the
+    process. Allocating pages one by one, at the first access, also takes many times longer.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:

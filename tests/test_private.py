@@ -97,7 +97,7 @@ def test_a_group_may_read_where_the_user_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("umask", ["x", "-1", "777", "8"])
 def test_a_umask_that_is_none_is_refused(umask: str) -> None:
     os.environ[UMASK] = umask
-    with pytest.raises(ValueError, match=rf"{UMASK} is '{umask}': give it as chmod does"):
+    with pytest.raises(ValueError, match=rf"{UMASK} is '{umask}': give an octal umask"):
         use_private_umask()
 
 
@@ -181,7 +181,7 @@ def test_a_place_that_another_user_took_first_is_refused(
         put(path)
         os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
     before = sorted(tmp_path.rglob("*")) if put is in_the_way else None
-    with pytest.raises(RuntimeError, match=rf"is user {NOBODY}'s, who could read and replace"):
+    with pytest.raises(RuntimeError, match=rf"belongs to user {NOBODY}, who could read"):
         use(tmp_path)
     if before is not None:
         assert sorted(tmp_path.rglob("*")) == before

@@ -85,7 +85,7 @@ async def test_wrong_weights_are_refused_whatever_is_wrong(engines, learner, pro
         await engines[0].load_weights(other)
     path = good.source.path
     os.truncate(path, path.stat().st_size - 4)
-    with pytest.raises(WeightSyncError, match=r"engine 0: .* bytes, and by what it says"):
+    with pytest.raises(WeightSyncError, match=r"engine 0: .* bytes, but its header says"):
         await engines[0].load_weights(good)
     path.unlink()
     with pytest.raises(WeightSyncError, match=r"engine 0: .* is gone: policy version 1"):
