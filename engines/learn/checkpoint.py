@@ -1,17 +1,17 @@
-"""Checkpoint directories: complete or not there.
+"""Checkpoint directories. A checkpoint is either complete or ignored.
 
 ```
 checkpoints/global_step_12/
     model/                  a Hugging Face export, tokenizer included
-    adapter/                the adapter alone, where one is trained
+    adapter/                the adapter alone, if one is trained
     training/               weights and optimiser, a file for each process
     training_state.pt       scheduler and random number generators
     state.json              step, policy version, data-loader state; size and SHA-256 of every file
 ```
 
-A checkpoint is written next to its final place, `state.json` last, flushed to the disk and then
-renamed. One whose `state.json` is missing, or whose files do not have the recorded sizes, is
-treated as if it were not there. Whoever loads from one verifies the checksums first.
+The trainer writes a checkpoint beside its final place, with `state.json` last. It flushes the files
+to disk and then renames the directory. A checkpoint without `state.json`, or with a file of the
+wrong size, is ignored. Code that loads a checkpoint verifies its checksums first.
 """
 
 import hashlib
@@ -47,10 +47,11 @@ STATE_FILE = "state.json"
 
 
 def _inside(name: str) -> str:
-    """The path of a file in a checkpoint. Raises ValueError for one that leads out of it."""
+    """Return the path of a file in a checkpoint. Raise ValueError for a path that leads out of
+    it."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or str(path) != name or name in (".", STATE_FILE):
-        raise ValueError(f"{name!r} is no path of a file in this directory")
+        raise ValueError(f"{name!r} is not the path of a file in this directory")
     return name
 
 
@@ -58,28 +59,28 @@ FileName = Annotated[str, AfterValidator(_inside)]
 
 
 class CheckpointState(Frozen):
-    """State that a run needs to go on from a checkpoint."""
+    """State that a run needs to resume from a checkpoint."""
 
     step: NonNegativeInt
-    """The last step in it."""
+    """The last step that the checkpoint contains."""
     policy_version: NonNegativeInt
     loader_state: dict[str, Any]
-    """The data loader's own state, JSON values only."""
+    """The data loader's own state. JSON values only."""
     file_bytes: dict[FileName, NonNegativeInt] = {}
-    """Size of every other file, by its path within the checkpoint."""
+    """Size of every other file, by its path in the checkpoint."""
     file_sha256: dict[FileName, str] = {}
-    """Checksum of every other file; of none where an earlier version wrote the checkpoint."""
+    """Checksum of every other file. Empty in checkpoints of earlier versions."""
     own_sha256: str = ""
-    """Checksum of all the other fields."""
+    """Checksum of all other fields."""
 
     def sealed(self) -> "CheckpointState":
-        """The state with its own checksum."""
+        """Return the state with its own checksum."""
         text = self.model_dump_json(exclude={"own_sha256"})
         return self.model_copy(update={"own_sha256": hashlib.sha256(text.encode()).hexdigest()})
 
 
 def checkpoints_dir(config: TrainConfig) -> Path:
-    """Directory in which a run keeps its checkpoints."""
+    """Return the directory of a run's checkpoints."""
     return config.run_dir / CHECKPOINTS
 
 
@@ -88,7 +89,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def unfinished_dir(directory: Path, step: int) -> Path:
-    """Directory of a step's checkpoint until all its files are there."""
+    """Return the directory of a step's checkpoint before it is complete."""
     return directory / f".unfinished_{checkpoint_name(step)}"
 
 
@@ -98,11 +99,11 @@ def write_checkpoint(
     write_files: Callable[[Path], Mapping[str, str] | None],
     num_bytes: int = 0,
 ) -> Path:
-    """Write `global_step_N/` so that it appears whole, after a crash too; returns it.
+    """Write `global_step_N/` atomically, even across a crash, and return its path.
 
-    `write_files` fills the directory it is given, with `num_bytes` or little more, and returns the
-    checksums that are known already, by file. A checkpoint of the same step is replaced. Raises
-    OSError that names the disk when it has too little room; the checkpoints that are there stay.
+    `write_files` fills the directory that it gets, and returns the checksums that it knows already,
+    by file. `num_bytes` estimates how much it writes. An older checkpoint of the same step is
+    replaced. Raises OSError that names the disk when it is full; existing checkpoints stay.
     """
     final = directory / checkpoint_name(state.step)
     unfinished = unfinished_dir(directory, state.step)
@@ -133,11 +134,11 @@ def write_checkpoint(
 
 
 def read_state(checkpoint_dir: Path) -> CheckpointState:
-    """State of a complete checkpoint. Raises ValueError that says what is wrong with one that is
-    unfinished or damaged."""
+    """Return the state of a complete checkpoint. Raise ValueError that says what is wrong when the
+    checkpoint is unfinished or damaged."""
     file = checkpoint_dir / STATE_FILE
     if not file.is_file():
-        raise ValueError(f"{checkpoint_dir} is no finished checkpoint: no {STATE_FILE}")
+        raise ValueError(f"{checkpoint_dir} is not a complete checkpoint: it has no {STATE_FILE}")
     content = read_bytes(file)
     state = parse_state(content, file)
     place = checkpoint_dir.resolve()
@@ -147,22 +148,22 @@ def read_state(checkpoint_dir: Path) -> CheckpointState:
             raise ValueError(f"{part} leads out of the checkpoint: put the file itself there")
         if not part.is_file() or part.stat().st_size != num_bytes:
             raise ValueError(
-                f"{part} is missing or has not the {num_bytes} bytes it was written with; "
+                f"{part} is missing, or its size is not the {num_bytes} bytes that were written; "
                 "use an earlier checkpoint"
             )
     return state
 
 
 def parse_state(content: bytes, source: object) -> CheckpointState:
-    """A state as it is in a file. Raises ValueError for a damaged one; `source` is for the
-    message."""
+    """Parse the content of a state file. Raise ValueError when it is damaged; the message names
+    `source`."""
     try:
         state = CheckpointState.model_validate_json(content)
     except ValidationError as error:
         raise ValueError(
             f"{source} is damaged ({first_problem(error)}); use an earlier checkpoint"
         ) from error
-    # One that an earlier version wrote has no checksum at all.
+    # Checkpoints of earlier versions have no checksums at all.
     if (state.own_sha256 or state.file_sha256) and state != state.sealed():
         raise ValueError(
             f"{source} is damaged: its checksum is not the one it was written with; use an earlier "
@@ -174,9 +175,12 @@ def parse_state(content: bytes, source: object) -> CheckpointState:
 def verify(
     checkpoint_dir: Path, within: str = "", rank: int = 0, world_size: int = 1
 ) -> CheckpointState:
-    """State of a checkpoint whose files are, bit for bit, what was written; of one of an earlier
-    version, without checksums, the sizes are. `within`: what the names of the files that are read
-    begin with. Of several ranks each verifies its share. Raises ValueError as `read_state`."""
+    """Verify a checkpoint's checksums and return its state. For checkpoints of earlier versions,
+    which have no checksums, only sizes are verified.
+
+    Only files whose paths start with `within` are read, and each rank reads its share of them.
+    Raises ValueError as `read_state` does, and when a checksum differs.
+    """
     state = read_state(checkpoint_dir)
     names = sorted(name for name in state.file_sha256 if name.startswith(within))[rank::world_size]
     found = sha256_of_all(checkpoint_dir / name for name in names)
@@ -190,14 +194,14 @@ def verify(
 
 
 def verify_model(model: Path) -> None:
-    """Verify a model directory that is a checkpoint's; others have no checksums. Raises
-    ValueError."""
+    """Verify a model directory if it is part of a checkpoint; others have no checksums. Raise
+    ValueError when it is damaged."""
     if model.name == MODEL_DIR and (model.parent / STATE_FILE).is_file():
         verify(model.parent, f"{model.name}/")
 
 
 def newest_verified(directory: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint that is verified, or None, and what is wrong with newer ones."""
+    """Return the newest valid checkpoint, or None, and what is wrong with the newer ones."""
     damaged: dict[Path, str] = {}
     for path in reversed(named_checkpoints(directory)):
         try:
@@ -210,14 +214,14 @@ def newest_verified(directory: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def named_checkpoints(directory: Path) -> list[Path]:
-    """Directories with a checkpoint's name, whole or not, oldest step first."""
+    """Return directories with a checkpoint's name, complete or not, oldest step first."""
     matches = (re.fullmatch(r"global_step_(\d+)", path.name) for path in directory.glob("*"))
     steps = sorted(int(match[1]) for match in matches if match)
     return [directory / checkpoint_name(step) for step in steps]
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Checkpoints that can be restored, oldest step first."""
+    """Return the checkpoints that can be restored, oldest step first."""
     found = []
     for path in named_checkpoints(directory):
         with suppress(ValueError):
@@ -227,15 +231,15 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
-    """The newest checkpoint that can be restored, or None."""
+    """Return the newest checkpoint that can be restored, or None."""
     return next(reversed(complete_checkpoints(directory)), None)
 
 
 def prune_checkpoints(directory: Path, keep: int) -> None:
-    """Remove all complete checkpoints but the newest `keep`, and what a crash left unfinished."""
+    """Remove all complete checkpoints but the newest `keep`, and all unfinished ones."""
     assert keep > 0
     for path in complete_checkpoints(directory)[:-keep]:
-        # Renamed first: a half-removed directory must not look like a checkpoint.
+        # Rename first: a half-removed directory must not look like a checkpoint.
         doomed = path.rename(directory / f".unfinished_removed_{path.name}")
         _remove(doomed)
     _remove_unfinished(directory)

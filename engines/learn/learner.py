@@ -1,4 +1,4 @@
-"""One trainer process without Ray: rewarded rollouts in, the next policy version out."""
+"""One trainer process without Ray: it takes rewarded rollouts and makes the next policy version."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -46,16 +46,16 @@ from schemas.weights import Canary
 class Learner:
     """Policy gradients with AdamW on one rank of `world_size` trainer processes.
 
-    With more than one, the caller has initialised torch.distributed, the model is sharded with
-    FSDP2, and every method except `policy_version` is collective: all ranks call it with the same
-    arguments and get the same result, unless said otherwise. A GPU alone has a mesh of its own, for
-    FSDP2's mixed precision. `restore` comes first.
+    Call `restore` first. With more than one process, the caller initialises torch.distributed
+    before, and FSDP2 shards the model. All methods but `policy_version` are then collective: every
+    rank calls them with the same arguments and gets the same result, unless the docstring says
+    otherwise. A single GPU gets a mesh of one, for FSDP2's mixed precision.
     """
 
     def __init__(self, config: TrainConfig, rank: int = 0, world_size: int = 1) -> None:
         assert 0 <= rank < world_size
         self.policy_version = 0
-        """Training steps behind the current weights."""
+        """Number of training steps that made the current weights."""
         self._canary_token_ids: Sequence[Sequence[int]] = ()
         self._config = config
         self._rank = rank
@@ -65,29 +65,29 @@ class Learner:
         self._has_gpu = True
         self._has_warned = False
         self._num_skipped = 0
-        """Updates left out since the last one that was made."""
+        """Updates skipped since the last one that was made."""
 
     def leave_gpu(self, *, state: bool) -> None:
-        """Keep no more of the GPU's memory than must be: no gradients, and with `state` neither
-        weights nor moments. Until `enter_gpu` it does not train, and without state does nothing."""
+        """Free the gradients and, with `state`, move weights and moments to host memory. Do not
+        train until `enter_gpu`. With `state`, do nothing at all until then."""
         self._has_gpu = False
         self.rest()
         if state:
             self._host_copies.leave(self._state())
 
     def rest(self) -> None:
-        """Free what training alone needs: gradients, and memory that torch has kept of it."""
+        """Free the gradients, and the memory that torch has cached."""
         self._optimizer.zero_grad(set_to_none=True)
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
     def enter_gpu(self) -> None:
-        """Take it back, bit for bit."""
+        """Move the state back to the GPU, bit for bit."""
         self._host_copies.come_back()
         self._has_gpu = True
 
     def _state(self) -> Iterator[Tensor]:
-        """Weights and moments on this rank's device."""
+        """Yield the weights and moments that are on this rank's device."""
         models = [self._policy, *([self._reference.policy] if self._reference else [])]
         moments = (state[name] for state in self._optimizer.state.values() for name in MOMENTS)
         for tensor in chain(*(model.parameters() for model in models), moments):
@@ -95,7 +95,8 @@ class Learner:
                 yield tensor
 
     def restore(self, checkpoint_dir: Path | None) -> None:
-        """Load the starting policy, or a checkpoint that every rank can read, bit for bit.
+        """Load the starting policy, or restore a checkpoint bit for bit. Every rank must be able to
+        read it.
 
         Raises ValueError when the model cannot be loaded or the checkpoint is damaged.
         """
@@ -167,18 +168,18 @@ class Learner:
         self.policy_version = state.policy_version
 
     def train_step(self, batch: pa.Table) -> dict[str, float]:
-        """Move the policy by one version, on the whole batch: `engines.store.tables.TRAINING`, rows
-        in any order, the same on every rank.
+        """Train one policy version on the whole batch, a table of `engines.store.tables.TRAINING`.
+        Its rows may come in any order; every rank gets the same batch.
 
-        Returns means over the step's updates (`engines.learn.diagnostics`), under veRL's names
-        where they are veRL's figures. `actor/skipped_updates` counts those left out for a loss or
-        a gradient that is not finite, which are in no mean. When nothing in the batch can be
-        trained on the weights stay as they are, and only what `read_lessons` measures is there.
+        Returns means over the step's updates (`engines.learn.diagnostics`), with veRL's names for
+        veRL's metrics. `actor/skipped_updates` counts updates skipped because their loss or
+        gradient was not finite; no mean includes them. A batch without a token to train on leaves
+        the weights unchanged and returns only the metrics of `read_lessons`.
 
-        Raises ValueError when the batch is malformed, a reward is not finite, or a token is of a
-        policy version that it must not be of (`StalenessError`); the weights are as before it.
-        FloatingPointError after more than `max_skipped_updates` of them in a row. RuntimeError
-        while engines have the GPU.
+        Raises ValueError when the batch is malformed or a reward is not finite, and StalenessError
+        when a token's policy version is not allowed. The weights are then unchanged. Raises
+        FloatingPointError after more than `max_skipped_updates` skipped updates in a row, and
+        RuntimeError while engines have the GPU.
         """
         if not self._has_gpu:
             raise RuntimeError("engines have the GPU: take the trainer's turn to train")
@@ -196,8 +197,8 @@ class Learner:
         return self._summarise(updates, shares) | metrics
 
     def _deal(self, minibatches: Sequence[Sequence[Lesson]]) -> list[Share]:
-        """This rank's shares, with the old policy's log-probabilities where an update will have
-        changed it by the time they are needed."""
+        """Return this rank's shares. They hold the old policy's log-probabilities when an earlier
+        update of the step changes the policy before they are needed."""
         alone = self._policy.alone
         shares = [
             deal(own, self._config, self._rank, self._world_size, alone=alone)
@@ -211,19 +212,20 @@ class Learner:
     def _summarise(
         self, updates: Sequence[dict[str, float] | None], shares: Sequence[Share]
     ) -> dict[str, float]:
-        """Metrics of the updates that were made. None: one that was left out."""
+        """Return the metrics of the updates; None stands for a skipped update."""
         knows_old = any(share.old_logprobs is not None for share in shares)
         measured = len(shares) if knows_old else 1
         made = [update for update in updates if update is not None]
         num_measured = sum(update is not None for update in updates[:measured])
-        # What was left out has changed nothing: the first that was made begins where the step does.
+        # Skipped updates leave the weights unchanged, so the first real update starts from the old
+        # policy.
         metrics = summarise(made, max(1, num_measured))
         if updates:
             metrics["actor/skipped_updates"] = float(len(updates) - len(made))
         return metrics
 
     def _update(self, share: Share) -> dict[str, float] | None:
-        """One optimiser update; None when it is left out."""
+        """Make one optimiser update. Return its metrics, or None when it is skipped."""
         self._optimizer.zero_grad(set_to_none=True)
         metrics = accumulate_gradient(
             self._policy, self._reference, share, self._config, self._world_size
@@ -244,7 +246,7 @@ class Learner:
         return metrics
 
     def _skip(self, norm: float, loss: float) -> None:
-        """Leave out an update. Raises FloatingPointError when there were too many in a row."""
+        """Skip an update. Raise FloatingPointError after too many in a row."""
         self._optimizer.zero_grad(set_to_none=True)
         self._num_skipped += 1
         allowed = self._config.trainer.max_skipped_updates
@@ -258,48 +260,49 @@ class Learner:
             )
 
     def _place_moments(self, device: torch.device | str | None) -> None:
-        """Move AdamW's moments."""
+        """Move AdamW's moments to a device; None leaves them where they are."""
         for state in self._optimizer.state.values() if device else ():
             for moment in MOMENTS:
                 state[moment] = state[moment].to(device)
 
     def _clip_gradient(self) -> float:
-        """The gradient's norm before it was clipped."""
+        """Clip the gradient and return its norm before clipping."""
         norm = clip_grad_norm_(self._policy.parameters(), self._config.trainer.max_grad_norm)
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences about the policy that was loaded, for people."""
+        """Notes to the user about the loaded policy."""
         return (ALONE,) if self._policy.alone else ()
 
     @property
     def _compute_dtype(self) -> torch.dtype:
-        """The engine's data type on a GPU; weights and optimiser stay float32."""
+        """The engine's data type on a GPU, else float32. Weights and optimiser state stay
+        float32."""
         on_gpu = self._device.type == "cuda"
         return getattr(torch, self._config.model.dtype) if on_gpu else torch.float32
 
     def logprobs(
         self, token_ids: Sequence[Sequence[int] | NDArray[np.int32]], temperature: float = 1.0
     ) -> list[NDArray[np.float32]]:
-        """Log-probabilities of tokens 1.. of each sequence,
-        [len(sequence) - 1] each. Sequences have at least two tokens and fit a micro-batch."""
+        """Return an array for each sequence, [len(sequence) - 1], with the log-probabilities of its
+        tokens after the first. A sequence needs at least two tokens and must fit a micro-batch."""
         sequences = [TokenSequence(np.asarray(ids, np.int32), 1) for ids in token_ids]
         budget = self._config.trainer.micro_batch_tokens
         return score_sequences(self._policy, sequences, budget, temperature)
 
     def canaries(self, token_ids: Sequence[Sequence[int]] | None = None) -> tuple[Canary, ...]:
-        """Sequences with this policy's log-probabilities at temperature 1, in float32 and in the
-        engines' data type: cut so that they share a row, as samples do. Default: beginnings of
-        rollouts of this process's last training step."""
+        """Return canaries: sequences with this policy's log-probabilities at temperature 1, in
+        float32 and in the engines' data type. They are cut so that they share a row, as samples do.
+        By default they are the beginnings of rollouts that this process last trained on."""
         given = self._canary_token_ids if token_ids is None else token_ids
         room = self._config.trainer.micro_batch_tokens // max(1, len(given))
         return self._scored([ids[: max(2, room)] for ids in given])
 
     def long_canaries(self, token_ids: Sequence[Sequence[int]] | None = None) -> tuple[Canary, ...]:
-        """A long sequence, and a short one that lies behind it in its row, or behind as much of it
-        as leaves room; none where they are not due (`LongCanaries`). Default: of rollouts of this
-        process's last training step."""
+        """Return a long canary and a short one that lies behind it in its row, or nothing when they
+        are not due (`LongCanaries`). If the row is too short for both, the long one is cut for the
+        row. By default they come from rollouts that this process last trained on."""
         taken = self._long_canaries.take(token_ids)
         if not taken:
             return ()
@@ -322,20 +325,20 @@ class Learner:
         )
 
     def to_publish(self) -> WholeTensors:
-        """The policy for the engines, to be taken on every rank."""
+        """Return the policy for the engines. Every rank must take its tensors."""
         assert not self._host_copies.hold_something, "weights are not on the GPU"
         return whole_tensors(self._policy.model, getattr(torch, self._config.model.dtype))
 
     def warn_of_rounding(self, arrived: float | None) -> tuple[str, ...]:
-        """A warning where engines get less of the adapters' update than they should, once."""
+        """Warn once when rounding costs engines too much of the adapters' update."""
         if self._has_warned or arrived is None or arrived >= LOW:
             return ()
         self._has_warned = True
         return (warning_of(arrived, self._config.model.dtype),)
 
     def weights_buffer(self) -> bytes:
-        """The policy as a safetensors file in the engines' data type, for one of them; empty bytes
-        off rank 0."""
+        """Return the policy as one safetensors file in the engines' data type, for a single engine.
+        Ranks other than 0 return empty bytes."""
         dtype = getattr(torch, self._config.model.dtype)
         tensors = training_state.host_tensors(self._policy, dtype, keep=self._rank == 0)
         return safetensors.torch.save(tensors, {"format": "pt"}) if self._rank == 0 else b""
@@ -343,7 +346,7 @@ class Learner:
     def save(self, step: int, loader_state: dict[str, Any]) -> Path:
         """Write `global_step_<step>/` atomically and remove checkpoints beyond `keep_checkpoints`.
 
-        Returns the checkpoint's directory, complete on every rank's return.
+        Returns the checkpoint's directory. It is complete when any rank returns.
         """
         assert not self._host_copies.hold_something, "weights are not on the GPU"
         directory = checkpoint.checkpoints_dir(self._config)
@@ -382,7 +385,7 @@ class Learner:
         files: StartFiles,
         adapter: dict[str, Tensor],
     ) -> None:
-        # A file of Python's: its errors say what is wrong, torch's own on a full disk do not.
+        # Open the file in Python: torch's own writer gives no clear error when the disk is full.
         with (path / checkpoint.TRAINING_STATE_FILE).open("wb") as file:
             torch.save(small, file)
         start, lora = self._config.model.path, self._config.trainer.lora

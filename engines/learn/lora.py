@@ -1,14 +1,14 @@
-"""Low-rank adapters by peft: frozen W, trained A and B, and W + alpha / rank * B A at work.
+"""Low-rank adapters by peft. W is frozen, A and B are trained; W + alpha / rank * B A is computed.
 
 Source: LoRA (Hu et al. 2021), 4.1. Engines get the merged weights, so nothing changes for them.
 
-    nn.Linear, Conv1D     lora.Linear         adapter of the layer's weight
-    nn.Embedding          lora.Embedding      the same, where no output layer shares the weight
-    experts, routers      lora.ParamWrapper   one around the other for each weight of the module
+    nn.Linear, Conv1D     lora.Linear         adapts the layer's weight
+    nn.Embedding          lora.Embedding      the same, unless the output layer shares the weight
+    experts, routers      lora.ParamWrapper   one for each weight of the module, nested
 
-Wrapping renames the model's own weights: `experts.down_proj` becomes
-`experts.base_layer.base_layer.down_proj`. `base_tensors` has them by their names of before, and
-`add_adapters` refuses a model in which that does not give back exactly what it had.
+Wrapping renames the model's own weights. For example, `experts.down_proj` becomes
+`experts.base_layer.base_layer.down_proj`. `base_tensors` returns them under their original names.
+`add_adapters` refuses a model whose original names or shapes are not restored exactly.
 """
 
 import warnings
@@ -32,27 +32,27 @@ from transformers import PreTrainedModel
 from schemas.trainer import LoraConfig
 
 ADAPTER = "default"
-"""The only adapter, by peft's name for it."""
+"""peft's name for the only adapter."""
 _SETTING = "trainer.lora.target_modules"
 _PREFIX = "base_model.model."
-"""Prefix of a parameter's name in an adapter's file."""
+"""Prefix of each parameter's name in an adapter file."""
 _BASE = "base_layer"
-"""Attribute by which an adapter's module holds the one that it wraps."""
+"""Attribute with which an adapter module holds the module that it wraps."""
 _KINDS = (Linear, Embedding, ParamWrapper)
-"""Adapters that are merged right."""
+"""Kinds of adapter that can be merged."""
 _FALSE_ALARMS = (
-    "The following (rank|alpha)_pattern keys did not match",  # It looks at modules alone.
+    "The following (rank|alpha)_pattern keys did not match",  # peft checks modules only.
     "fan_in_fan_out is set to False but the target module is `Conv1D`",
-    "Model has `tie_word_embeddings=True`",  # Such a layer is refused.
+    "Model has `tie_word_embeddings=True`",  # `_check_layer` refuses a tied layer.
 )
-"""Beginnings of peft's warnings that mean nothing here."""
+"""Beginnings of peft's warnings that do not apply here."""
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """Freeze the model and put adapters into it. Raises ValueError that names the layer where one
-    of `target_modules` is not there or cannot be merged."""
+    """Freeze the model and add adapters to it. Raise ValueError that names the layer when one of
+    `target_modules` does not exist or cannot be merged."""
     due, tied = _shapes(model), _tied_names(model)
-    with model.device, warnings.catch_warnings():  # Without memory where the model has none.
+    with model.device, warnings.catch_warnings():  # On the meta device if the model is.
         for message in _FALSE_ALARMS:
             warnings.filterwarnings("ignore", message)
         try:
@@ -72,7 +72,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
 def _check_layer(
     name: str, layer: LoraLayer, due: Mapping[str, tuple[int, ...]], tied: set[str]
 ) -> None:
-    """Raises ValueError when an adapter cannot be merged into the weight of this name."""
+    """Raise ValueError when the adapter cannot be merged into the weight `name`."""
     if type(layer) not in _KINDS:
         raise ValueError(
             f"{_SETTING}: {name} is in a {type(layer).__name__}, and only adapters of linear "
@@ -92,7 +92,7 @@ def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 
 
 def _tied_names(model: nn.Module) -> set[str]:
-    """All names of parameters that have more than one."""
+    """Return all names of parameters that have more than one name."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -100,8 +100,8 @@ def _tied_names(model: nn.Module) -> set[str]:
 
 
 def base_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of a model without its adapters, by Hugging Face's names;
-    tied weights once, under their first name, as in its files."""
+    """Return a model's parameters and persistent buffers without adapters, by Hugging Face's names.
+    Tied weights appear once, under their first name, as in the model's files."""
     saved = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
     return {
@@ -112,21 +112,21 @@ def base_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _unwrapped(name: str) -> str:
-    """A name as it was before adapters were put around its modules."""
+    """Return the name that a parameter had before adapters wrapped its modules."""
     return ".".join(part for part in name.split(".") if part != _BASE)
 
 
 def _settings(lora: LoraConfig) -> peft.LoraConfig:
     names = lora.target_modules
     targets = names if isinstance(names, str) else list(names)
-    alpha: Any = lora.alpha  # Typed as a whole number, and divided.
+    alpha: Any = lora.alpha  # peft declares an int, but a float works: peft only divides it.
     return peft.LoraConfig("CAUSAL_LM", r=lora.rank, lora_alpha=alpha, target_modules=targets)
 
 
 @torch.no_grad()
 def fill_adapters(model: nn.Module, seed: int) -> None:
-    """First values, the same with any number of processes: as peft draws them, so that each
-    adapter's product is 0."""
+    """Initialise the adapters as peft does, so that each product B A is 0. The values do not depend
+    on the number of processes."""
     for name, parameter in model.named_parameters():
         if ".lora_B." in name or ".lora_embedding_A." in name:
             parameter.zero_()
@@ -146,9 +146,9 @@ def fill_adapters(model: nn.Module, seed: int) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Generator[None]:
-    """The model before training, while this lasts."""
+    """Compute with the model before training inside this context."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    # Not by `enable_adapters`, which also has the adapters no longer trained.
+    # `enable_adapters` would also stop the training of the adapters.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -160,8 +160,8 @@ def without_adapters(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def merged_at_work(model: nn.Module) -> Generator[None]:
-    """Each layer computes with its merged weight, as engines do, while this lasts: in float32, for
-    `ComputeIn` to cast. One layer's is there at a time."""
+    """Compute with merged float32 weights inside this context, as engines do; `ComputeIn` casts
+    them. Only one layer's merged weight exists at a time."""
     with ExitStack() as stack:
         stack.enter_context(without_adapters(model))
         for layer in adapted_layers(model).values():
@@ -172,7 +172,7 @@ def merged_at_work(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def _hooked(layer: Any, own: list[Tensor]) -> Generator[None]:
-    """`own`: holds the layer's weight while a merged one is in its place."""
+    """`own` holds the layer's weight while the merged weight replaces it."""
 
     def put(*_: Any) -> None:
         weight = _weight(layer)
@@ -194,12 +194,12 @@ def _hooked(layer: Any, own: list[Tensor]) -> Generator[None]:
 
 
 def _weight(layer: Any) -> nn.Parameter:
-    """The weight that an adapter is of."""
+    """Return the weight that an adapter changes."""
     return layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """Adapters by the name of their weight in the model without adapters."""
+    """Return the adapters by the name of their weight in the model without adapters."""
     layers = ((name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer))
     return {_weight_name(name, layer): layer for name, layer in layers}
 
@@ -210,12 +210,13 @@ def _weight_name(name: str, layer: LoraLayer) -> str:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded. Collective."""
+    """Return the whole of a tensor that may be sharded. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class _Update(nn.Module):
-    """The product of an adapter, by peft: a module, so that it can be given whole parameters."""
+    """The product of an adapter as peft computes it; a module, so that `functional_call` can pass
+    whole parameters."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -227,7 +228,7 @@ class _Update(nn.Module):
 
 @torch.no_grad()
 def merged(weight: Tensor, layer: LoraLayer) -> Tensor:
-    """A whole weight with the layer's adapter in it, added up in float32. Collective."""
+    """Return a whole weight with the layer's adapter added in float32. Collective."""
     module: Any = layer
     parts = {
         f"layer.{name}": whole(part.data).float()
@@ -240,7 +241,7 @@ def merged(weight: Tensor, layer: LoraLayer) -> Tensor:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Whole tensors of the adapters in host memory, by their names in an adapter's file.
+    """Return the adapters' whole tensors in host memory, by their names in an adapter file.
     Collective."""
     return {
         _name_in_file(name): whole(tensor).detach().cpu().contiguous()
@@ -256,7 +257,7 @@ def _name_in_file(name: str) -> str:
 def write_adapter(
     tensors: dict[str, Tensor], lora: LoraConfig, base: Path, directory: Path
 ) -> None:
-    """An adapter as peft reads it, beside its base model."""
+    """Write an adapter as peft reads it, with a reference to its base model."""
     directory.mkdir()
     settings = _settings(lora)
     settings.base_model_name_or_path = str(base)

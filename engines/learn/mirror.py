@@ -1,14 +1,14 @@
-"""Copies of a run's checkpoints in an object store, by pyarrow's file systems.
+"""Copies of a run's checkpoints in an object store, through pyarrow's file systems.
 
 ```
 s3://bucket/checkpoints/NAME/global_step_12/    the files of the run's own, state.json last
 ```
 
-An object store renames nothing, so what makes a copy whole is that its `state.json` is there, and
-what makes it right is that the files have the sizes and the checksums that it tells.
+An object store cannot rename. So a copy is complete when its `state.json` exists, and valid when
+its files have the sizes and checksums listed there.
 
-No run waits for a copy but at its end: `CheckpointCopies` makes them beside it. Every call to the
-object store has a time limit; the thread of one that does not return is left to itself.
+`CheckpointCopies` copies in the background; a run waits for it only at its end. Every call to the
+object store has a time limit. If a call does not return, its thread is abandoned.
 """
 
 import re
@@ -39,33 +39,33 @@ from schemas.secret import SecretUrl
 T = TypeVar("T")
 
 ANSWER_S = 60.0
-"""Longest time for a small request to an object store."""
+"""Time limit of a small request to an object store."""
 COPY_S, SLOWEST_BYTES_PER_S = 300.0, 2**20
-"""Longest time for a copy: so many seconds, and those that its bytes take at this rate."""
+"""Time limit of a copy: a fixed number of seconds, plus its bytes at this rate."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
-"""Seconds between two tries of a copy: twice as long each time, up to the second."""
+"""Pause between two tries of a copy. It doubles each time, up to the longest."""
 LOOK_S = 2.0
-"""Seconds between two looks for new checkpoints."""
+"""Seconds between two checks for new checkpoints."""
 MAX_LEFT = 3
-"""Threads of copies that did not return, at most; then no further copy is tried in this process."""
+"""Most copy threads that may hang. After that, this process tries no further copy."""
 
 
 class CopyHangs(RuntimeError):
-    """An object store does not answer in time."""
+    """The object store does not answer in time."""
 
 
 class Mirror:
     """The copies of one run."""
 
     def __init__(self, url: str, run_name: str) -> None:
-        """Raises ValueError for a URL that no file system of pyarrow's knows."""
+        """Raise ValueError for a URL that pyarrow has no file system for."""
         self.place = str(SecretUrl(url))
-        """The URL without what is secret."""
+        """The URL without its secrets."""
         try:
             self._files, path = pyarrow.fs.FileSystem.from_uri(url)
         except (pa.ArrowInvalid, OSError) as error:
             said = SecretUrl(url).without_credentials(f"{url} cannot be used ({error})")
-            # Without the error itself, which may show a key.
+            # Do not chain the error: its text may contain a key.
             raise ValueError(
                 f"trainer.checkpoint_url: {said}: give one such as s3://bucket/folder, "
                 "gs://bucket/folder or file:///folder"
@@ -73,28 +73,29 @@ class Mirror:
         self._root = PurePosixPath(path) / run_name
 
     def steps(self) -> list[int]:
-        """Steps of the copies that are whole, oldest first."""
+        """Return the steps of complete copies, oldest first."""
         selector = pyarrow.fs.FileSelector(str(self._root), allow_not_found=True)
         found: list[pyarrow.fs.FileInfo] = self._files.get_file_info(selector)
         names = (re.fullmatch(r"global_step_(\d+)", info.base_name) for info in found)
         return sorted(step for match in names if match and self._is_whole(step := int(match[1])))
 
     def put(self, checkpoint: Path, keep: int) -> None:
-        """Copy a checkpoint that is not there yet, and remove all copies but the newest `keep`."""
+        """Copy a checkpoint if its copy is missing, and remove all copies but the newest `keep`."""
         state = read_state(checkpoint)
         if not self._has(state):
             if self._is_whole(state.step):
-                # That of a step which was done again. Half of each must not look like one.
+                # The step was run again. Half of the old copy and half of the new one must not look
+                # complete.
                 self._files.delete_file(str(self._path(state.step) / STATE_FILE))
             for name in [*state.file_bytes, STATE_FILE]:
                 self._copy_out(checkpoint / name, self._path(state.step) / name)
         for step in self.steps()[:-keep]:
-            # First what makes it whole.
+            # Delete `state.json` first, so that a half-removed copy is incomplete.
             self._files.delete_file(str(self._path(step) / STATE_FILE))
             self._files.delete_dir(str(self._path(step)))
 
     def fetch(self, step: int, directory: Path) -> Path:
-        """Bring a copy back among the run's own. Raises ValueError for a damaged one."""
+        """Download a copy into the run's checkpoints. Raise ValueError when the copy is damaged."""
         state = self._state(step)
         num_bytes = sum(state.file_bytes.values())
         return write_checkpoint(
@@ -102,7 +103,7 @@ class Mirror:
         )
 
     def fetch_newer(self, directory: Path) -> Path | None:
-        """Fetch the newest copy, where the run's own checkpoints are older or gone."""
+        """Fetch the newest copy if the run's own checkpoints are older or missing."""
         (own, _), copies = newest_verified(directory), self.steps()
         own_step = read_state(own).step if own else -1
         return self.fetch(copies[-1], directory) if copies and copies[-1] > own_step else None
@@ -111,7 +112,7 @@ class Mirror:
         return self._root / checkpoint_name(step)
 
     def _has(self, state: CheckpointState) -> bool:
-        with suppress(ValueError):  # A damaged copy is none.
+        with suppress(ValueError):  # A damaged copy does not count.
             return self._is_whole(state.step) and self._state(state.step) == state
         return False
 
@@ -120,7 +121,7 @@ class Mirror:
         with self._files.open_input_stream(str(source)) as stream:
             state = parse_state(stream.read(), source)
         if state.step != step:
-            raise ValueError(f"{source} is of step {state.step}: remove this copy")
+            raise ValueError(f"{source} belongs to step {state.step}: remove this copy")
         return state
 
     def _is_whole(self, step: int) -> bool:
@@ -139,42 +140,42 @@ class Mirror:
             pyarrow.fs.copy_files(str(source), str(target), self._files, local)
             if target.stat().st_size != num_bytes:
                 raise ValueError(
-                    f"{source} has not the {num_bytes} bytes it was written with; remove this "
-                    "copy, so that an earlier one is used"
+                    f"the size of {source} is not the {num_bytes} bytes that were written; remove "
+                    "this copy to use an earlier one"
                 )
             if name in state.file_sha256 and sha256_of(target) != state.file_sha256[name]:
                 raise ValueError(
-                    f"{source} is damaged: its SHA-256 is not the one it was written with; remove "
-                    "this copy, so that an earlier one is used"
+                    f"{source} is damaged: its SHA-256 is not the one that was written; remove "
+                    "this copy to use an earlier one"
                 )
 
 
 class CheckpointCopies:
-    """Copies what appears among a run's checkpoints to its mirror, on a thread, the newest first.
-    A copy that fails or hangs is a failure of the record; it is tried again until the run ends, and
-    when the run is resumed."""
+    """Copies a run's new checkpoints to its mirror on a background thread, the newest first. A copy
+    that fails or hangs is recorded as a failure. The thread retries until the run ends, and again
+    when the run resumes."""
 
     def __init__(self, mirror: Mirror, directory: Path, keep: int, failures: Failures) -> None:
-        """`keep`: so many of the newest checkpoints, and of their copies."""
+        """`keep`: how many of the newest checkpoints to copy and keep."""
         self._mirror, self._directory, self._keep = mirror, directory, keep
         self._failures = failures
         self._done: set[tuple[Path, int]] = set()
         self._left: list[threading.Thread] = []
-        """Threads of copies that did not return."""
+        """Threads of copies that hang."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="checkpoint copies", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Try once more what is not copied, and end. Longest wait: as long as that may take by its
-        bytes, or `timeout_s`."""
+        """Try once more to copy what is missing, then stop. Wait at most `timeout_s`; by default,
+        as long as the missing bytes may take."""
         self._closing.set()
         if timeout_s is None:
             timeout_s = ANSWER_S + sum(_limit_s(checkpoint) for checkpoint, _ in self._waiting())
         self._thread.join(timeout_s)
 
     def missing(self) -> list[str]:
-        """Sentences for people about copies that are not there."""
+        """Return a message to the user if copies are missing."""
         names = ", ".join(checkpoint.name for checkpoint, _ in self._waiting())
         if not names:
             return []
@@ -192,7 +193,7 @@ class CheckpointCopies:
         self._copy_all()
 
     def _copy_all(self) -> bool:
-        """Whether everything is copied now."""
+        """Copy what is missing. Return whether everything is copied now."""
         with self._failures.contained("copying a checkpoint"):
             for checkpoint in reversed(self._waiting()):
                 self._copy(*checkpoint)
@@ -200,10 +201,11 @@ class CheckpointCopies:
         return False
 
     def _waiting(self) -> list[tuple[Path, int]]:
-        """Checkpoints that are not copied, oldest first, each with when it was made."""
+        """Return the checkpoints without a copy, oldest first, each with the time when it was
+        made."""
         made = []
         for checkpoint in named_checkpoints(self._directory):
-            with suppress(FileNotFoundError):  # A later one has just taken its place.
+            with suppress(FileNotFoundError):  # A later checkpoint has replaced it meanwhile.
                 made.append((checkpoint, (checkpoint / STATE_FILE).stat().st_mtime_ns))
         return [one for one in made[-self._keep :] if one not in self._done]
 
@@ -226,8 +228,8 @@ def within(
     what: str,
     left: Callable[[threading.Thread], object] = lambda _: None,
 ) -> T:
-    """Result of a call on a thread of its own. Raises CopyHangs after `timeout_s`; the thread,
-    which nothing can end, goes to `left`."""
+    """Run `call` on its own thread and return its result. Raise CopyHangs after `timeout_s`, and
+    pass the thread to `left`: a thread cannot be stopped."""
     answer: Future[T] = Future()
 
     def work() -> None:
@@ -248,8 +250,8 @@ def within(
 
 
 def _limit_s(checkpoint: Path) -> float:
-    """Longest time for the copy of a checkpoint."""
+    """Return the time limit for the copy of a checkpoint."""
     num_bytes = 0
-    with suppress(FileNotFoundError, ValueError):  # It may go at any time.
+    with suppress(FileNotFoundError, ValueError):  # The checkpoint may be removed at any time.
         num_bytes = sum(read_state(checkpoint).file_bytes.values())
     return COPY_S + num_bytes / SLOWEST_BYTES_PER_S

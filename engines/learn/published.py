@@ -1,11 +1,11 @@
-"""A policy version for the engines: tensor by tensor into the shared memory of this node, and to
-those that take it from the trainer's GPUs.
+"""Publishes a policy version: writes each tensor to shared memory on this node, and sends it to the
+engines that receive weights from the trainer's GPUs.
 
-    rank 0   gathered, cast, written where the file has it, handed on, freed
-    rank n   gathered, handed on, freed
+    rank 0   gather, cast, write at its place in the file, send, free
+    rank n   gather, send, free
 
-Beside the model one tensor is there at a time, in the engines' data type; where it is handed on,
-a buffer and two.
+Beside the model, only one tensor exists at a time, in the engines' data type. Sending needs a
+buffer and two tensors.
 """
 
 from collections import deque
@@ -32,22 +32,24 @@ _NOTHING = ("nothing", torch.empty(0))
 
 @dataclass(frozen=True, slots=True)
 class WholeTensors:
-    """Tensors of a policy, to be taken once, one after the other. Under FSDP2 every process takes
-    all of them."""
+    """A policy's tensors, which can be iterated once. With FSDP2 every process must iterate over
+    all."""
 
     shapes: Mapping[str, Sequence[int]]
-    """Shape of each, in the order in which they come."""
+    """Shape of each tensor, in the order of `tensors`."""
     tensors: Iterable[tuple[str, Tensor]]
-    """Name and tensor, wherever it is."""
+    """Name and tensor, on any device."""
     dtype: torch.dtype
-    """Data type that they are to be written in."""
+    """Data type in which the tensors are written."""
     arrival: Arrival | None = None
-    """Share of the adapters' update that is in them, once all are taken; None without adapters."""
+    """How much of the adapters' update rounding leaves, known after the last tensor; None without
+    adapters."""
 
 
 def whole_tensors(model: PreTrainedModel, dtype: torch.dtype) -> WholeTensors:
-    """Whole parameters and persistent buffers as `dtype`, adapters merged. Names are Hugging
-    Face's; tied weights come once, under their first name, as in its files."""
+    """Return the whole parameters and persistent buffers as `dtype`, with adapters merged. They
+    have Hugging Face's names. Tied weights appear once, under their first name, as in the model's
+    files."""
     parts = base_tensors(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in parts.items()}
     adapted = adapted_layers(model)
@@ -62,7 +64,7 @@ def _whole(
     arrival: Arrival | None,
 ) -> Iterator[tuple[str, Tensor]]:
     for name, part in parts.items():
-        # Without a name here: it would be held while the next one is gathered.
+        # Bind the tensor to no name here: it would stay alive while the next one is gathered.
         if arrival and name in adapted:
             yield name, _merged(part, adapted[name], arrival)
         else:
@@ -79,35 +81,36 @@ def _merged(part: Tensor, layer: LoraLayer, arrival: Arrival) -> Tensor:
 def _gathered(part: Tensor, dtype: torch.dtype) -> Tensor:
     if not isinstance(part, DTensor):
         return part
-    # Cast first: less is gathered.
+    # Cast before gathering, to transfer less.
     shards: Any = part.to(dtype)
     return shards.full_tensor()
 
 
 class Receivers(Protocol):
-    """Engines that take a policy version from the trainer's GPUs."""
+    """Engines that receive a policy version from the trainer's GPUs."""
 
     def send(self, rank: int, policy_version: int, whole: WholeTensors) -> tuple[str, ...]:
-        """Take all tensors, on every rank, and hand them on; who did not take them, and why."""
+        """Send all tensors; called on every rank. Return which engines did not take them, and
+        why."""
         ...
 
 
 def publish(tensors: WholeTensors, policy_version: int, files: VersionFiles) -> Path:
-    """Write a policy version, and return its file. Raises `NoRoom`."""
+    """Write a policy version and return its file. Raise `NoRoom` if shared memory is full."""
     take(written(tensors, policy_version, files))
     return files.path(policy_version)
 
 
 def take(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Have every tensor made, and keep none."""
+    """Consume all tensors and keep none."""
     deque(tensors, maxlen=0)
 
 
 def written(
     tensors: WholeTensors, policy_version: int, files: VersionFiles
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors again, each when it is written; their file is there after the last. Raises
-    `NoRoom`."""
+    """Write each tensor and yield it again. The file appears after the last one. Raise `NoRoom` if
+    shared memory is full."""
     metadata = {"format": "pt", VERSION: str(policy_version)}
     layout = lay_out(tensors.shapes, _NAMES[tensors.dtype], metadata)
     with files.writing(policy_version, layout.num_bytes) as memory:
@@ -117,13 +120,13 @@ def written(
             assert (told, tuple(tensor.shape)) == (name, tuple(shape)), f"{told} for {name}"
             _write(tensor, memory, layout.offsets[name], tensors.dtype)
             yield told, tensor
-            del tensor  # Before the next one is gathered.
+            del tensor  # Free it before the next tensor is gathered.
         assert next(stream, None) is None, "more tensors than were announced"
         memory[: len(layout.header)] = layout.header
 
 
 def _write(tensor: Tensor, memory: mmap, first: int, dtype: torch.dtype) -> None:
-    """Cast a tensor into its place in a file: nothing is made on the way."""
+    """Cast a tensor directly into its place in the file, without a copy."""
     if num := tensor.numel():
         place = torch.frombuffer(memory, dtype=dtype, count=num, offset=first)
         place.view(tensor.shape).copy_(tensor)

@@ -1,11 +1,12 @@
-"""A small copy of a model's configuration: few layers, narrow, with every feature that it names.
+"""A small copy of a model's configuration: few, narrow layers that keep every feature of the model.
 
-    widths, heads, experts, ranks    small, and as they are to each other
-    windows, chunks, rope switches   short, in the same order, the run's longest sample among them
+    widths, heads, experts, ranks    small, with their ratios kept
+    windows, chunks, rope switches   short, in the same order as each other and as the run's longest
+                                     sample
     layers                           one of each kind, two at least
-    all else                         as it is
+    all other fields                 unchanged
 
-Fields are known by their names, as transformers' configurations spell them.
+Fields are recognised by their names in transformers' configurations.
 """
 
 import re
@@ -20,13 +21,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 LENGTH = 96
-"""Tokens that stand for the shortest window, context or chunk, and that the next is longer by: more
-than `engines.learn.neighbours` looks at, as those of a real model are."""
+"""Tokens of the shortest window, context or chunk in the copy. Each next length is longer by the
+same number. More than `engines.learn.neighbours` checks, as in a real model."""
 VOCABULARY = 64
 FEW_LAYERS = 8
-"""First layers of a model that are taken as they are; of more, one of each kind is."""
+"""Take this many first layers as they are. If a model needs more, take one layer of each kind."""
 _NO_LENGTH = 8
-"""Largest window that is left as it is."""
+"""Largest window that is not changed."""
 
 _LAYERS = re.compile(
     r"(num_(hidden_|decoder_|encoder_)?layers|n_layers?|(de|en)coder_layers|num_blocks"
@@ -38,17 +39,17 @@ _FIRST_LAYERS = re.compile(
 """Fields that count the first layers of a kind."""
 _LAST_LAYERS = re.compile(r"num_kv_shared_layers$")
 _LAYER_NUMBERS = re.compile(r"layer|idx|indices|_ids$")
-"""Lists of the numbers of layers."""
+"""Lists of layer indices."""
 _CONTEXT = re.compile(
     r"max_position|n_positions|n_ctx|context_length|max_seq_len|max_(target|source)_positions"
     r"|model_max_length"
 )
-"""Lengths that rope is switched at, or that there are positions for: a run may stay below them."""
+"""Number of positions, or length at which rope switches. A run may stay below them."""
 _WINDOW = re.compile(
     r"window|chunk_(size|length)|floor|local_attention$|index_topk$|block_size|extent|max_distance"
 )
 _NO_LENGTHS = re.compile(r"theta|seed|layer")
-"""Large numbers that are none."""
+"""Fields with large numbers that are not lengths."""
 _SMALL: tuple[tuple[str, int], ...] = (
     (r"vocab", VOCABULARY),
     (r"token_id$|_index$", 3),
@@ -67,17 +68,17 @@ _SMALL: tuple[tuple[str, int], ...] = (
     (r"intermediate|ffn|dff|dim_ff|d_inner|n_inner|feed_forward|mlp_dim", 64),
     (r"(hidden_size|d_model|n_embd|(emb|embedding)_(dim|size)|embed_proj_dim|width|embed_dim)", 64),
 )
-"""Largest value of a whole number, by its name: the first that fits."""
+"""Largest value of an integer field, by its name. The first pattern that matches counts."""
 _PATTERNS = [(re.compile(pattern), value) for pattern, value in _SMALL]
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths of a configuration and of a run, and those that stand for them."""
+    """Lengths of a configuration and of a run, each with its short length in the copy."""
 
     windows: Mapping[int, int]
     contexts: Mapping[int, int]
-    """Longer than each window, in the order of the given ones."""
+    """The short ones are longer than all windows, and keep their order."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any], max_tokens: int) -> "Lengths":
@@ -90,7 +91,7 @@ class Lengths:
         )
 
     def short(self, name: str, value: Any) -> int | None:
-        """Return the length that stands for a field's value, if that is one."""
+        """Return the short length for a field, or None if the field is not a length."""
         if _is_context(name, value):
             return self.contexts[int(value)]
         return self.windows.get(int(value)) if _may_be_window(name, value) else None
@@ -109,7 +110,7 @@ def _is_context(name: str, value: Any) -> bool:
 
 
 def _may_be_window(name: str, value: Any) -> bool:
-    """Whether a field is a window, a chunk, or a large number that nothing is known about."""
+    """Return whether a field is a window, a chunk or an unknown large number."""
     if not _is_length(value) or _CONTEXT.search(name) or _NO_LENGTHS.search(name):
         return False
     unknown = type(value) is int and value > LENGTH and _limit(name) is None
@@ -123,13 +124,13 @@ def _is_length(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SmallCopy:
-    """A small configuration, and the lengths of samples that show all of its features."""
+    """A small configuration, and the sample lengths that exercise all its features."""
 
     config: PretrainedConfig
     max_tokens: int
     """Tokens of the longest sample."""
     lengths: Sequence[int]
-    """Windows, chunks and switches of rope below that."""
+    """Windows, chunks and rope switches below `max_tokens`."""
     num_layers: int
 
 
@@ -141,10 +142,11 @@ def small_copy(
     in_order: bool = False,
     trust_remote_code: bool = False,
 ) -> SmallCopy:
-    """The copy of a configuration. Some models take no widths but their own (`narrow`), some no
-    layers but the first ones (`in_order`). Raises what the model's own checks raise.
+    """Return a small copy of a configuration. Turn `narrow` off for models that fix their widths;
+    turn `in_order` on for models that need their first layers. Raises what the model's own checks
+    raise.
 
-    `max_tokens`: of the longest sample of a run.
+    `max_tokens`: tokens of the run's longest sample.
     """
     values = _text_values(config)
     lengths = Lengths.of(values, max_tokens)
@@ -196,7 +198,7 @@ def _limit(name: str) -> int | None:
 
 
 def _keep_relations(values: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """Heads that share keys and values, and lists that are as long as a head is wide."""
+    """Keep the number of heads that share keys and values, and other relations between widths."""
     heads = values.get("num_attention_heads")
     for name in ("num_key_value_heads", "num_kv_heads"):
         given = values.get(name)
@@ -246,7 +248,8 @@ def _head_width(values: Mapping[str, Any]) -> int:
 
 
 def kinds_of_layers(config: PretrainedConfig, trust_remote_code: bool = False) -> list[Any]:
-    """Describe each layer of a model: equal ones compute alike. Takes no memory."""
+    """Describe each layer of a model; layers with equal descriptions compute alike. Allocates no
+    memory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     layers = decoder_layers(model)
@@ -263,7 +266,7 @@ def kinds_of_layers(config: PretrainedConfig, trust_remote_code: bool = False) -
 
 
 def _counts(name: Any, layers: Sequence[Mapping[Any, Any]]) -> bool:
-    """Whether a setting is the number of a layer, or grows with it."""
+    """Return whether a setting is the layer's index or grows with it."""
     values = [layer[name] for layer in layers if name in layer]
     if len(values) < 3 or not all(isinstance(value, int | float) for value in values):
         return False
@@ -271,7 +274,7 @@ def _counts(name: Any, layers: Sequence[Mapping[Any, Any]]) -> bool:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The layers of a model: the longest list of modules that is nearest to its root."""
+    """Return a model's layers: of the module lists nearest to its root, the longest."""
     lists = [
         (name.count("."), -len(module), module)
         for name, module in model.named_modules()
@@ -281,7 +284,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
 
 
 def _looks(layer: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Classes, shapes and settings of a layer's modules."""
+    """Yield classes, shapes and settings of a layer's modules."""
     for name, module in layer.named_modules():
         yield (name, ""), type(module).__name__
         for key, value in vars(module).items():
@@ -292,7 +295,7 @@ def _looks(layer: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
 
 
 def _kept(kinds: Sequence[Any], in_order: bool) -> list[int]:
-    """Layers that have every kind among them: the first ones, or one of each where those are
+    """Choose layers that cover every kind: the first ones, or one of each kind if that takes too
     many."""
     one_each = [place for place, kind in enumerate(kinds) if kind not in kinds[:place]]
     first = list(range(max(one_each[-1] + 1, min(2, len(kinds)))))
@@ -301,7 +304,7 @@ def _kept(kinds: Sequence[Any], in_order: bool) -> list[int]:
 
 
 def _with_layers(values: Mapping[str, Any], kept: Sequence[int], number: int) -> dict[str, Any]:
-    """The configuration with some of its layers alone."""
+    """Return the configuration with only the `kept` layers."""
     if len(kept) == number:
         return dict(values)
 
@@ -324,7 +327,7 @@ def _with_layers(values: Mapping[str, Any], kept: Sequence[int], number: int) ->
 
 
 def _fit_keys(value: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
-    """Settings by the number of a layer."""
+    """Keep settings whose keys are layer indices, for the kept layers only."""
     if not value or not all(str(key).isdigit() for key in value):
         return value
     of = {int(key): settings for key, settings in value.items()}
@@ -340,6 +343,6 @@ def _fit_list(name: str, value: list[Any], kept: Sequence[int], number: int) -> 
 
 
 def _are_numbers(value: Sequence[Any], number: int) -> bool:
-    """Whether these are numbers of layers: each once, and none beyond the last."""
+    """Return whether the values are distinct, valid layer indices."""
     whole = all(type(one) is int and 0 <= one < number for one in value)
     return whole and len(set(value)) == len(value)

@@ -1,13 +1,13 @@
-"""Trainer processes as Ray actors, and the front that the driver holds.
+"""Trainer processes as Ray actors, and the group through which the driver uses them.
 
 ```
 driver ── TrainerGroup ──┬── TrainerActor rank 0   rendezvous, weights' files, checkpoints
                          └── TrainerActor rank n   its shard (FSDP2, gloo or nccl)
 ```
 
-Only the group waits, and every wait ends after `trainer.timeout_s`: the first rank to fail, or the
-ranks that have not answered, are named in the error. After an error the group is of no more use;
-shut it down and start another from the last checkpoint.
+Only the group waits, and every wait ends after `trainer.timeout_s`. The error names the first rank
+that failed, or the ranks that did not answer. After an error, shut the group down and start another
+one from the last checkpoint.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from engines.learn.published import Receivers
 
 SHUTDOWN_S = 5.0
-"""Longest time for rank 0 to delete its weights before it is killed."""
+"""Longest time that rank 0 has to delete its weights before it is killed."""
 
 
 class TrainerError(RuntimeError):
@@ -46,10 +46,11 @@ class TrainerError(RuntimeError):
 
 
 class TrainerActor:
-    """One rank: a `Learner` in a process of its own; torch is loaded in this process only."""
+    """One rank: a `Learner` in its own process, the only process that imports torch."""
 
     def __init__(self, config: TrainConfig, rank: int, gpu: int | None = None) -> None:
-        """`gpu`: of its node, which it has in turn with an engine; None: what Ray gives it."""
+        """`gpu`: number of a GPU on its node, which an engine uses in turn; None: use what Ray
+        assigns."""
         if gpu is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
         self._rank = rank
@@ -62,17 +63,17 @@ class TrainerActor:
             from engines.learn.learner import Learner
 
             use_private_kernels()
-            works_on_cpu()  # Raises where it would have to, but was meant for a GPU.
+            works_on_cpu()  # Raises when a GPU was expected and torch finds none.
             if config.trainer.num_threads is not None:
                 torch.set_num_threads(config.trainer.num_threads)
             self._learner = Learner(config, rank, self._world_size)
-        # One that is generated with while the next comes, and in a pipeline those behind it.
+        # Engines still use one version while the next arrives; a pipeline may use older ones too.
         self._files = VersionFiles(1 + max(1, config.max_staleness))
         self._couriers: Couriers | None = None
 
     def host_rendezvous(self, one_node: bool) -> str:
-        """Open the store at which the ranks meet and return its address. `one_node`: all of them
-        are on this one."""
+        """Open the store at which the ranks meet and return its address. `one_node`: all ranks run
+        on this node."""
         assert self._rank == 0
         return self._rendezvous.host(one_node=one_node)
 
@@ -105,14 +106,15 @@ class TrainerActor:
         canary_token_ids: Sequence[Sequence[int]] | None,
         receivers: "Receivers | None" = None,
     ) -> PolicyWeights | None:
-        """The current weights, written into shared memory by rank 0, and handed to `receivers`;
-        None from the others."""
+        """Write the current weights to shared memory on rank 0 and send them to `receivers`. Return
+        them on rank 0, None on the other ranks."""
         if policy_version != self._learner.policy_version:
             raise ValueError(
                 f"policy version {policy_version} was asked for, but the trainer holds version "
                 f"{self._learner.policy_version}"
             )
-        # Engines take memory that canaries need; where none do, weights are on their way first.
+        # Receiving engines take memory that canaries need, so make the canaries first. Without
+        # receivers, send the weights first.
         canaries = self._canaries(canary_token_ids) if receivers else None
         not_handed, arrived = self._give_weights(policy_version, receivers)
         file = self._announced(policy_version) if self._rank == 0 else None
@@ -125,15 +127,16 @@ class TrainerActor:
     def _canaries(
         self, token_ids: Sequence[Sequence[int]] | None
     ) -> tuple[tuple[Canary, ...], tuple[Canary, ...]]:
-        """Those of every sync, and the long ones."""
+        """Return the short canaries of every sync, and the long ones."""
         few = token_ids and token_ids[:NUM_SHORT]
         return self._learner.canaries(few), self._learner.long_canaries(token_ids)
 
     def _give_weights(
         self, policy_version: int, receivers: "Receivers | None"
     ) -> tuple[tuple[str, ...], float | None]:
-        """Gather the weights once, for the file, which rank 0 writes, and for receivers; those that
-        did not take them, and why, and the share of the adapters' update that is in them."""
+        """Gather the weights once, for the file that rank 0 writes and for the receivers. Return
+        which receivers did not take them and why, and how much of the adapters' update is left
+        after rounding."""
         from engines.learn.published import take, written
 
         whole = self._learner.to_publish()
@@ -148,7 +151,7 @@ class TrainerActor:
         return not_handed, whole.arrival.share if whole.arrival else None
 
     def _announced(self, policy_version: int) -> WeightsFile:
-        """The file, on its way to other nodes."""
+        """Return the weights file, and announce it to the couriers that bring it to other nodes."""
         path = self._files.path(policy_version)
         node_id = self.node_id()
         file = WeightsFile(path, path.stat().st_size, self._files.num_kept, node_id)
@@ -166,7 +169,7 @@ class TrainerActor:
         self._learner.enter_gpu()
 
     def shutdown(self) -> None:
-        """Delete the weights that were published, and where the ranks met."""
+        """Delete the published weights and the rendezvous."""
         self._rendezvous.close()
         if self._couriers:
             self._couriers.end()
@@ -174,7 +177,7 @@ class TrainerActor:
 
 
 class TrainerGroup:
-    """All trainer processes of a run as one: every method runs on all ranks."""
+    """All trainer processes of a run. Every method runs on all ranks."""
 
     def __init__(
         self,
@@ -186,11 +189,11 @@ class TrainerGroup:
         state_leaves: bool = False,
         receivers: Callable[[], "Receivers | None"] = lambda: None,
     ) -> None:
-        """`name`: what other processes find the actors by; their ranks are added to it. `nodes`:
-        where each rank is to be; none: anywhere. `gpus`: of these nodes, that they have in turn
-        with engines; none: Ray gives them some. `state_leaves`: weights and moments go to host
-        memory while engines have the GPUs. `receivers`: engines that take weights from these,
-        asked for at each version."""
+        """`name`: prefix of the actors' names, by which other processes find them; the rank
+        follows. `nodes`: node of each rank; empty: any node. `gpus`: GPUs on these nodes that the
+        ranks share in turn with engines; empty: Ray assigns GPUs. `state_leaves`: move weights and
+        moments to host memory while engines have the GPUs. `receivers`: return the engines that
+        take weights from these GPUs; called for each version."""
         self._config = config
         self._name = name
         num_ranks = config.trainer.num_processes
@@ -200,22 +203,22 @@ class TrainerGroup:
         self._receivers = receivers
         self._actors: list[RemoteActor] = []
         self.notes: tuple[str, ...] = ()
-        """`Learner.notes`, once started."""
+        """`Learner.notes`; empty before `start`."""
 
     def adopt(self, actors: Sequence[Any]) -> None:
-        """Take the ranks that another process has started."""
+        """Use ranks that another process has started."""
         self._actors = [
             RemoteActor.of(f"trainer rank {rank}", actor) for rank, actor in enumerate(actors)
         ]
 
     async def start(self, checkpoint_dir: Path | None) -> None:
-        """Start the processes and load the starting policy or a checkpoint.
+        """Start the processes, and load the starting policy or a checkpoint.
 
-        Raises TrainerError when a process could not start, or the model or checkpoint cannot be
+        Raises TrainerError when a process cannot start, or when the model or checkpoint cannot be
         loaded.
         """
         assert not self._actors, "already started"
-        # The cluster is asked, not CUDA: the driver may run on a node without a GPU.
+        # Ask the cluster, not CUDA: the driver may run on a node without a GPU.
         takes_gpus = self._gpus[0] is None and ray.cluster_resources().get("GPU", 0) > 0
         self._actors = [
             RemoteActor(
@@ -239,24 +242,25 @@ class TrainerGroup:
         self.notes = (await self._call("restore", checkpoint_dir))[0]
 
     async def nodes(self) -> dict[str, str]:
-        """Nodes of the cluster that it cannot lose, each with its ranks."""
+        """Return the nodes that the trainer needs, each with the names of its ranks."""
         ranks: dict[str, list[int]] = {}
         for rank, node in enumerate(await self._call("node_id")):
             ranks.setdefault(node, []).append(rank)
         return {node: f"trainer rank {', '.join(map(str, on))}" for node, on in ranks.items()}
 
     async def train_step(self, batch: pa.Table | ray.ObjectRef) -> dict[str, float]:
-        """Move the policy by one version (`Learner.train_step`) on the whole rewarded batch, or one
-        that Ray refers to. Each rank takes its share itself, since advantages and denominators are
-        those of the whole batch."""
+        """Train one policy version on the rewarded batch, or on Ray's reference to it
+        (`Learner.train_step`). Every rank gets the whole batch and takes its own share, because
+        advantages and denominators depend on all samples."""
         return (await self._call("train_step", batch))[0]
 
     async def publish(
         self, policy_version: int, canary_token_ids: Sequence[Sequence[int]] | None = None
     ) -> PolicyWeights:
-        """The weights of the current policy version, which the caller knows, in the shared memory
-        of rank 0's node, with canaries: the first of these and a long one of all of them, or
-        `Learner.canaries`' own choice."""
+        """Publish the weights in the shared memory of rank 0's node, with canaries.
+        `policy_version` must be the current one. Short canaries are the first of
+        `canary_token_ids`; a long one is made of them all. By default `Learner` chooses the
+        canaries."""
         to = self._receivers()
         return (await self._call("publish", policy_version, canary_token_ids, to))[0]
 
@@ -265,16 +269,16 @@ class TrainerGroup:
         return (await self._call("save", step, loader_state))[0]
 
     async def leave_gpus(self) -> None:
-        """Leave the GPUs to the engines (`Learner.leave_gpu`)."""
+        """Hand the GPUs to the engines (`Learner.leave_gpu`)."""
         await self._call("leave_gpu", state=self._state_leaves)
 
     async def enter_gpus(self) -> None:
-        """Take the GPUs again."""
+        """Take the GPUs back."""
         await self._call("enter_gpu")
 
     async def shutdown(self) -> None:
-        """End all processes. Harmless when they have ended or were never started."""
-        # Nobody else has left anything; one that trains is not waited for.
+        """End all processes. Does nothing when none is running."""
+        # Only rank 0 has files to delete. Kill a rank that is still training.
         for writer in self._actors[:1]:
             with suppress(ActorError):
                 await writer.call("shutdown", timeout_s=SHUTDOWN_S)
@@ -285,7 +289,7 @@ class TrainerGroup:
     async def _call(
         self, method: str, *args: object, actors: list[RemoteActor] | None = None, **named: object
     ) -> list[Any]:
-        """Call `method` on the ranks and return their results, in order of rank."""
+        """Call `method` on the ranks and return their results in order of rank."""
         assert self._actors, "start() comes first"
         limit_s = self._config.trainer.timeout_s
         calls: list[asyncio.Task[Any]] = []

@@ -152,7 +152,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read_by_sizes(tmp_path: Path) -> 
     (path / "state.json").write_text(json.dumps(state))
     assert verify(path).file_bytes == {"model/file": 7}
     (path / "model" / "file").write_text("wei")
-    with pytest.raises(ValueError, match="has not the 7 bytes"):
+    with pytest.raises(ValueError, match="its size is not the 7 bytes"):
         verify(path)
 
 
@@ -165,7 +165,7 @@ def test_a_file_that_leads_out_of_the_checkpoint_is_refused(tmp_path: Path, name
     state = json.loads((path / "state.json").read_text())
     state |= {"file_bytes": {name: 4}, "file_sha256": {}, "own_sha256": ""}
     (path / "state.json").write_text(json.dumps(state))
-    with pytest.raises(ValueError, match=r"state\.json is damaged .*is no path of a file in this"):
+    with pytest.raises(ValueError, match=r"state\.json is damaged .*is not the path of a file in this"):
         read_state(path)
 
 
