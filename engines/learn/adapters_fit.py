@@ -1,11 +1,11 @@
-"""Do adapters reach engines and peft? Tried on a small copy of the model before a run starts.
+"""Check, on a small copy of the model, that adapters reach engines and peft before a run starts.
 
     a model with adapters, filled at random     ◄─┐
     their merged weights in one without           ├─ the same logits in float32?
     the adapter, as peft reads it from its file ◄─┘
 
-Example: Jamba reads the weight of `dt_proj` itself, so an adapter there would do nothing in the
-trainer and something in engines.
+Example: Jamba reads the weight of `dt_proj` itself. An adapter of that weight would change nothing
+in the trainer, but would change the engines.
 """
 
 import re
@@ -28,15 +28,15 @@ from engines.reading import first_line
 from schemas.trainer import LoraConfig
 
 SEEDS = (0, 1)
-"""Seeds of weights. Adapters are refused where both show a fault: rounding may send one token to
-another expert."""
+"""Seeds of weights. Adapters are refused only if every seed shows a fault: rounding alone may send
+one token to another expert."""
 _SETTING = "trainer.lora.target_modules"
 _NUM_TOKENS = 32
-"""Tokens of the sample that is scored."""
+"""Tokens of the scored sample."""
 _TOLERANCE = 1e-3
-"""Most that logits may differ by, over how much adapters move them."""
+"""Largest difference of logits, as a share of how much adapters change them."""
 _ROUNDING = 10.0
-"""The same, over how much rounding moves them: deep models blow it up."""
+"""The same, as a multiple of how much rounding changes them. Deep models amplify rounding."""
 _NO_MATRICES = (nn.Embedding, nn.modules.conv._ConvNd)
 
 
@@ -45,9 +45,9 @@ _NO_MATRICES = (nn.Embedding, nn.modules.conv._ConvNd)
 def check_adapters(
     config: PretrainedConfig, lora: LoraConfig, *, trust_remote_code: bool = False
 ) -> tuple[str, ...]:
-    """Put adapters into the model, without memory, and into a small copy that computes with them.
+    """Add adapters to the model on the meta device, and to a small copy that computes with them.
 
-    Returns sentences about layers that get none, and about what could not be tried. Raises
+    Returns notes about matrices that get no adapter, and about what could not be tried. Raises
     ValueError that names the layers whose adapters cannot be merged.
     """
     with torch.device("meta"):
@@ -59,7 +59,10 @@ def check_adapters(
         trial = _Trial(small, trust_remote_code)
         _logits(trial.made())
     except Exception as error:  # Each model checks its sizes in its own way.
-        return (*notes, f"trainer.lora: adapters were tried on no small copy: {first_line(error)}")
+        return (
+            *notes,
+            f"trainer.lora: adapters were not tried on a small copy: {first_line(error)}",
+        )
     if why := trial.fault(lora):
         raise ValueError(f"{_SETTING}: {why}; {_mend(trial, lora, model)}")
     return notes
@@ -71,7 +74,7 @@ class _Trial:
     trust: bool
 
     def made(self, tensors: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
-        """Make a model, with these weights."""
+        """Create a model with these weights, or with new ones."""
         model = AutoModelForCausalLM.from_config(
             deepcopy(self.config), dtype=torch.float32, trust_remote_code=self.trust
         )
@@ -93,11 +96,11 @@ class _Trial:
         before, rounding = _logits(model), self._rounding(start)
         add_adapters(model, lora)
         for parameter in model.parameters():
-            if parameter.requires_grad:  # Updates about as large as weights are.
+            if parameter.requires_grad:  # Make the updates about as large as the weights.
                 parameter.normal_(std=sqrt(0.125 * sqrt(lora.rank) / lora.alpha))
         try:
             expected = _logits(model)
-        except Exception as error:  # Whatever a model does with what its layers are now.
+        except Exception as error:  # A model may fail in any way on wrapped layers.
             return f"a small copy of the model fails with adapters ({first_line(error)})"
         most = max(_TOLERANCE * _mean(expected, before), _ROUNDING * rounding)
         merged = self.made(dict(whole_tensors(model, torch.float32).tensors))
@@ -111,7 +114,7 @@ class _Trial:
         return None
 
     def _rounding(self, start: Mapping[str, Tensor]) -> float:
-        """How much weights that are rounded otherwise change logits."""
+        """Return how much other rounding of the weights changes the logits."""
         eps = torch.finfo(torch.float32).eps
         other = {name: t * (1 + eps * torch.randn(t.shape)) for name, t in start.items()}
         return _mean(_logits(self.made(start)), _logits(self.made(other)))
@@ -127,7 +130,7 @@ def _logits(model: PreTrainedModel) -> Tensor:
 
 
 def _mend(trial: _Trial, lora: LoraConfig, model: PreTrainedModel) -> str:
-    """Name the layers to leave out, tried one by one."""
+    """Try the layers one by one, and say which to leave out."""
     given = lora.target_modules
     if isinstance(given, str):
         names = {name.split(".")[-2] for name in adapted_layers(model)}
@@ -138,7 +141,7 @@ def _mend(trial: _Trial, lora: LoraConfig, model: PreTrainedModel) -> str:
         one = lora.model_copy(update={"target_modules": (name,)})
         try:
             (bad if trial.fault(one, SEEDS[:1]) else good).append(name)
-        except ValueError:  # Experts go by other names.
+        except ValueError:  # Experts have other names here.
             continue
     if not bad or not good:
         return "train without trainer.lora"
@@ -146,7 +149,7 @@ def _mend(trial: _Trial, lora: LoraConfig, model: PreTrainedModel) -> str:
 
 
 def _left_out(model: PreTrainedModel) -> Iterator[str]:
-    """A sentence about matrices that have no adapter, where there are some."""
+    """Yield a note about matrices without an adapter, if there are any."""
     head = model.get_output_embeddings()
     matrices = {
         f"{name}.{own}".replace(".base_layer", "")
@@ -158,6 +161,6 @@ def _left_out(model: PreTrainedModel) -> Iterator[str]:
     if names := matrices - adapted_layers(model).keys():
         told = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})
         yield (
-            f"{_SETTING}=all-linear leaves out {listed(told)}, which peft has no adapters for: "
-            "they stay as they are"
+            f"{_SETTING}=all-linear leaves out {listed(told)}: peft has no adapters for these, so "
+            "they are not trained"
         )

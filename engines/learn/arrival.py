@@ -1,22 +1,22 @@
-"""How much of what adapters have learnt is left when merged weights are rounded for the engines.
+"""Measure how much of the adapters' update is left when engines get rounded, merged weights.
 
-bfloat16 keeps 8 bits of a weight. An update of less than half its last bit is gone: of W = 0.02 and
-an update of 1e-5, engines get 0.02. The trainer computes with the whole update, so its policy and
-the engines' are then two.
+bfloat16 keeps 8 bits of a weight. An update of less than half its last bit is lost: with W = 0.02
+and an update of 1e-5, engines get 0.02. The trainer computes with the whole update, so its policy
+differs from the engines' policy.
 """
 
 import torch
 from torch import Tensor
 
 LOW = 0.5
-"""Share below which a run is warned."""
+"""Share below which the run gets a warning."""
 SAMPLE = 2**20
-"""Elements of each weight that are looked at, about."""
+"""Approximate number of elements checked in each weight."""
 
 
 class Arrival:
-    """Share of an update that rounding leaves: its projection on what was wanted, 1 for all of it.
-    Elements that round up to a whole last bit count for more than they wanted."""
+    """Share of an update that rounding leaves: its projection on the exact update, 1 for all of it.
+    Elements that round up to a whole last bit count for more than their exact update."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -24,8 +24,8 @@ class Arrival:
 
     @torch.no_grad()
     def add(self, before: Tensor, after: Tensor) -> None:
-        """Look at a weight without and with its update."""
-        # An odd stride meets every column of a matrix.
+        """Add a weight, before and after its update."""
+        # An odd stride reaches every column of a matrix.
         stride = before.numel() // SAMPLE | 1
         old, new = (tensor.reshape(-1)[::stride].float() for tensor in (before, after))
         wanted = new - old
@@ -34,7 +34,7 @@ class Arrival:
 
     @property
     def share(self) -> float | None:
-        """The share of all weights so far; None where nothing was to change."""
+        """Share over all weights so far; None if there was nothing to update."""
         if not self._sums:
             return None
         arrived, wanted = torch.stack(self._sums).sum(0).tolist()
@@ -42,10 +42,10 @@ class Arrival:
 
 
 def warning_of(share: float, dtype: str) -> str:
-    """Say what to do about a low share."""
+    """Return a warning that says what to do about a low share."""
     return (
-        f"engines get {share:.0%} of what the adapters have learnt: merged weights are rounded to "
-        f"{dtype}, which drops smaller updates. This is usual in the first steps. If "
+        f"engines get {share:.0%} of the adapters' update: merged weights are rounded to "
+        f"{dtype}, which loses small updates. This is normal in the first steps. If "
         "actor/lora_arrived stays low, raise trainer.learning_rate or trainer.lora.alpha, or set "
         "model.dtype=float32"
     )

@@ -1,14 +1,16 @@
-"""Attention of the samples of a micro-batch, which lie end to end in one row: in memory that grows
-with the number of tokens, and none sees another. The model's mask says what each sees of its own.
+"""Attention for the samples of a micro-batch, which lie end to end in one row.
 
-    CUDA, 16 bits, no soft cap or sink    flash attention of torch, by the samples' bounds
-    else                                  samples of like length side by side, causal and filled up
-                                          to the right, where nobody looks; in blocks with a
-                                          window, chunks, a soft cap or a sink
+No sample sees another. Memory grows linearly with the number of tokens. The model's mask says what
+each token sees of its own sample.
 
-Heads of keys and values that several query heads share are not repeated, where torch's kernels do
-not want them to be. transformers' models find it by the name `PACKED`. What it is given and does
-not know is refused.
+    CUDA, 16 bits, no soft cap or sink    torch's flash attention, with the samples' bounds
+    all else                              samples of like length as one batch, causal, padded on
+                                          the right; in blocks with a window, chunks, a soft cap
+                                          or a sink
+
+Key and value heads that several query heads share are repeated only where torch's kernels need it.
+transformers' models find this attention by the name `PACKED`. It refuses arguments that it does not
+know.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,22 +26,22 @@ from transformers import AttentionInterface
 from engines.learn.row_mask import PACKED, RowMask
 
 BLOCK = 512
-"""Queries of a block at most, where all keys cannot be looked at by one kernel."""
+"""Most queries of a block, when one kernel cannot take all keys."""
 MAX_SCORES = 2**28
-"""Scores of a block at most: 1 GiB in float32."""
+"""Most scores of a block: 1 GiB in float32."""
 FLASH_WIDTH = 256
-"""Widest head that flash attention takes."""
+"""Widest head that flash attention supports."""
 HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_hidden_states"}
-"""Arguments of attention that change nothing where samples lie in one row and there is no cache."""
+"""Arguments that change nothing when samples lie in one row and there is no cache."""
 
 
 class Scores(NamedTuple):
-    """How the scores of queries and keys are made, beside their mask."""
+    """How to compute the scores of queries and keys, apart from the mask."""
 
     scale: float
     softcap: float | None = None
     sink: Float[Tensor, "heads"] | None = None
-    """Score of a key with the value 0 that each query of a head sees too."""
+    """Score of an extra key with value 0, which every query of a head sees."""
 
 
 def packed_attention(
@@ -55,12 +57,12 @@ def packed_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Float[Tensor, "1 tokens heads value_width"], None]:
-    """Attention as transformers' models ask for it. `s_aux`: their name for sinks. Raises
-    ValueError for a mask or an argument that it does not know."""
-    del sliding_window  # The mask has it too, as in transformers' own eager attention.
+    """Compute attention as transformers' models call it. `s_aux`: transformers' name for sinks.
+    Raise ValueError for a mask or an argument that this function does not know."""
+    del sliding_window  # The mask contains it, as in transformers' own eager attention.
     mask = _known_mask(module, attention_mask)
     _refuse_unknown(module, others)
-    # Under autocast what was normed and turned is float32 again.
+    # Under autocast, norms and ropes return float32; cast their results back.
     rows = [tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value)]
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     if softcap is None and s_aux is None and _takes_flash(rows):
@@ -77,12 +79,13 @@ def _known_mask(module: nn.Module, mask: object) -> RowMask:
         return mask
     raise ValueError(
         f"{_name(module)} gives its attention {'no mask' if mask is None else 'a mask of its own'}"
-        ": this trainer computes masks that transformers makes alone"
+        ": this trainer supports only masks that transformers makes"
     )
 
 
 def _refuse_unknown(module: nn.Module, others: Mapping[str, Any]) -> None:
-    """`dropout` is 0 and `is_causal` true where they are given at all."""
+    """Raise ValueError for an unknown argument. `dropout` must be 0 and `is_causal` true, if
+    given."""
     off = {"dropout": 0.0, "is_causal": True}
     for name, value in others.items():
         if name not in HARMLESS and value is not None and (name not in off or value != off[name]):
@@ -106,12 +109,12 @@ def _takes_flash(rows: Sequence[Tensor]) -> bool:
 def by_bounds(
     rows: Sequence[Tensor], mask: RowMask, scale: float
 ) -> Float[Tensor, "tokens heads value_width"]:
-    """Attention by torch's flash attention of rows (`query, key, value`) in 16 bits."""
+    """Compute attention with torch's flash attention. `rows`: query, key and value in 16 bits."""
     from torch.nn.attention.varlen import varlen_attn
 
     segments = mask.segments.cut(mask.chunk)
     bounds, longest = segments.bounds, segments.longest
-    # Its kernels want heads of one width, a multiple of 8. Zeros add nothing to a score.
+    # The kernels need heads of one width, a multiple of 8. Zeros add nothing to a score.
     widths = [row.shape[-1] for row in rows]
     wide = [F.pad(row, (0, -(-max(widths) // 8) * 8 - row.shape[-1])) for row in rows]
     out = varlen_attn(
@@ -148,7 +151,8 @@ def _in_blocks(
     mask: RowMask,
     scores: Scores,
 ) -> Float[Tensor, "samples heads length value_width"]:
-    """Attention that looks at no more keys than it must, computed again in the backward pass."""
+    """Compute attention in blocks that read only the keys they need. The backward pass recomputes
+    them."""
     length = q.shape[2]
     keys = min(length, (mask.window or mask.chunk or length) + BLOCK)
     size = max(1, min(BLOCK, MAX_SCORES // (q.shape[0] * q.shape[1] * keys)))
@@ -174,7 +178,7 @@ def _block(
     first: int,
     *how: Any,
 ) -> Tensor:
-    """`start` and `first`: positions of the first query and of the first key."""
+    """Compute one block. `start` and `first`: positions of its first query and first key."""
     scale, softcap, sink = Scores(*how)
     scores = (q @ k.transpose(-1, -2) * scale).float()
     if softcap is not None:

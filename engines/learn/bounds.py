@@ -1,4 +1,4 @@
-"""Bounds of the samples in a row, and those of like length together."""
+"""Where each sample in a row begins, and which samples have like length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,30 +11,30 @@ from jaxtyping import Int
 from torch import Tensor
 
 LIKE_LENGTH = 0.8
-"""Shortest sample of a group, over its longest."""
+"""Smallest ratio between the shortest and the longest sample of a group."""
 
 
 class LikeSamples(NamedTuple):
-    """Samples of like length, one after another in the row."""
+    """Samples of like length, next to each other in the row."""
 
     take: Int[Tensor, "samples length"]
-    """Tokens, filled up with the last one of each sample."""
+    """Index in the row of each token; padded with the sample's last token."""
     keep: Int[Tensor, "tokens"]
-    """Places of the flattened `take` that are not filled up."""
+    """Indices into the flattened `take` that are not padding."""
 
 
 @dataclass(frozen=True)
 class SampleBounds:
-    """Bounds of the samples in a row."""
+    """Where each sample in a row begins."""
 
     bounds: Int[Tensor, "samples+1"]
-    """First token of each sample, and the end of the last; int32."""
+    """First token of each sample, then the end of the last sample; int32."""
     longest: int
     groups: tuple[LikeSamples, ...]
 
     @classmethod
     def of(cls, num_tokens: Sequence[int], device: torch.device) -> "SampleBounds":
-        """`num_tokens`: of each sample, the longest first."""
+        """Build the bounds. `num_tokens`: tokens of each sample, the longest first."""
         bounds = np.concatenate([[0], np.cumsum(num_tokens)]).astype(np.int32)
         groups, first = [], 0
         while first < len(num_tokens):
@@ -46,7 +46,7 @@ class SampleBounds:
         return cls(torch.from_numpy(bounds).to(device), max(num_tokens), tuple(groups))
 
     def cut(self, chunk: int | None) -> "SampleBounds":
-        """Bounds of the samples' chunks of so many tokens, without groups."""
+        """Return the bounds of the samples' chunks of `chunk` tokens, without groups."""
         if chunk is None or chunk >= self.longest:
             return self
         bounds = self.bounds.tolist()

@@ -1,7 +1,7 @@
-"""Figures that a step tells of its own loss, of tokens, added up over passes and processes.
+"""Metrics of a step's loss and tokens, summed over passes and processes.
 
-Every function gives one value per name for the tokens of a micro-batch. `combine` makes those of a
-minibatch of them, `summarise` those of a training step.
+Each function returns one value per name for the tokens of a micro-batch. `combine` turns these into
+metrics of a minibatch, and `summarise` into metrics of a training step.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ Sums = dict[str, Float[Tensor, ""]]
 PEAKS = ("actor/ratio_max", "mismatch/ratio_max")
 LOWS = ("mismatch/ratio_min",)
 WEIGHTED = ("actor/pg_loss", "actor/kl_loss")
-"""Metrics whose tokens already carry the loss's weights; those of all others but peaks and lows are
-sums over counted tokens."""
+"""Metrics whose tokens already carry the loss's weights. All others are sums over counted tokens,
+except peaks and lows."""
 DIFF = "actor/rollout_logprob_diff"
 _SQUARES = "mismatch/ratio_squares"
 
@@ -32,12 +32,12 @@ def clip_figures(
     counted: Bool[Tensor, "tokens"],
     algorithm: AlgorithmConfig,
 ) -> Sums:
-    """Ratios to the old policy, and the tokens whose gradient a clip took away.
+    """Return ratios to the old policy, and how many tokens lost their gradient to a clip.
 
-    `actor/pg_clipfrac` is the sum of `actor/clipfrac_low` (ratio below 1 - clip_low, negative
-    advantage) and `actor/clipfrac_high`; `actor/pg_clipfrac_lower`, there with a dual clip, is its
-    share, as in veRL. `actor/ppo_kl`: the k1 estimate of KL(pi_old || pi), `log pi_old - log pi`,
-    which can be negative.
+    `actor/pg_clipfrac` is `actor/clipfrac_low` (ratio below 1 - clip_low, negative advantage) plus
+    `actor/clipfrac_high`. `actor/pg_clipfrac_lower` is the share of the dual clip, if there is one,
+    as in veRL. `actor/ppo_kl` is the k1 estimate of KL(pi_old || pi), `log pi_old - log pi`, which
+    can be negative.
     """
     ratio = bounded_ratios(log_ratios)
     low = (ratio < 1.0 - algorithm.clip_low) & (advantages < 0.0) & counted
@@ -57,11 +57,11 @@ def clip_figures(
 
 
 def mismatch_figures(log_ratios: Float[Tensor, "tokens"], counted: Bool[Tensor, "tokens"]) -> Sums:
-    """Difference of the trainer's old policy from the engine's, which generated the tokens:
-    `log_ratios` are log pi_old - log pi_inference, 0 where tokens do not count.
+    """Return how the trainer's old policy differs from the engine's policy, which generated the
+    tokens. `log_ratios` are log pi_old - log pi_inference, 0 where tokens do not count.
 
-    `mismatch/k1` and `k3` estimate KL(pi_inference || pi_old), in nats a token; `mismatch/ratio_*`
-    are ratios of tokens, with neither cap nor rejection.
+    `mismatch/k1` and `k3` estimate KL(pi_inference || pi_old) in nats per token. `mismatch/ratio_*`
+    are token ratios, without cap or rejection.
     """
     ratio = bounded_ratios(log_ratios)
     return {
@@ -76,7 +76,7 @@ def mismatch_figures(log_ratios: Float[Tensor, "tokens"], counted: Bool[Tensor, 
 
 
 def nothing_like(figures: Sums) -> Sums:
-    """Figures of no tokens."""
+    """Return the values that these metrics have for no tokens."""
     return {
         name: torch.full_like(value, torch.inf if name in LOWS else 0.0)
         for name, value in figures.items()
@@ -84,7 +84,7 @@ def nothing_like(figures: Sums) -> Sums:
 
 
 def combine(measured: Sequence[Sums], num_counted: int, world_size: int) -> dict[str, float]:
-    """Metrics of a minibatch from those of the passes of all ranks."""
+    """Return the metrics of a minibatch from the sums of all passes on all ranks."""
     names = list(measured[0])
     passes = torch.stack([torch.stack([sums[name] for name in names]) for sums in measured])
     totals, peaks, lows = passes.sum(0), passes.amax(0), passes.amin(0)
@@ -104,9 +104,9 @@ def combine(measured: Sequence[Sums], num_counted: int, world_size: int) -> dict
 
 
 def summarise(updates: Sequence[dict[str, float]], num_measured: int) -> dict[str, float]:
-    """Metrics of a training step from those of its updates: means, except where the name says
-    otherwise. What compares engine and trainer is of the first `num_measured`, for which the old
-    policy was known."""
+    """Return the metrics of a training step from those of its updates. They are means, unless the
+    name says otherwise. Metrics that compare engine and trainer use only the first `num_measured`
+    updates, for which the old policy was known."""
     if not updates:
         return {}
     measured = updates[:num_measured]

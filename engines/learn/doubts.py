@@ -1,4 +1,4 @@
-"""Settings of a run that cannot do what they say, told before it starts. Pure: sentences."""
+"""Find settings of a run that have no effect or a harmful one, before the run starts. Pure."""
 
 from collections.abc import Iterator
 
@@ -7,24 +7,24 @@ from schemas.config import TrainConfig
 
 
 def doubtful_settings(config: TrainConfig) -> list[str]:
-    """A sentence for each setting that can never act, or that biases what is learnt."""
+    """Return a sentence for each setting that never acts or that biases training."""
     return [*_inert_clip(config), *_unused(config), *_biased_ratio(config)]
 
 
 def _inert_clip(config: TrainConfig) -> Iterator[str]:
-    """One update a step: the policy is its own old policy, and the ratio exactly 1."""
+    """With one update a step, the policy is its own old policy, so the ratio is exactly 1."""
     algorithm = config.algorithm
     num_updates = config.num_minibatches * config.trainer.passes_per_step
     if num_updates == 1 and algorithm.tis_cap is not None:
         yield (
-            f"the clip of algorithm.type {algorithm.type} never acts: with one update a step, and "
-            "algorithm.tis_cap for what engines do otherwise, the ratio to the old policy is 1; "
-            "for one that acts raise trainer.minibatches_per_step or trainer.passes_per_step"
+            f"the clip of algorithm.type {algorithm.type} never acts: with one update a step and "
+            "algorithm.tis_cap set, the ratio to the old policy is always 1. To make the clip act, "
+            "raise trainer.minibatches_per_step or trainer.passes_per_step"
         )
 
 
 def _unused(config: TrainConfig) -> Iterator[str]:
-    """Settings that were given and that another one switches off."""
+    """Yield settings that are set but switched off by another setting."""
     algorithm, trainer = config.algorithm, config.trainer
     needs = (
         (algorithm, "kl_estimator", algorithm.kl_coefficient > 0, "algorithm.kl_coefficient is 0"),
@@ -48,16 +48,16 @@ def _unused(config: TrainConfig) -> Iterator[str]:
 
 
 def _picked(config: TrainConfig, name: str) -> object:
-    """Value that the algorithm's type has for a setting."""
+    """Return the value that the algorithm's type gives a setting."""
     return SETTINGS[config.algorithm.type].get(name)
 
 
 def _biased_ratio(config: TrainConfig) -> Iterator[str]:
-    """Log-probabilities are those of the whole distribution, tokens are drawn from a part of it."""
+    """Log-probabilities cover the whole distribution, but tokens are drawn from a part of it."""
     rollout = config.rollout
     if rollout.top_p < 1.0 or rollout.top_k > 0:
         yield (
-            f"rollout.top_p = {rollout.top_p:g} and top_k = {rollout.top_k} bias what is learnt: "
-            "tokens are drawn from a part of the distribution, while ratios and gradients are of "
-            "the whole; train with top_p 1 and top_k 0"
+            f"rollout.top_p = {rollout.top_p:g} and top_k = {rollout.top_k} bias training: "
+            "engines draw tokens from a part of the distribution, but ratios and gradients use "
+            "all of it. Train with top_p 1 and top_k 0"
         )

@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face directory: new weights, and the files of the start beside them.
+"""Write a trained model as a Hugging Face directory: new weights, and files copied from the start.
 
 ```
 model/
@@ -8,9 +8,11 @@ model/
     refrain_export.json       says which file is which, and what was left out
 ```
 
-transformers never writes the files beside the weights: it would write those that it understood, as
-it understood them. Files that loaders read always come along, through links too. Others come along
-while there is room, but for weights, caches and links that lead out of the directory.
+The start is the model directory that training began with. transformers would rewrite the files
+beside the weights and keep only the settings that it understands, so this module copies them.
+
+Files that loaders read are always copied, even behind links. Others are copied while there is room,
+except weights, caches and links that lead out of the directory.
 """
 
 import json
@@ -35,32 +37,32 @@ from engines.reading import MAX_TEXT_BYTES, read_json_object
 
 CONFIG = "config.json"
 PATTERN = "model{suffix}.safetensors"
-"""Names of the weights' files."""
+"""Names of the weight files."""
 MANIFEST = "refrain_export.json"
 """File of an export that says where its files come from."""
 TEMPLATES = "additional_chat_templates"
-"""Folder that transformers reads further chat templates from."""
+"""Folder from which transformers reads more chat templates."""
 LOADED = (
     *(CONFIG, "generation_config.json", "*processor_config.json", "*.py"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.model", "*.tiktoken"),
     *("chat_template.json", "chat_template.jinja"),
 )
-"""Files that transformers and vLLM read, beside the weights and `TEMPLATES`."""
+"""Files that transformers and vLLM read, besides the weights and `TEMPLATES`."""
 WEIGHTS = (
     *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*", "*.pkl"),
     *("*.pickle", "*.joblib", "*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data"),
     *("*.npy", "*.npz", "*.ot", "*.tflite", "*.nemo", "*.llamafile", "*.distcp", "*.engine"),
 )
-"""Files with weights of the start, of which an export has new ones, and pickles."""
+"""Weight files, which an export replaces, and pickles."""
 MAX_OTHER_BYTES = 64 * 2**20
-"""Size of all files together that no loader reads, at most."""
+"""Most bytes of all files together that no loader reads."""
 MAX_FILES = 1000
-"""Files that are looked at before no further folder is."""
+"""Number of files after which no further folder is searched."""
 
 
 class LeftOut(StrEnum):
-    """Why a file or folder does not come along."""
+    """Why a file or folder is not copied."""
 
     WEIGHTS = "weights or a pickle"
     CACHE = "hidden or a cache"
@@ -72,18 +74,18 @@ class LeftOut(StrEnum):
 
 
 EXPECTED = {LeftOut.WEIGHTS, LeftOut.CACHE, LeftOut.THIS_RUN, LeftOut.MANIFEST}
-"""Reasons that no one needs to be warned of."""
+"""Reasons that need no warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartFiles:
-    """Files of a start that its exports take over, and those that they leave out."""
+    """Files of a start: those that exports copy, and those that they leave out."""
 
     start: Path
     copied: dict[str, int]
-    """Size of each, by its path in the directory."""
+    """Size of each file, by its path in the directory."""
     left_out: dict[str, LeftOut]
-    """Reason of each, by the same; folders end with a slash."""
+    """Reason for each file or folder, by its path in the directory. Folders end with a slash."""
 
     @property
     def num_bytes(self) -> int:
@@ -91,7 +93,7 @@ class StartFiles:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A sentence about files that may be missed."""
+        """A warning if a file was left out that the model may need."""
         missed = [name for name, reason in self.left_out.items() if reason not in EXPECTED]
         if not missed:
             return ()
@@ -102,8 +104,8 @@ class StartFiles:
 
 
 def find_start_files(start: Path, checkpoints: Path | None = None) -> StartFiles:
-    """Choose the files of a start that its exports take over. `checkpoints`: where these go to,
-    which may be a folder of the start."""
+    """Choose the files of a start that exports copy. `checkpoints`: where exports go; this may be a
+    folder of the start."""
     files, room = StartFiles(start, {}, {}), MAX_OTHER_BYTES
     for name in _walk(files, checkpoints or start):
         reason = _reason_of_file(start, name)
@@ -122,7 +124,7 @@ def find_start_files(start: Path, checkpoints: Path | None = None) -> StartFiles
 def write_export(
     model: PreTrainedModel, tensors: dict[str, Tensor], files: StartFiles, directory: Path
 ) -> None:
-    """Write a model directory of whole tensors, all of one data type, and a start's files."""
+    """Write a model directory from whole tensors, all of one data type, and a start's files."""
     directory.mkdir()
     (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     _write_weights(revert_weight_conversion(model, tensors), directory)
@@ -143,7 +145,7 @@ def write_export(
 
 
 def _write_weights(tensors: dict[str, Tensor], directory: Path) -> None:
-    """Write tensors, some of which may be parts of one, as transformers does."""
+    """Write the weights as transformers does, in shards if they are large."""
     split = split_torch_state_dict_into_shards(tensors, filename_pattern=PATTERN)
     for file, names in split.filename_to_tensors.items():
         shard = {name: tensors[name].contiguous() for name in names}
@@ -154,8 +156,8 @@ def _write_weights(tensors: dict[str, Tensor], directory: Path) -> None:
 
 
 def _fit_config(directory: Path, dtype: str) -> dict[str, str]:
-    """Have the config name the data type and the file of the weights beside it. Returns the values
-    that are new; without any its bytes stay."""
+    """Set the data type and weight file in the config. Return the changed values; if there are
+    none, the file keeps its bytes."""
     file, changed = directory / CONFIG, {}
     config = read_json_object(file)
     for part in _parts(config):
@@ -171,7 +173,7 @@ def _fit_config(directory: Path, dtype: str) -> dict[str, str]:
 
 
 def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a config and those in it."""
+    """Yield a config and all configs nested in it."""
     yield config
     for value in config.values():
         if isinstance(value, dict):
@@ -179,7 +181,8 @@ def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _walk(files: StartFiles, checkpoints: Path) -> Iterator[str]:
-    """Yield paths of files in the start, those of a folder before those of the folders in it."""
+    """Yield the paths of files in the start. A folder's files come before those of its
+    subfolders."""
     folders, num_files = deque([""]), 0
     while folders:
         folder = folders.popleft()
@@ -209,11 +212,11 @@ def _reason_of_file(start: Path, name: str) -> LeftOut | None:
     file = start / name
     if name == MANIFEST:
         return LeftOut.MANIFEST
-    if file.name == ".git":  # As in a work tree of another repository.
+    if file.name == ".git":  # A file in a submodule or a linked work tree.
         return LeftOut.CACHE
     if any(fnmatchcase(file.name.lower(), pattern) for pattern in WEIGHTS):
         return LeftOut.WEIGHTS
-    # A name that is not UTF-8 would not fit into a checkpoint's `state.json`.
+    # A name that is not UTF-8 does not fit into a checkpoint's `state.json`.
     if not (os.path.isfile(file) and os.access(file, os.R_OK)) or _printable(name) != name:
         return LeftOut.UNREADABLE
     return None if _is_loaded(name) or _is_inside(file, start) else LeftOut.LINK
@@ -227,7 +230,8 @@ def _is_loaded(name: str) -> bool:
 
 
 def _is_inside(file: Path, start: Path) -> bool:
-    """Whether a file lies in the directory, or where the Hugging Face cache has its files."""
+    """Return whether a file lies in the directory, or where the Hugging Face cache keeps its
+    files."""
     own, target = start.resolve(), Path(os.path.realpath(file))
     in_cache = own.parent.name == "snapshots"
     return target.is_relative_to(own) or (

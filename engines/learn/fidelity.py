@@ -1,10 +1,10 @@
-"""Does the trainer compute what transformers computes? Tried on a small copy of the model.
+"""Check, on a small copy of the model, that the trainer computes what transformers computes.
 
     transformers' own forward pass, in eager mode, one sample a row   ◄─┐
     the trainer's: alone, with others in a row, twice, as on GPUs     ◄─┴─ equal in float32?
 
-A feature that the trainer does not know (a mask, a sink, a rope that looks at the row's length,
-noise of a router) makes a difference here, whatever model it belongs to.
+Features that the trainer does not know make a difference here, in any model. Examples are a mask, a
+sink, router noise, or a rope that depends on the row's length.
 """
 
 import time
@@ -28,19 +28,19 @@ from engines.learn.steadiness import check_steady
 from engines.reading import first_line
 
 TOLERANCE = 1e-4
-"""Most that log-probabilities of a sample may differ by, in the mean over its tokens, in nats."""
+"""Largest difference between a sample's log-probabilities: the mean over its tokens, in nats."""
 ROUNDING = 5.0
-"""The same, over what rounding makes of transformers' own log-probabilities: some models blow it
-up."""
+"""The same, as a multiple of how much rounding changes transformers' own log-probabilities. Some
+models amplify rounding."""
 MAX_ROUNDING = 2e-3
-"""Rounding beyond which a copy says nothing, in nats."""
+"""Rounding, in nats, beyond which a copy proves nothing."""
 SEEDS = (0, 1)
-"""Seeds of weights and tokens. A model is refused where both show a difference: rounding may send
-one token to another expert."""
+"""Seeds of weights and tokens. A model is refused only if every seed shows a difference: rounding
+alone may send one token to another expert."""
 MAX_SECONDS = 60.0
-"""Time after which no other copy is tried."""
+"""Seconds after which no other copy is tried."""
 MAX_PARAMETERS = 100_000_000
-"""Largest copy that is made: 400 MB of weights, four times."""
+"""Most parameters of a copy: 400 MB of weights, four times."""
 _Logprobs = list[NDArray[np.float32]]
 
 
@@ -50,10 +50,10 @@ _Logprobs = list[NDArray[np.float32]]
 def check_fidelity(
     config: PretrainedConfig, max_tokens: int, *, trust_remote_code: bool = False
 ) -> str | None:
-    """Compare the trainer's log-probabilities with transformers' own. `max_tokens`: of the longest
-    sample of a run. Raises ValueError where they differ.
+    """Compare the trainer's log-probabilities with transformers' own, and raise ValueError if they
+    differ. `max_tokens`: tokens of the run's longest sample.
 
-    Returns why no small copy works, or None.
+    Returns None, or why no small copy works.
     """
     why, began = "", time.monotonic()
     for narrow, in_order in product((True, False), (False, True)):
@@ -79,7 +79,7 @@ def check_fidelity(
 
 
 def _try(copy: SmallCopy, trust: bool) -> None:
-    """Raise where transformers cannot run the copy by itself."""
+    """Raise an error if transformers itself cannot run the copy."""
     with torch.device("meta"):
         made = _made(copy, trust, "eager")
     if (number := sum(one.numel() for one in made.parameters())) > MAX_PARAMETERS:
@@ -94,7 +94,7 @@ def _try(copy: SmallCopy, trust: bool) -> None:
 def _rounding(
     model: PreTrainedModel, samples: Sequence[TokenSequence], expected: _Logprobs
 ) -> float:
-    """How much weights that are rounded otherwise change transformers' own log-probabilities."""
+    """Return how much other rounding of the weights changes transformers' own log-probabilities."""
     other = deepcopy(model)
     for parameter in other.parameters():
         parameter.mul_(1 + torch.finfo(torch.float32).eps * torch.randn_like(parameter))
@@ -102,13 +102,13 @@ def _rounding(
 
 
 def _largest(found: _Logprobs, expected: _Logprobs) -> float:
-    """The difference of the sample that differs most."""
+    """Return the largest mean difference of any sample."""
     differences = (np.abs(one - two).mean() for one, two in zip(found, expected, strict=True))
     return float(np.max(list(differences)))
 
 
 def _difference(copy: SmallCopy, seed: int, trust: bool) -> str | None:
-    """The first difference that is too large, with weights and samples of this seed."""
+    """Return the first difference that is too large, with weights and samples of this seed."""
     samples, model = _samples(copy, seed), _filled(copy, seed, trust)
     expected = _own_logprobs(model, samples)
     if (again := _largest(_own_logprobs(model, samples), expected)) > TOLERANCE:
@@ -123,14 +123,14 @@ def _difference(copy: SmallCopy, seed: int, trust: bool) -> str | None:
                 places = np.concatenate([np.arange(len(one)) for one in found])
                 where = _place(copy, int(places[~(nats <= most)].min()))
                 return f"{between} differ by {worst:.2g} nats in the mean, from {where}"
-    except Exception as error:  # Whatever the model does with what the trainer gives it.
+    except Exception as error:  # A model may fail in any way on the trainer's inputs.
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         return f"the trainer's forward pass fails: {kind}{first_line(error)}"
     return None
 
 
 def _place(copy: SmallCopy, first: int) -> str:
-    """Name that token, and the fields of the copy that are as short."""
+    """Name the first token that differs, and the copy's fields with lengths up to it."""
     text = copy.config.get_text_config().to_dict()
     within = [length for length in copy.lengths if length <= first]
     beyond = [f"{k}={v}" for k, v in text.items() if type(v) is int and v in within]
@@ -165,7 +165,7 @@ def _pairs(
 
 
 def _samples(copy: SmallCopy, seed: int) -> list[TokenSequence]:
-    """Samples shorter and longer than every length of the copy that a run can reach."""
+    """Return samples around every length of the copy that a run can reach, shorter and longer."""
     longest = copy.max_tokens
     lengths = {7, longest, longest - 3}
     lengths |= {near for one in copy.lengths for near in (one - 3, one + 5) if near <= longest}
@@ -187,7 +187,7 @@ def _made(copy: SmallCopy, trust: bool, attention: str) -> PreTrainedModel:
 
 
 def _filled(copy: SmallCopy, seed: int, trust: bool) -> PreTrainedModel:
-    """A model as transformers runs it, with weights that let every part of it be seen."""
+    """Return a model as transformers runs it, with weights that make every part of it matter."""
     torch.manual_seed(seed)
     model = _made(copy, trust, "eager").eval()
     saved = model.state_dict()
@@ -199,8 +199,9 @@ def _filled(copy: SmallCopy, seed: int, trust: bool) -> PreTrainedModel:
 
 
 def _fill(tensor: Tensor, num_layers: int) -> None:
-    """Biases, sinks and norms get noise, as a new model's are all alike."""
-    scale = max(0.5, min(1.0, 4 / num_layers))  # Many layers blow up what is rounded.
+    """Fill a tensor. Biases, sinks and norms get noise, because those of a new model are
+    constant."""
+    scale = max(0.5, min(1.0, 4 / num_layers))  # Many layers amplify rounding.
     if tensor.dim() < 2:
         tensor.add_(0.3 * scale * torch.randn_like(tensor))
     else:
@@ -208,8 +209,9 @@ def _fill(tensor: Tensor, num_layers: int) -> None:
 
 
 def _own_logprobs(model: PreTrainedModel, samples: Sequence[TokenSequence]) -> _Logprobs:
-    """Log-probabilities by transformers, with one sample a row. Rows are as long as the longest
-    sample: what follows a token does not change it, and a rope that looks at lengths sees one."""
+    """Return transformers' log-probabilities, with one sample a row. All rows are as long as the
+    longest sample, so that a rope which depends on the row's length is the same for all. Padding
+    behind a token does not change its value."""
     longest = max(one.num_input_tokens for one in samples)
     rows = torch.zeros(len(samples), longest, dtype=torch.long)
     for row, sample in zip(rows, samples, strict=True):
@@ -226,5 +228,5 @@ def _refusal(copy: SmallCopy, found: str) -> str:
     return (
         f"the trainer does not compute a {copy.config.model_type} model as transformers does. In a "
         f"small copy of its config.json, {found}. Switch that feature off in config.json if the "
-        "model works without it, or train a model of another family"
+        "model works without it, or train another kind of model"
     )

@@ -1,14 +1,14 @@
-"""GPU memory of a trainer rank, by arithmetic. Pure.
+"""Compute the GPU memory of a trainer rank. Pure.
 
-A rank of n, of a model of P parameters in layers of Pl and a root of Pr (embeddings, norm, head)
-that computes in bf16 with FSDP2's units (`engines.learn.policy`), keeps at all times, in float32,
+Take a rank of n, and a model of P parameters: Pl in each layer, Pr in the root (embeddings, norm,
+head). The model computes in bf16 with FSDP2's units (`engines.learn.policy`). At all times a rank
+keeps, in float32,
 
-    weights                             4 P / n             and as much a reference model
-    gradients, two moments              12 P / n            of adapters alone, where there are some
+    weights                             4 P / n             and the same for a reference model
+    gradients, two moments              12 P / n            of the adapters alone, if any
 
-and beside it the largest of what three phases of a backward pass need, for T tokens of which R are
-predicted. h, q, k: widths of the residual stream, of all query heads, of all key heads; m: of what
-MLPs compute for a token, h' of what they read; V: vocabulary; N: logits of a chunk; D: layers.
+A backward pass has three phases. The largest of them adds to that, for T tokens of which R are
+predicted:
 
     head    2 Pr + 2 Pl + 2 V h + 20 N  + kept + 6 T h + 4 R h
     layer   2 Pr + 2 V h + 8 Pl + kept + A  + the more of 4 T m + 2 (gradients of the MLP), 6 T h'
@@ -16,13 +16,17 @@ MLPs compute for a token, h' of what they read; V: vocabulary; N: logits of a ch
     kept    2 T h D with gradient_checkpointing, A D without (and no + A in a layer's phase)
     A       2 T (9 h + 2 q + 2 k + 4 m), and 6 T (q + k) more with norms of queries and keys
 
-The root's bf16 copy is there from the head's backward pass until the embeddings'; the head's
-gradient is added up beside it; FSDP2 gathers a layer ahead while the layer before is reduced in
-float32; five tensors of float32 logits live in the backward pass of a chunk, and at most eight with
-a gradient through the entropy, for 32 N in place of 20 N. `refrain bench memory`
-compares with what FSDP2's memory tracker counts.
+    h, q, k    widths of the residual stream, of all query heads, of all key heads
+    m, h'      widths that MLPs compute for a token, and that they read
+    V, N, D    size of the vocabulary, logits of a chunk, number of layers
 
-Computation in float32 takes at most twice as much beside the state, and is planned so.
+The root's bf16 copy exists from the head's backward pass until the embeddings'. The head's gradient
+is accumulated beside it. FSDP2 gathers a layer ahead while it reduces the layer before in float32.
+The backward pass of a chunk holds five tensors of float32 logits. With a gradient through the
+entropy it holds up to eight, so 32 N replaces 20 N. `refrain bench memory` compares these numbers
+with FSDP2's memory tracker.
+
+Computing in float32 takes at most twice as much besides the state, and is planned as twice.
 """
 
 from dataclasses import dataclass
@@ -31,46 +35,46 @@ from engines.latency.model_shape import ModelShape
 from engines.pat.memory import CONTEXT_BYTES, NCCL_BYTES
 
 MAX_LOGITS = 2**28
-"""Logits held at once in one chunk: 1 GiB in float32."""
+"""Most logits in one chunk: 1 GiB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Settings of a training on which a rank's memory depends, beside the model."""
+    """Settings besides the model that determine a rank's memory."""
 
     num_ranks: int
     micro_batch_tokens: int
     response_tokens: int
-    """Predicted tokens of a micro-batch, at most."""
+    """Most predicted tokens of a micro-batch."""
     gradient_checkpointing: bool
     has_reference: bool = False
     num_replicas: int = 1
-    """Copies of the model, each sharded over its part of the ranks."""
+    """Copies of the model. Each is sharded over its part of the ranks."""
     adapter_params: int | None = None
-    """Parameters that are trained instead of the model's own."""
+    """Parameters of the adapters; None: the model's own parameters are trained."""
     weight_bytes: int = 4
-    """Bytes of a master weight, its gradient and each of its moments."""
+    """Bytes of a master weight, of its gradient and of each of its moments."""
     offload_optimizer: bool = False
-    """Moments are there for the update alone, when no activations are."""
+    """Whether moments are on the GPU only during the update, when there are no activations."""
     entropy_gradient: bool = False
-    """The loss has an entropy bonus."""
+    """Whether the loss has an entropy bonus."""
     reshard: bool = True
-    """Otherwise the gathered model stays from one micro-batch to the next."""
+    """Whether to reshard after each micro-batch; otherwise the gathered model stays."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerFootprint:
-    """Bytes of the GPU of one rank."""
+    """GPU memory of one rank."""
 
     state_bytes: float
     """Weights, gradients and moments, sharded."""
     reference_bytes: float
     kept_bytes: float
-    """Activations between the forward and the backward pass."""
+    """Activations kept from the forward to the backward pass."""
     work_bytes: float
-    """Beside them at the peak: unsharded weights and gradients, activations at work, logits."""
+    """Added at the peak: unsharded weights and gradients, the current activations, logits."""
     peak: str
-    """Phase of the peak."""
+    """Phase with the peak."""
 
     @property
     def tensor_bytes(self) -> float:
@@ -96,14 +100,14 @@ class TrainerFootprint:
 
 
 def trainer_footprint(shape: ModelShape, training: Training) -> TrainerFootprint:
-    """Memory of a rank at its peak."""
+    """Return the memory of a rank at its peak."""
     tokens = training.micro_batch_tokens
     layer = _layer_bytes(shape, tokens)
     kept = 2 * tokens * shape.hidden_size * shape.num_layers
     if not training.gradient_checkpointing:
         kept = layer * shape.num_layers
         if training.adapter_params and shape.num_experts:
-            kept += 2 * shape.layer_params  # Merged experts, which gradients are made with.
+            kept += 2 * shape.layer_params  # Merged experts, which the gradients need.
     phases = {
         "head": _head_phase(shape, training),
         "layers": _layer_phase(shape, training, layer),
@@ -132,7 +136,7 @@ def trainer_footprint(shape: ModelShape, training: Training) -> TrainerFootprint
 
 
 def resting_bytes(shape: ModelShape, training: Training) -> float:
-    """Bytes of a rank's tensors on its GPU between two steps: no gradients, no activations."""
+    """Return the bytes of a rank's tensors between two steps: no gradients, no activations."""
     models = shape.num_params * (2 if training.has_reference else 1)
     held = training.weight_bytes * (models + (training.adapter_params or 0))
     moments = 0.0 if training.offload_optimizer else moment_bytes(shape, training)
@@ -140,7 +144,7 @@ def resting_bytes(shape: ModelShape, training: Training) -> float:
 
 
 def moment_bytes(shape: ModelShape, training: Training) -> float:
-    """Bytes of AdamW's moments, of all ranks of a replica."""
+    """Return the bytes of AdamW's moments on all ranks of a replica."""
     return 2.0 * training.weight_bytes * _trained(shape, training)
 
 
@@ -150,8 +154,8 @@ def _trained(shape: ModelShape, training: Training) -> int:
 
 
 def adapter_params(shape: ModelShape, rank: int) -> int:
-    """Parameters of adapters of all linear layers, experts and routers; `rank`: their inner width,
-    twice as much where an expert's two weights are one."""
+    """Return the number of parameters of adapters for all linear layers, experts and routers.
+    `rank`: the adapters' inner width; it doubles when an expert's two weights are stored as one."""
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     hidden, inner, experts = shape.hidden_size, shape.intermediate_size, shape.num_experts
     ends = 2 * (hidden + query) + 2 * (hidden + key)
@@ -163,7 +167,7 @@ def adapter_params(shape: ModelShape, rank: int) -> int:
 
 
 def _layer_bytes(shape: ModelShape, tokens: int) -> float:
-    """Activations that a layer saves."""
+    """Return the bytes of activations that a layer saves."""
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     heads = (5 if shape.qk_norm else 2) * (query + key)
     residual = 9 * shape.hidden_size
@@ -171,7 +175,7 @@ def _layer_bytes(shape: ModelShape, tokens: int) -> float:
 
 
 def _mlp_width(shape: ModelShape) -> int:
-    """Elements that the MLPs save for a token; experts their input and output too."""
+    """Return the elements that MLPs save for a token. Experts also save their input and output."""
     inner = 4 * shape.intermediate_size
     if shape.num_experts:
         return shape.experts_per_token * (inner + 2 * shape.hidden_size)
@@ -187,7 +191,7 @@ def _head_phase(shape: ModelShape, training: Training) -> float:
     if response <= chunk:
         work = per_logit * response * shape.vocab_size
     else:
-        # Its gradients of all chunks but the current one are one sum.
+        # One sum holds the head's gradients of all chunks but the current one.
         work = 2 * shape.head_params + max(
             per_logit * chunk * shape.vocab_size, 4 * shape.head_params
         )

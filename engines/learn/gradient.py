@@ -19,20 +19,20 @@ from schemas.config import TrainConfig
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The policy before training, that a penalty holds the policy near to."""
+    """The policy before training, near which a KL penalty keeps the policy."""
 
     policy: PolicyModel
     own: bool
-    """Whether it is a model of its own; otherwise the trained one without its adapters."""
+    """Whether this is a separate model; otherwise it is the trained model without its adapters."""
 
     def at_work(self) -> AbstractContextManager[None]:
         return nullcontext() if self.own else without_adapters(self.policy)
 
 
 def with_old_logprobs(policy: PolicyModel, share: Share, config: TrainConfig) -> Share:
-    """The share with the log-probabilities that the current policy gives to its tokens.
+    """Return the share with the current policy's log-probabilities of its tokens.
 
-    Collective: every rank makes the passes of the busiest one.
+    Collective: every rank makes as many passes as the busiest one.
     """
     budget, temperature = config.trainer.micro_batch_tokens, config.rollout.temperature
     values = score_sequences(policy, share.sequences, budget, temperature)
@@ -50,8 +50,8 @@ def accumulate_gradient(
 ) -> dict[str, float]:
     """Add the gradient of the whole minibatch's loss to the policy's gradients.
 
-    Returns `actor/...` metrics of the whole minibatch, the same on every rank; means are over its
-    tokens that are trained on.
+    Returns `actor/...` metrics of the whole minibatch, the same on every rank. Means are over its
+    trained tokens.
     """
     budget = config.trainer.micro_batch_tokens
     measured = []
@@ -61,7 +61,7 @@ def accumulate_gradient(
         keep_gathered(policy, not config.trainer.reshard and index < num_passes - 1)
         tokens = LossTokens.gather(micro_batch.samples, share, policy.device)
         loss, sums = _loss(policy, reference, micro_batch, tokens, config)
-        # FSDP2 averages gradients over ranks; the loss is a sum over them.
+        # FSDP2 averages gradients over ranks, but the loss is a sum over ranks.
         (loss * world_size).backward()
         measured.append(sums)
     (idle,) = pack([share.idle], budget)
@@ -78,7 +78,7 @@ def _loss(
     tokens: LossTokens,
     config: TrainConfig,
 ) -> tuple[Tensor, Sums]:
-    """This micro-batch's part of the loss, and its part of the metrics."""
+    """Return this micro-batch's part of the loss and of the metrics."""
     algorithm, temperature = config.algorithm, config.rollout.temperature
     with_entropy = algorithm.entropy_coefficient > 0.0
     scores = policy.score(batch, temperature, entropy_gradient=with_entropy)
@@ -100,7 +100,7 @@ def _loss(
 def _idle_pass(
     policy: PolicyModel, reference: Reference | None, batch: MicroBatch, config: TrainConfig
 ) -> Sums:
-    """Take part in the collectives of a pass without adding to it."""
+    """Take part in the collectives of a pass, with a gradient of zero."""
     nothing = LossTokens.none(len(batch.targets), policy.device)
     loss, sums = _loss(policy, reference, batch, nothing, config)
     loss.backward()

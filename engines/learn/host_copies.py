@@ -1,7 +1,7 @@
-"""Memory of tensors, left to others on the GPU while what it held waits in host memory.
+"""Free the GPU memory of tensors, and keep their content in host memory until they come back.
 
-Tensors stay the objects that they are, and with them the optimiser's states, FSDP2's shards and all
-views: only their storage is emptied, and filled again.
+The tensors stay the same objects, so the optimiser's states, FSDP2's shards and all views stay
+valid. Only their storage is emptied and filled again.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,15 +12,15 @@ from torch.distributed.tensor import DTensor
 
 
 class HostCopies:
-    """Host memory for what is left, as large as that, and kept for the next time."""
+    """Host copies of tensors. The host buffers are kept for the next time."""
 
     def __init__(self) -> None:
         self._away: list[tuple[UntypedStorage, Tensor]] = []
         self._buffers: dict[int, Tensor] = {}
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
-        """Copy these to host memory and free theirs. Those that are there already stay. They must
-        not be used until `come_back`."""
+        """Copy these tensors to host memory and free their GPU memory. They must not be used until
+        `come_back`."""
         assert not self._away, "they have left"
         for storage in _storages(tensors):
             buffer = self._buffer(storage)
@@ -34,11 +34,11 @@ class HostCopies:
 
     @property
     def hold_something(self) -> bool:
-        """Something has left and not come back."""
+        """Whether tensors have left and not come back."""
         return bool(self._away)
 
     def come_back(self) -> None:
-        """Fill what was left with what it held. Harmless when nothing was."""
+        """Fill the tensors with their content again. Does nothing if none have left."""
         for storage, buffer in self._away:
             storage.resize_(buffer.numel())
             _bytes_of(storage).copy_(buffer, non_blocking=True)
@@ -46,7 +46,7 @@ class HostCopies:
         self._away = []
 
     def _buffer(self, storage: UntypedStorage) -> Tensor:
-        # By the object in C++, which lives as long as the tensor does.
+        # Key by the C++ object, which lives as long as the tensor.
         key, num_bytes = storage._cdata, storage.nbytes()
         kept = self._buffers.get(key)
         if kept is None or kept.numel() != num_bytes:
@@ -55,8 +55,8 @@ class HostCopies:
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
-    """Storages of the tensors' own shares, each once; none of what is not torch's to free, as a
-    file on a CPU that is mapped."""
+    """Yield the storages of the tensors' local shards, each once. Skip storages that torch cannot
+    free, for example a memory-mapped file on a CPU."""
     seen = set()
     for tensor in tensors:
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -71,10 +71,10 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 def _locked(buffer: Tensor) -> Tensor:
-    """The buffer, page-locked for fast copies where there is a GPU. torch's own allocator of such
-    memory would take the next power of two."""
+    """Return the buffer, page-locked for fast copies if there is a GPU. torch's own allocator would
+    round its size up to a power of two."""
     if torch.cuda.is_available():
-        # Without it copies are slower, and right.
+        # If locking fails, copies are slower but still correct.
         torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
     return buffer
 

@@ -1,10 +1,10 @@
-"""Lessons of a batch: what a training step learns from each rollout, before any minibatch is cut.
+"""Lessons of a batch: what a training step learns from each rollout.
 
-A step of policy version v trains tokens of versions v - max_staleness to v. A sample that was
-deferred from the step before may begin with tokens one version older, which its own step would have
-trained; all of it is trained. An older token, and a newer one, is an error of whoever made the
-batch. Every token's own log-probability is that of the version which generated it, so its ratio to
-the policy that is trained is right at any age.
+A step at policy version v trains on tokens of versions v - max_staleness to v. A sample deferred
+from the previous step may begin with tokens one version older, which that step would have accepted;
+all its tokens are trained on. Any other version is an error of the code that made the batch. Each
+token keeps the log-probability from the version that generated it, so its ratio to the trained
+policy is right at any age.
 """
 
 from collections.abc import Sequence
@@ -24,33 +24,32 @@ from engines.learn.rollouts import ScoredRollout
 from schemas.config import TrainConfig
 
 MAX_DEFERRALS = 1
-"""Steps that a sample may be deferred by (`schemas.rollout.RolloutRequest.deferred`)."""
+"""Number of steps by which a sample may be deferred (`schemas.rollout.RolloutRequest.deferred`)."""
 
 
 class StalenessError(ValueError):
-    """A batch holds tokens of a policy version that it must not hold."""
+    """A batch contains tokens of a policy version that is not allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """Part of one rollout in a training step."""
+    """What a training step learns from one rollout."""
 
     rollout: ScoredRollout
     advantage: float
     counted: NDArray[np.bool_]
-    """Whether each response token has a part in the loss and in its denominators."""
+    """Whether each response token counts in the loss and its denominators."""
 
 
 def read_lessons(
     rollouts: Sequence[ScoredRollout], config: TrainConfig, policy_version: int
 ) -> tuple[list[Lesson], dict[str, float]]:
-    """Advantages and masks of a batch that policy version `policy_version` is trained on, with
-    `actor/...` metrics of the whole batch.
+    """Return the lessons of a batch for policy version `policy_version`, with their advantages and
+    masks, and metrics of the whole batch.
 
-    Dynamic sampling looks at the rewards without the overlong punishment: DAPO compares
-    accuracies. A truncated response that is filtered stays in its group's mean and deviation: what
-    it was worth is known, its loss alone is left out. Raises StalenessError as `check_versions`
-    does.
+    Dynamic sampling compares rewards before the overlong punishment, because DAPO compares
+    accuracies. A filtered truncated response still counts in its group's mean and deviation; only
+    its loss is left out. Raises StalenessError as `check_versions` does.
     """
     algorithm = config.algorithm
     for rollout in rollouts:
@@ -75,8 +74,8 @@ def read_lessons(
 
 
 def check_versions(rollout: ScoredRollout, policy_version: int, max_staleness: int) -> None:
-    """Raises StalenessError when a token is of a later version than `policy_version`, or older than
-    the step that drew the sample admits: this one, or for a deferred sample the one before."""
+    """Raise StalenessError when a token is newer than `policy_version`, or too old for the step
+    that planned the sample: this step, or the previous one for a deferred sample."""
     versions, num_deferrals = rollout.versions, policy_version + 1 - rollout.origin_step
     oldest = policy_version - max_staleness - num_deferrals
     known = 0 <= num_deferrals <= MAX_DEFERRALS
@@ -87,12 +86,12 @@ def check_versions(rollout: ScoredRollout, policy_version: int, max_staleness: i
             f"{versions.max()}; policy version {policy_version} is trained on versions "
             f"{policy_version - max_staleness} to {policy_version}, and on one more in samples "
             f"deferred from step {policy_version}: resume the run from its last checkpoint, which "
-            "removes what does not belong to it"
+            "removes other samples"
         )
 
 
 def _punished(rollout: ScoredRollout, config: TrainConfig) -> tuple[float, NDArray[np.float64]]:
-    """Rewards of a response and of its group, each less the punishment for its length."""
+    """Return the rewards of a response and of its group, after the punishment for length."""
     algorithm = config.algorithm
 
     def punished(reward: ArrayLike, num_tokens: ArrayLike) -> NDArray[np.float64]:
@@ -112,8 +111,8 @@ def _advantages(
     num_tokens_N: NDArray[np.int64],
     config: TrainConfig,
 ) -> list[float]:
-    """Advantages of responses from their rewards and their groups'; `num_tokens_N`: tokens of each
-    that are trained on."""
+    """Return the responses' advantages from their own and their groups' rewards. `num_tokens_N`:
+    number of tokens of each response that are trained on."""
     algorithm = config.algorithm
     advantages = [_advantage(*own, config) for own in rewards]
     if algorithm.normalise_by_std and algorithm.std_over == "batch":
@@ -122,7 +121,7 @@ def _advantages(
 
 
 def _advantage(reward: float, rewards_G: NDArray[np.float64], config: TrainConfig) -> float:
-    """The advantage of a response, before anything that concerns the whole batch."""
+    """Return the advantage of a response before any normalisation over the batch."""
     algorithm = config.algorithm
     own = own_functions(algorithm.file)
     if own.advantage is not None:
@@ -134,9 +133,9 @@ def _advantage(reward: float, rewards_G: NDArray[np.float64], config: TrainConfi
 
 
 def _reward_metrics(lessons: Sequence[Lesson], rewards: Sequence[float]) -> dict[str, float]:
-    """`critic/rewards/*`: over responses, less the punishment for length; `critic/advantages/*`:
-    over the tokens trained on, 0 without any; `critic/zero_variance_share`: groups whose scores
-    are all equal."""
+    """Return metrics of rewards and advantages. `critic/rewards/*` covers responses, after the
+    punishment for length. `critic/advantages/*` covers trained tokens and is 0 without any.
+    `critic/zero_variance_share` is the share of groups whose scores are all equal."""
     groups = {lesson.rollout.group: all_equal(lesson.rollout.group_rewards) for lesson in lessons}
     per_token = [np.full(lesson.counted.sum(), lesson.advantage) for lesson in lessons]
     advantages = np.concatenate(per_token)
@@ -153,7 +152,7 @@ def _spread(name: str, values: NDArray[np.float64]) -> dict[str, float]:
 
 
 def _mean_staleness(lessons: Sequence[Lesson], policy_version: int) -> float:
-    """Age of the tokens trained on, in policy versions; 0 without any."""
+    """Return the mean age of the trained tokens in policy versions, or 0 without any."""
     ages = policy_version - np.concatenate([lesson.rollout.versions for lesson in lessons])
     trained = ages[np.concatenate([lesson.counted for lesson in lessons])]
     return float(trained.mean()) if len(trained) else 0.0

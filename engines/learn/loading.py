@@ -1,9 +1,9 @@
-"""The policy from a Hugging Face directory, whole in one process or each rank its own shard.
+"""Load the policy from a Hugging Face directory: whole in one process, or one shard on each rank.
 
-With a mesh no rank ever holds the model: it is made without memory, sharded, and each rank reads
-its slices of the files. Where the model's parameters are not those of the files, as with the
-experts of a mixture, which transformers puts together, rank 0 reads them and the others get theirs
-from it.
+With a mesh, no rank ever holds the whole model. The model is created without memory and sharded,
+and each rank reads its slices of the files. Sometimes the model's parameters differ from those in
+the files: for example, transformers merges the experts of a mixture. Then rank 0 reads the files
+and sends the other ranks their shards.
 """
 
 from collections.abc import Generator
@@ -41,31 +41,32 @@ from schemas.trainer import LoraConfig
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How a policy is held and computed."""
+    """Settings with which a policy is loaded and computed."""
 
     device: torch.device
     mesh: DeviceMesh | None = None
-    """Ranks that it is sharded over by FSDP2; of two dimensions, replicas and shards, with HSDP."""
+    """Ranks over which FSDP2 shards the policy. Two dimensions (replicas, shards) mean HSDP."""
     gradient_checkpointing: bool = False
     dtype: torch.dtype = torch.float32
     """Data type of the master weights."""
     compute_dtype: torch.dtype = torch.float32
-    """Data type of a sharded policy at work, of which no layer has a copy but then; gradients are
-    added up in float32."""
+    """Data type in which a sharded policy computes. A layer has its copy only while it computes.
+    Gradients are accumulated in float32."""
     lora: LoraConfig | None = None
     seed: int = 0
-    """Seed of the adapters' first values."""
+    """Seed of the adapters' initial values."""
     trust_remote_code: bool = False
-    """Run code that comes with the model."""
+    """Whether to run code that comes with the model."""
     max_tokens: int | None = None
-    """`max_model_len` of the engines, by which they choose a rope's factors; None: the model's."""
+    """The engines' `max_model_len`, by which they choose a rope's factors; None: the model's own
+    limit."""
 
 
 def load_policy(model_dir: Path, loading: Loading) -> PolicyModel:
-    """A policy with the weights of a Hugging Face directory.
+    """Load a policy with the weights of a Hugging Face directory.
 
-    Raises ValueError when transformers cannot load the directory, weights are missing from it or
-    are not finite, or the model's logits are none that `Head` knows.
+    Raises ValueError when transformers cannot load the directory, weights are missing or not
+    finite, or `Head` does not know how the model computes its logits.
     """
     trusting = loading.trust_remote_code
     with _told_of(model_dir):
@@ -93,10 +94,10 @@ def _told_of(model_dir: Path) -> Generator[None]:
 
 
 def prepared(model: PreTrainedModel, loading: Loading) -> PolicyModel:
-    """The model as it is trained: in eval mode, as engines have neither dropout nor a router's
-    noise, and the ratio to them must start at 1."""
+    """Return the model ready for training, in eval mode. Engines use no dropout and no router
+    noise, and the ratio between trainer and engines must start at 1."""
     if not model._can_set_attn_implementation():
-        # Its attention is its own: it needs a mask as a tensor.
+        # The model has its own attention, which needs a mask as a tensor.
         model.config._attn_implementation = "eager"
     fix_ropes(model, loading.max_tokens)
     if loading.lora:
@@ -111,7 +112,8 @@ def prepared(model: PreTrainedModel, loading: Loading) -> PolicyModel:
 
 
 def _checkpoint_in_eval_mode(layer: GradientCheckpointingLayer) -> None:
-    """Have transformers see training mode when it calls the layer, and the layer itself never."""
+    """Make transformers see training mode when it calls the layer, and the layer itself see eval
+    mode."""
 
     def is_called(*_: Any) -> None:
         layer.training = False
@@ -125,7 +127,8 @@ def _checkpoint_in_eval_mode(layer: GradientCheckpointingLayer) -> None:
 
 
 def _refuse_not_finite(model_dir: Path, policy: PolicyModel, mesh: DeviceMesh | None) -> None:
-    """Every rank raises where one has found something: none is left waiting for the others."""
+    """Raise on every rank when any rank finds NaN or infinity, so that no rank waits for the
+    others."""
     found = ""
     for name, tensor in base_tensors(policy.model).items():
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -140,9 +143,9 @@ def _refuse_not_finite(model_dir: Path, policy: PolicyModel, mesh: DeviceMesh | 
 
 
 def attention_of(config: PretrainedConfig) -> str:
-    """Attention that a model is made with: the trainer's, or its own where it has no other."""
+    """Return the attention to build a model with: the trainer's, or the model's own if it must."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return PACKED  # Code that comes with the model: `prepared` looks at what it made.
+        return PACKED  # The model has its own code. `prepared` checks the result.
     made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return PACKED if made._can_set_attn_implementation() else "eager"
 
@@ -194,8 +197,8 @@ def _load_sharded(
 
 
 def give_memory(policy: PolicyModel, device: torch.device) -> None:
-    """Put parameters that have none on the device, tied ones still tied; compute the buffers that
-    no file has."""
+    """Allocate the parameters on the device, and keep tied ones tied. Compute the buffers that no
+    file contains."""
     first_name: dict[int, str] = {}
     tied = {
         name: first
@@ -209,10 +212,10 @@ def give_memory(policy: PolicyModel, device: torch.device) -> None:
     saved = policy.state_dict()
     for name, buffer in policy.named_buffers():
         if name not in saved and buffer.is_floating_point():
-            buffer.fill_(torch.nan)  # Fresh memory may hold an earlier model's values.
+            buffer.fill_(torch.nan)  # Fresh memory may contain an earlier model's values.
     for name in saved:
         at, _, attribute = name.rpartition(".")
-        # As transformers marks what it has loaded: it leaves that alone.
+        # transformers marks loaded tensors like this, and does not initialise them again.
         getattr(policy.get_submodule(at), attribute)._is_hf_initialized = True
     policy.model.initialize_weights()
 

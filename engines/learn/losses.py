@@ -1,8 +1,8 @@
 """The clipped policy-gradient loss on packed tokens.
 
-Every function takes one value per response token, of all samples one after another, and weights
-that already contain the denominators of the whole minibatch. The loss of a minibatch is then the
-plain sum over micro-batches and trainer processes, however they were cut.
+Every function takes one value per response token, for all samples one after another. The weights
+already contain the denominators of the whole minibatch. So a minibatch's loss is the plain sum over
+micro-batches and trainer processes, however it is split.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Nats at which log-ratios are clamped before an exponential, either way, as in veRL: exp(20) is
-4.9e8, and beyond it there is no gradient."""
+"""Nats at which log-ratios are clamped on both sides before exp, as in veRL. exp(20) is 4.9e8;
+beyond it there is no gradient."""
 MAX_KL = 10.0
-"""Nats at which the k3 estimate of a token is clamped, as in veRL."""
+"""Nats at which a token's k3 estimate is clamped, as in veRL."""
 
 
 def token_weights(
@@ -29,16 +29,19 @@ def token_weights(
     total_sequences: int,
     max_response_tokens: int,
 ) -> list[NDArray[np.float32]]:
-    """Weight of each token in the loss, given the totals of the WHOLE minibatch.
+    """Return the weight of each token in the loss, given the totals of the WHOLE minibatch.
 
     `token_mean`: 1 / total_tokens (DAPO, arXiv:2503.14476, section 3.3).
-    `sequence_mean`: 1 / (total_sequences * |o_i|) (DeepSeekMath, arXiv:2402.03300, equation 3).
-    `fixed_length`: 1 / (total_sequences * max_response_tokens) (Dr. GRPO, arXiv:2503.20783,
-    section 3.2; its `masked_mean` by the generation budget).
 
-    Tokens that do not count have weight 0 and are in no denominator: |o_i| and `total_tokens` are
-    counted tokens, `total_sequences` samples with such a token. Over all samples of the minibatch
-    the weights add up to 1, except those of `fixed_length`. `counted` is of the samples at hand.
+    `sequence_mean`: 1 / (total_sequences * |o_i|) (DeepSeekMath, arXiv:2402.03300, equation 3).
+
+    `fixed_length`: 1 / (total_sequences * max_response_tokens) (Dr. GRPO, arXiv:2503.20783, section
+    3.2; its `masked_mean` by the generation budget).
+
+    `counted` marks the tokens of the given samples that count. Other tokens have weight 0 and are
+    in no denominator: |o_i| and `total_tokens` are counted tokens, and `total_sequences` are
+    samples with such a token. Over the whole minibatch the weights sum to 1, except with
+    `fixed_length`.
     """
 
     def weight(num_counted: int) -> float:
@@ -55,15 +58,16 @@ def sequence_log_ratios(
     counted: Bool[Tensor, "tokens"],
     num_tokens: Sequence[int],
 ) -> Float[Tensor, "tokens"]:
-    """`log s_i` at each token of sequence i: the mean of its counted tokens' log-ratios. The
-    gradient at a token is its own, so that weights of tokens weigh gradients of tokens.
+    """Return `log s_i` at each token of sequence i: the mean log-ratio of its counted tokens. Each
+    token keeps its own gradient, so that token weights weigh token gradients.
 
-    `s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|)` (GSPO, arXiv:2507.18071, section 4.1, equation 7),
-    `s_i,t = sg[s_i] pi(y_t) / sg[pi(y_t)]` (section 4.3, equation 14), as in veRL. With
-    `sequence_mean` as the aggregation the loss and its gradient are those of equation 5, as long as
-    all tokens of a response have one weight. A deviation: |y_i| are the tokens that count, all of
-    them unless some are too old. `log_ratios` are 0 elsewhere; `num_tokens` are of the sequences,
-    one after another.
+    `s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|)` (GSPO, arXiv:2507.18071, section 4.1, equation 7)
+    and `s_i,t = sg[s_i] pi(y_t) / sg[pi(y_t)]` (section 4.3, equation 14), as in veRL. With the
+    aggregation `sequence_mean`, loss and gradient are those of equation 5, as long as all tokens of
+    a response have the same weight. A deviation: |y_i| counts only the tokens that count, which are
+    all tokens unless some are too old.
+
+    `log_ratios` are 0 where tokens do not count. `num_tokens`: length of each sequence.
     """
     means = _over_sequences(log_ratios.detach(), counted, num_tokens, "mean")
     return means + (log_ratios - log_ratios.detach())
@@ -75,8 +79,8 @@ def _over_sequences(
     num_tokens: Sequence[int],
     how: Literal["mean", "sum"],
 ) -> Float[Tensor, "tokens"]:
-    """Mean or sum over the counted tokens of each sequence, at each of its tokens. The values are 0
-    where they do not count."""
+    """Return the mean or sum over each sequence's counted tokens, at each of its tokens. `values`
+    are 0 where tokens do not count."""
     sequences = zip(values.split(num_tokens), counted.split(num_tokens), strict=True)
     divisors = (tokens.sum().clamp(min=1) if how == "mean" else 1 for _, tokens in sequences)
     sums = (own.sum() for own in values.split(num_tokens))
@@ -85,7 +89,8 @@ def _over_sequences(
 
 
 def bounded_ratios(log_ratios: Float[Tensor, "tokens"]) -> Float[Tensor, "tokens"]:
-    """Ratios, clamped at `exp(MAX_LOG_RATIO)` either way, where they have no gradient."""
+    """Return the ratios, clamped to `exp(MAX_LOG_RATIO)` and its inverse. Clamped ratios have no
+    gradient."""
     return torch.exp(log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
@@ -97,17 +102,19 @@ def clipped_policy_losses(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Float[Tensor, "tokens"]:
-    """`-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)` with `rho = pi / pi_old`, per token.
+    """Return `-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)` per token, with `rho = pi /
+    pi_old`.
 
-    PPO (arXiv:1707.06347, equation 7) as used by GRPO (arXiv:2402.03300, equation 3);
-    `clip_high > clip_low` is DAPO's clip-higher (arXiv:2503.14476, section 3.1). Given the
-    log-ratios of sequences, rho is the same for all tokens of one (GSPO). A deviation from
-    equation 3: the KL term is separate (`kl_penalties`). Another: rho is bounded
-    (`bounded_ratios`). With `dual_clip`, where A < 0 the loss is at most `-dual_clip A`
-    (arXiv:1912.09729, equation 5).
+    Source: PPO (arXiv:1707.06347, equation 7) as used by GRPO (arXiv:2402.03300, equation 3).
+    `clip_high > clip_low` is DAPO's clip-higher (arXiv:2503.14476, section 3.1). With log-ratios of
+    sequences, all tokens of a sequence share one rho (GSPO). With `dual_clip`, the loss is at most
+    `-dual_clip A` where A < 0 (arXiv:1912.09729, equation 5).
 
-    pi_old is the rollout engine's policy, so that no second forward pass is needed, or with
-    `importance_weights` the trainer's before the step.
+    Two deviations from equation 3: the KL term is separate (`kl_penalties`), and rho is bounded
+    (`bounded_ratios`).
+
+    pi_old is the rollout engine's policy, which needs no second forward pass. With
+    `importance_weights` it is the trainer's policy before the step.
     """
     ratio = bounded_ratios(log_ratios)
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -126,19 +133,19 @@ def importance_weights(
     level: str = "token",
     reject: bool = False,
 ) -> tuple[Float[Tensor, "tokens"], Bool[Tensor, "tokens"]]:
-    """`min(pi_old / pi_inference, cap)` per token, and where the cap was reached.
+    """Return `min(pi_old / pi_inference, cap)` per token, and where the cap was reached.
 
     Truncated importance sampling (Yao et al., "Your Efficient RL Framework Secretly Brings You
-    Off-Policy RL Training", 2025): the policy loss of a token is multiplied by its weight, which
-    corrects for tokens that another policy or another numerical precision generated, while the
-    clip holds the new policy near pi_old (the decoupled objective of AReaL, arXiv:2505.24298,
-    section 5.2, whose weights have no cap). No gradient flows through it. The KL term is not
-    weighted, and with ratios of sequences the weights stay those of `level`.
+    Off-Policy RL Training", 2025). Multiply a token's policy loss by its weight. This corrects for
+    tokens generated by another policy or with another numerical precision, while the clip keeps the
+    new policy near pi_old. AReaL's decoupled objective (arXiv:2505.24298, section 5.2) does the
+    same without a cap. Weights have no gradient, do not apply to the KL term, and follow `level`
+    even when the policy ratio is per sequence.
 
-    `log_ratios`: log pi_old - log pi_inference, 0 where tokens do not count. At the level of
-    sequences the ratio is the product over a response (Liu et al., "When Speed Kills Stability",
-    2025). With `reject`, weights above the cap or below its inverse are 0 (masked importance
-    sampling); a deviation from veRL's rejection: rejected tokens stay in the denominators.
+    `log_ratios`: log pi_old - log pi_inference, 0 where tokens do not count. At level "sequence"
+    the ratio is the product over a response (Liu et al., "When Speed Kills Stability", 2025). With
+    `reject`, weights above the cap or below its inverse become 0 (masked importance sampling). A
+    deviation from veRL's rejection: rejected tokens stay in the denominators.
     """
     log_ratios = log_ratios.detach()
     if level == "sequence":
@@ -155,11 +162,11 @@ def kl_penalties(
     reference_logprobs: Float[Tensor, "tokens"],
     estimator: str = "k3",
 ) -> Float[Tensor, "tokens"]:
-    """An estimate of KL(pi || pi_ref) per token, for `d = log pi - log pi_ref`.
+    """Return an estimate of KL(pi || pi_ref) per token, from `d = log pi - log pi_ref`.
 
     `k1`: d. `k2`: d^2 / 2. `k3`: `exp(-d) + d - 1`, never negative (Schulman, "Approximating KL
-    divergence", 2020; arXiv:2402.03300, equation 4). Deviations, as in veRL: d is clamped at
-    MAX_LOG_RATIO either way, k3 at MAX_KL; beyond them there is no gradient.
+    divergence", 2020; arXiv:2402.03300, equation 4). Deviations, as in veRL: d is clamped to
+    MAX_LOG_RATIO on both sides and k3 to MAX_KL. There is no gradient beyond these bounds.
     """
     difference = trainer_logprobs - reference_logprobs
     difference = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -1,4 +1,5 @@
-"""The lessons of one optimiser update, and each rank's share in them. No model is asked here."""
+"""Split lessons into minibatches, one for each optimiser update, and each minibatch over the
+ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,20 +16,20 @@ from schemas.config import TrainConfig
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank's part of a minibatch, and what it must know of the whole."""
+    """One rank's part of a minibatch, and the totals of the whole minibatch that it needs."""
 
     lessons: list[Lesson]
     weights: list[NDArray[np.float32]]
-    """Weight of each response token of `lessons` in the loss."""
+    """Weight in the loss of each response token of `lessons`."""
     num_counted: int
-    """Tokens of the whole minibatch that are trained on."""
+    """Trained tokens of the whole minibatch."""
     num_idle_passes: int
-    """Forward passes that the busiest rank makes beyond this one's own."""
+    """How many more forward passes the busiest rank makes than this rank."""
     idle: TokenSequence
-    """Sequence with which this rank takes part in those."""
+    """Sequence that this rank scores in those passes."""
     old_logprobs: list[NDArray[np.float32]] | None = None
-    """Log-probability of each response token of `lessons` under the policy before the step, where
-    that is neither the current one nor the engine's."""
+    """Log-probability of each response token of `lessons` under the policy before the step; None if
+    the current policy or the engine's serves instead."""
 
     @property
     def sequences(self) -> list[TokenSequence]:
@@ -38,7 +39,7 @@ class Share:
 def cut_minibatches(
     lessons: Sequence[Lesson], num_minibatches: int, seed: Sequence[int]
 ) -> list[list[Lesson]]:
-    """The lessons with a token to train on; none are no minibatch. See `plan_minibatches`."""
+    """Split the lessons that have trained tokens into minibatches (`plan_minibatches`)."""
     trained = [lesson for lesson in lessons if lesson.counted.any()]
     groups = [lesson.rollout.group for lesson in trained]
     shares = plan_minibatches(groups, num_minibatches, seed)
@@ -48,9 +49,9 @@ def cut_minibatches(
 def plan_minibatches(
     groups: Sequence[tuple[int, str]], num_minibatches: int, seed: Sequence[int]
 ) -> list[list[int]]:
-    """Disjoint shares of whole groups, shuffled by the seed; together they hold every sample once.
+    """Shuffle whole groups by the seed into disjoint minibatches that contain every sample once.
 
-    `groups`: the group of each sample. There are fewer shares where there are fewer groups.
+    `groups`: the group of each sample. If there are fewer groups than minibatches, return fewer.
     """
     members: dict[tuple[int, str], list[int]] = {}
     for sample, group in enumerate(groups):
@@ -69,12 +70,12 @@ def deal(
     *,
     alone: bool = False,
 ) -> Share:
-    """Share of a minibatch that this rank computes; each lesson has a counted token. `alone`: of a
-    policy whose samples share no row.
+    """Return this rank's share of a minibatch. Each lesson must have a counted token. `alone`: the
+    policy needs a row for each sample.
 
-    Denominators are those of the whole minibatch, so neither the micro-batches nor the number of
-    processes change the gradient (beyond the order of additions). All ranks plan all shares, so
-    that each knows how many passes the busiest one makes: FSDP2 needs every rank in every pass.
+    Denominators are those of the whole minibatch. So neither micro-batches nor the number of
+    processes change the gradient, except for the order of additions. Every rank plans all shares to
+    learn how many passes the busiest one makes: FSDP2 needs every rank in every pass.
     """
     shares = longest_first(minibatch, _num_input_tokens, world_size)
     budget = config.trainer.micro_batch_tokens

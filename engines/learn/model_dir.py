@@ -1,4 +1,4 @@
-"""Is this directory a causal language model? Asked before anything is started; reads no tensors."""
+"""Check, before anything starts, that a directory is a causal language model. Read no tensors."""
 
 from collections.abc import Mapping, Sequence
 from math import inf, isfinite
@@ -12,23 +12,25 @@ KNOWN_HEADS = {
     *("cohere", "gemma2", "gemma3_text", "granite", "llama", "mistral", "phi3"),
     *("qwen2", "qwen3", "qwen3_moe"),
 }
-"""Model types whose logits `engines.learn.head` makes as they do."""
+"""Model types whose logits `engines.learn.head` is known to compute correctly."""
 CAUSAL_LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MAX_COUNT = 1_000_000
-"""Largest number of anything in a config: heads, positions, layers."""
+"""Largest number of anything in a config, for example of heads, positions or layers."""
 MAX_WIDTH = 2**24
 """Largest width or vocabulary."""
 WIDTHS = ("_dim", "_size", "_rank", "_embd", "_inner", "_model", "_factor")
-"""Ends of their names."""
+"""Ends of the names of widths and vocabulary sizes."""
 
 
 def check_model_dir(path: Path, setting: str = "model.path") -> None:
-    """Refuse a directory that cannot be trained. `setting` names it in the message.
+    """Refuse a directory that cannot be trained. `setting` is the name of its setting in the
+    message.
 
-    Raises ValueError that says what is wrong, where, and how to mend it: no directory, no or a
-    broken `config.json`, an adapter, a quantised model, not a causal language model, pickles,
-    weights missing or cut short, fewer weights than layers, or no tokenizer.
+    Raises ValueError that says what is wrong, where, and how to fix it. It refuses a missing
+    directory, a missing or broken `config.json`, an adapter, a quantised model, a model that is not
+    a causal language model, pickles, missing or truncated weights, fewer weights than layers, and a
+    missing tokenizer.
     """
     try:
         _check_dir(path)
@@ -37,12 +39,13 @@ def check_model_dir(path: Path, setting: str = "model.path") -> None:
 
 
 def check_target_modules(path: Path, names: Sequence[str]) -> None:
-    """Refuse adapters for layers that a model has not. Raises ValueError that names some it has."""
+    """Raise ValueError if adapters target layers that the model does not have. The message lists
+    its layers."""
     weights = stored_tensors(path)
     layers = {name.split(".")[-2] for name in weights if "." in name}
     if unknown := sorted(set(names) - layers):
         raise ValueError(
-            f"trainer.lora.target_modules: {path} has no layers that are called "
+            f"trainer.lora.target_modules: {path} has no layers called "
             f"{', '.join(unknown)}; it has {', '.join(sorted(layers))}"
         )
 
@@ -52,7 +55,7 @@ def _check_dir(path: Path) -> None:
         what = "is a file" if path.exists() else "does not exist"
         raise ValueError(
             f"{path} {what}; give the local directory of a Hugging Face model, for "
-            "instance one made by `hf download NAME --local-dir DIR`"
+            "example one made by `hf download NAME --local-dir DIR`"
         )
     config = _read_config(path)
     _check_config(config, path)
@@ -75,8 +78,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} has no config.json; {hint}")
     if adapter.exists():
         raise ValueError(
-            f"{path} holds an adapter (adapter_config.json) beside a model, which engines would "
-            "not load: merge it into the model, or move its files away"
+            f"{path} holds an adapter (adapter_config.json) beside a model. Engines would not "
+            "load the adapter: merge it into the model, or move its files away"
         )
     return read_json_object(file)
 
@@ -92,8 +95,8 @@ def _check_config(config: dict[str, Any], path: Path) -> None:
     named = config.get("transformers_weights")
     if named not in (None, WHOLE, INDEX):
         raise ValueError(
-            f"{path / 'config.json'} has its weights in another file (transformers_weights="
-            f"{named!r}): name that one {WHOLE}, and remove the setting"
+            f"{path / 'config.json'} names another file of weights (transformers_weights="
+            f"{named!r}): rename that file to {WHOLE}, and remove the setting"
         )
     if config.get("quantization_config") is not None:
         raise ValueError(
@@ -103,7 +106,7 @@ def _check_config(config: dict[str, Any], path: Path) -> None:
 
 
 def _check_values(config: Any, tensors: Mapping[str, StoredTensor], file: Path) -> None:
-    """Whoever makes a model of absurd numbers runs out of memory: even its names take some."""
+    """Raise ValueError for absurd numbers: building such a model would run out of memory."""
     for name, value in config.items():
         if isinstance(value, dict):
             _check_values(value, tensors, file)
@@ -113,13 +116,14 @@ def _check_values(config: Any, tensors: Mapping[str, StoredTensor], file: Path) 
             raise ValueError(f"{file} has rope_theta={value}: copy it again from the model")
         if isinstance(value, int | float) and abs(value) > _most(name, tensors):
             raise ValueError(
-                f"{file} has {name}={value}, and its weights are {len(tensors)} tensors: copy both "
+                f"{file} has {name}={value}, but its weights are {len(tensors)} tensors: copy both "
                 "again from the model"
             )
 
 
 def _most(name: str, tensors: Mapping[str, StoredTensor]) -> float:
-    """Largest value of a setting, where it decides how much memory a model takes."""
+    """Return the largest value of a setting, if the setting decides how much memory a model
+    takes."""
     if not name.startswith(("num_", "n_")):
         return MAX_WIDTH if name.endswith(WIDTHS) else inf
     if "layer" in name:

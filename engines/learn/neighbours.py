@@ -1,9 +1,9 @@
-"""Whether the samples of a row are kept apart by a model, tried on the model itself.
+"""Check, on the model itself, that the samples of a row stay apart.
 
-Attention is told where each sample begins. Other layers are not: a state space or a convolution
-goes on from one sample to the next, and log-probabilities are then wrong by nats. Two sequences,
-the second behind the first: what the second is given may depend neither on the first one's tokens
-nor on its being there.
+Attention knows where each sample begins; other layers do not. A state space or a convolution runs
+on from one sample into the next, which makes log-probabilities wrong by nats. The check packs two
+sequences into one row. The second one's values must not depend on the first one's tokens, nor on
+whether there is a first one.
 """
 
 from collections.abc import Sequence
@@ -17,26 +17,27 @@ from engines.learn.packing import TokenSequence, lay_out
 from engines.learn.policy import PolicyModel
 
 ALONE = (
-    "samples of this model have rows of their own, which takes longer than packed rows: it carries "
-    "something from one to the next (a state space, a convolution), or its attention takes a mask "
-    "of all pairs of tokens"
+    "each sample of this model gets its own row, which is slower than packing. The model carries "
+    "state from one sample to the next (a state space, a convolution), or its attention needs a "
+    "mask of all pairs of tokens"
 )
 BY_PLACE = "attn_temperature_tuning"
-"""Setting of Llama 4 by which attention goes by a token's place in the row, not in its sample, and
-only far beyond what is tried here."""
+"""Setting of Llama 4 that scales attention by a token's place in the row, not in its sample. Its
+effect begins far beyond the lengths tried here."""
 NUM_TOKENS = (48, 32)
 """Tokens of the first and of the second sequence."""
 OTHER_TOKENS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.01}
-"""Most that other tokens before it may change a token's log-probability by, in the mean, in nats:
-computed in the same shapes, it is rounded alike, but for experts that share a kernel with them."""
+"""Largest mean change of a token's log-probability, in nats, when the tokens before it change. The
+shapes stay the same, so rounding does too, except in experts that share a kernel with them."""
 NO_TOKENS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""The same of no tokens before it: shapes differ, and with them how large logits are rounded."""
+"""The same when the tokens before it are removed. Shapes change, and large logits round
+differently."""
 
 
 @torch.no_grad()
 def keeps_samples_apart(policy: PolicyModel, dtype: torch.dtype) -> bool:
-    """Whether samples of the policy, which computes in `dtype`, may share a row. They may not
-    where memory would grow with the row's square.
+    """Return whether samples of the policy may share a row. They may not if memory would then grow
+    with the square of the row's length. `dtype`: data type in which the policy computes.
 
     Collective: the ranks of a sharded policy make the same passes and agree.
     """
@@ -60,7 +61,7 @@ def keeps_samples_apart(policy: PolicyModel, dtype: torch.dtype) -> bool:
 
 
 def _last(policy: PolicyModel, token_ids: Sequence[NDArray]) -> NDArray[np.float32]:
-    """Log-probabilities of the last of these sequences, which lie in one row."""
+    """Return the log-probabilities of the last of these sequences, packed into one row."""
     sequences = [TokenSequence(ids.astype(np.int32), 1) for ids in token_ids]
     scored = policy.score(lay_out(range(len(sequences)), sequences), temperature=1.0)
     return scored.logprobs[-sequences[-1].num_response_tokens :].float().cpu().numpy()

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch from the log-probabilities of its tokens."""
+"""The loss of a micro-batch, from the log-probabilities of its tokens."""
 
 from dataclasses import dataclass
 
@@ -21,10 +21,10 @@ from schemas.algorithm import AlgorithmConfig
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
-    """One value per predicted token of a micro-batch, on the policy's device."""
+    """Values per predicted token of a micro-batch, on the policy's device."""
 
     num_tokens: list[int]
-    """Response tokens of each sample, one after another."""
+    """Response tokens of each sample."""
     inference_logprobs: Float[Tensor, "tokens"]
     old_logprobs: Float[Tensor, "tokens"] | None
     advantages: Float[Tensor, "tokens"]
@@ -33,13 +33,13 @@ class LossTokens:
 
     @classmethod
     def none(cls, num_tokens: int, device: torch.device) -> "LossTokens":
-        """Tokens that do not count."""
+        """Return tokens that do not count."""
         zeros = torch.zeros(num_tokens, device=device)
         return cls([num_tokens], zeros, zeros, zeros, zeros, zeros.bool())
 
     @classmethod
     def gather(cls, samples: tuple[int, ...], share: Share, device: torch.device) -> "LossTokens":
-        """Tokens of these samples of the share."""
+        """Gather the tokens of these samples of the share."""
         lessons = [share.lessons[at] for at in samples]
         num_tokens = [lesson.rollout.num_response_tokens for lesson in lessons]
         advantages = np.array([lesson.advantage for lesson in lessons], np.float32)
@@ -63,14 +63,14 @@ class LossTokens:
 def policy_loss(
     logprobs: Float[Tensor, "tokens"], tokens: LossTokens, algorithm: AlgorithmConfig
 ) -> tuple[Float[Tensor, ""], Sums]:
-    """The clipped loss, weighted where another policy than the old one generated the tokens, and
-    its part of the metrics.
+    """Return the clipped loss and its part of the metrics. With `tis_cap`, importance weights
+    correct for tokens that another policy generated.
 
-    pi_old is the trainer's policy before the step with `tis_cap`, the engine's without.
+    pi_old is the trainer's policy before the step with `tis_cap`, and the engine's policy without.
     """
     before = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
     old = tokens.inference_logprobs if algorithm.tis_cap is None else before
-    # Zero before any exponential: an infinite ratio times a weight of 0 would not be a number.
+    # Set tokens that do not count to zero before any exp: an infinite ratio times weight 0 is NaN.
     log_ratios = torch.where(tokens.counted, logprobs - old, 0.0)
     if algorithm.importance_ratio == "sequence":
         log_ratios = sequence_log_ratios(log_ratios, tokens.counted, tokens.num_tokens)

@@ -1,7 +1,7 @@
-"""A user's own advantage and loss, from the Python file that `algorithm.file` names.
+"""The user's own advantage and loss, from the Python file that `algorithm.file` names.
 
-They run in the trainer's processes, as part of it: unlike a scorer they get tensors, and what they
-do wrong ends the run.
+They run inside the trainer's processes. Unlike a scorer, they get tensors, and their errors end the
+run.
 """
 
 import importlib.util
@@ -31,14 +31,14 @@ ARGUMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class OwnFunctions:
-    """Functions of a user's file; None where it has none of that name."""
+    """Functions of a user's file; None for each name that the file does not define."""
 
     advantage: Callable[..., Any] | None = None
     loss: Callable[..., Any] | None = None
 
     def advantage_of(self, reward: float, rewards_G: NDArray[np.float64]) -> float:
-        """`compute_advantage(reward, group_rewards)`: the advantage of a response. Raises
-        ValueError when it is not a finite number."""
+        """Return the user's `compute_advantage(reward, group_rewards)` for a response. Raise
+        ValueError when it is not finite."""
         assert self.advantage is not None
         value = float(self.advantage(reward, rewards_G))
         if not math.isfinite(value):
@@ -51,15 +51,15 @@ class OwnFunctions:
     def losses(
         self, log_ratios: "Tensor", advantages: "Tensor", algorithm: AlgorithmConfig
     ) -> "Tensor":
-        """`compute_loss(log_ratios, advantages, algorithm)`: the loss of each token. Raises
-        ValueError when it gives anything else."""
+        """Return the user's `compute_loss(log_ratios, advantages, algorithm)`, one loss per token.
+        Raise ValueError for a result of another shape."""
         assert self.loss is not None
         losses = self.loss(log_ratios, advantages, algorithm)
         shape = getattr(losses, "shape", None)
         if shape != log_ratios.shape:
             gave = type(losses).__name__ if shape is None else f"the shape {tuple(shape)}"
             raise ValueError(
-                f"algorithm.file: {LOSS} gave {gave}, not one loss for each of the "
+                f"algorithm.file: {LOSS} returned {gave}, not one loss for each of the "
                 f"{len(log_ratios)} tokens: return a tensor of log_ratios' shape"
             )
         return losses
@@ -67,10 +67,10 @@ class OwnFunctions:
 
 @lru_cache(maxsize=4)
 def own_functions(path: Path | None) -> OwnFunctions:
-    """Functions of the file; none without one.
+    """Return the functions of the file, or none without a file.
 
-    Raises ValueError when it is missing, cannot be imported, defines neither function, or one that
-    does not take its arguments.
+    Raises ValueError when the file is missing, cannot be imported or defines neither function, or
+    when a function does not take its arguments.
     """
     if path is None:
         return OwnFunctions()
@@ -105,7 +105,7 @@ def _check_arguments(
     function: Callable[..., Any], name: str, arguments: Sequence[str], path: Path
 ) -> None:
     if not callable(function):
-        raise ValueError(f"algorithm.file: {name} in {path} is no function")
+        raise ValueError(f"algorithm.file: {name} in {path} is not a function")
     signature = inspect.signature(function)
     try:
         signature.bind(*arguments)

@@ -1,7 +1,9 @@
-"""Packing: the samples of a micro-batch lie end to end in one row, the longest first, and none of
-them sees another (`engines.learn.attention`). Nothing is filled up. Samples of a model whose layers
-carry something from token to token by other means than attention lie in rows of their own
-(`engines.learn.neighbours`)."""
+"""Pack the samples of a micro-batch end to end into one row, the longest first and without
+padding.
+
+No sample sees another (`engines.learn.attention`). Some models carry state from token to token by
+other means than attention; each of their samples gets its own row (`engines.learn.neighbours`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,15 +14,14 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """A prompt with a response. Only the response's tokens are predicted."""
+    """A prompt with its response. Only the response's tokens are predicted."""
 
     token_ids: NDArray[np.int32]
     num_prompt_tokens: int
 
     @property
     def num_input_tokens(self) -> int:
-        """Tokens that the model reads: the last one predicts nothing that is wanted, so it is no
-        input."""
+        """Tokens that the model reads: all but the last, which predicts nothing."""
         return len(self.token_ids) - 1
 
     @property
@@ -35,11 +36,11 @@ class MicroBatch:
     input_ids: NDArray[np.int64]
     """[T]."""
     position_ids: NDArray[np.int64]
-    """[T], restarting at 0 with each sample."""
+    """[T], starting at 0 in each sample."""
     num_tokens: tuple[int, ...]
-    """[S], input tokens of each sample, falling."""
+    """[S], input tokens of each sample, the longest first."""
     predict_at: NDArray[np.int64]
-    """[N], where in the row each predicted token's distribution is."""
+    """[N], index in the row at which each predicted token's distribution is."""
     targets: NDArray[np.int64]
     """[N], the predicted tokens: the response of each of `samples`, one after another."""
     samples: tuple[int, ...]
@@ -49,9 +50,10 @@ class MicroBatch:
 def plan_micro_batches(
     num_tokens: Sequence[int], micro_batch_tokens: int, *, alone: bool = False
 ) -> list[list[int]]:
-    """First-fit decreasing: which samples share which micro-batch; `alone`: none do.
+    """Group samples into micro-batches by first-fit decreasing. With `alone`, each sample gets its
+    own.
 
-    `num_tokens`: input tokens of each sample; a micro-batch stays within `micro_batch_tokens`.
+    `num_tokens`: input tokens of each sample. A micro-batch has at most `micro_batch_tokens`.
     Raises ValueError when a sample is longer than that.
     """
     plans: list[list[int]] = []
@@ -73,7 +75,8 @@ def plan_micro_batches(
 
 
 def lay_out(samples: Sequence[int], sequences: Sequence[TokenSequence]) -> MicroBatch:
-    """The arrays of one micro-batch. `samples` index into `sequences`, the longest first."""
+    """Return the arrays of one micro-batch. `samples` are indices into `sequences`, the longest
+    first."""
     own = [sequences[sample] for sample in samples]
     num_tokens = [sequence.num_input_tokens for sequence in own]
     starts = np.cumsum([0, *num_tokens[:-1]])
@@ -97,7 +100,7 @@ def lay_out(samples: Sequence[int], sequences: Sequence[TokenSequence]) -> Micro
 def pack(
     sequences: Sequence[TokenSequence], micro_batch_tokens: int, *, alone: bool = False
 ) -> list[MicroBatch]:
-    """All sequences as micro-batches; `plan_micro_batches` raises when one is too long."""
+    """Pack all sequences into micro-batches. Raise ValueError when a sequence is too long."""
     for sequence in sequences:
         assert 0 < sequence.num_prompt_tokens < len(sequence.token_ids)
     num_tokens = [sequence.num_input_tokens for sequence in sequences]

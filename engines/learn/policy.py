@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face causal language model that gives log-probabilities of packed tokens.
+"""The policy: a Hugging Face causal language model that scores packed tokens.
 
 ```
 PolicyModel                FSDP unit: embeddings, last norm, head
@@ -6,8 +6,8 @@ PolicyModel                FSDP unit: embeddings, last norm, head
    └─ decoder layers       one FSDP unit each
 ```
 
-The head is applied to response positions only and, for a large vocabulary, in chunks that are
-recomputed in the backward pass: full logits of a micro-batch would need more memory than the model.
+The head runs on response positions only. For a large vocabulary it runs in chunks, which the
+backward pass recomputes: all logits of a micro-batch would need more memory than the model.
 """
 
 from collections.abc import Sequence
@@ -35,12 +35,12 @@ class TokenScores(NamedTuple):
     logprobs: Float[Tensor, "tokens"]
     """Log-probability of each token under softmax(logits / T)."""
     entropies: Float[Tensor, "tokens"]
-    """Entropy of the distribution that each was drawn from, in nats; without gradient unless it was
-    asked for."""
+    """Entropy of the distribution of each token, in nats. It has a gradient only if the caller asks
+    for one."""
 
 
 class PolicyModel(nn.Module):
-    """A causal language model behind the one question that training asks it."""
+    """A causal language model with one method for training: `score`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class PolicyModel(nn.Module):
         self._head = Head.of(model.config)
         self._most_positions = most_positions(model.config)
         self.alone = False
-        """Whether each sample must have a row of its own (`engines.learn.neighbours`)."""
+        """Whether each sample needs its own row (`engines.learn.neighbours`)."""
 
     @property
     def device(self) -> torch.device:
@@ -56,7 +56,7 @@ class PolicyModel(nn.Module):
 
     @property
     def masks_all_pairs(self) -> bool:
-        """Whether its attention is the model's own, which takes a mask of all pairs of tokens."""
+        """Whether the model uses its own attention, with a mask of all pairs of tokens."""
         return self.model.config._attn_implementation == "eager"
 
     @property
@@ -66,8 +66,8 @@ class PolicyModel(nn.Module):
     def score(
         self, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
     ) -> TokenScores:
-        """Scores of `batch.targets` under softmax(logits / temperature). Raises ValueError for a
-        sample that engines have no positions for."""
+        """Score `batch.targets` under softmax(logits / temperature). Raise ValueError for a sample
+        that is too long for the engines' positions."""
         longest = max(batch.num_tokens)
         if self._most_positions is not None and longest > self._most_positions:
             raise ValueError(beyond(longest, self._most_positions))
@@ -124,7 +124,7 @@ def score_sequences(
     micro_batch_tokens: int,
     temperature: float,
 ) -> list[NDArray[np.float32]]:
-    """Log-probabilities of each sequence's response tokens, without a gradient."""
+    """Return the log-probabilities of each sequence's response tokens, without a gradient."""
     by_sample: dict[int, NDArray[np.float32]] = {}
     for batch in pack(sequences, micro_batch_tokens, alone=policy.alone):
         values = policy.score(batch, temperature).logprobs.cpu().numpy()

@@ -1,4 +1,4 @@
-"""A policy that computes in another data type for a while, with the parameters that it has."""
+"""Let a policy compute in another data type for a while, without a copy of its parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_map
 class ComputeIn(TorchFunctionMode):
     """Make every operation on a parameter compute in `dtype`.
 
-    The parameter and the other floating-point arguments are cast for that operation alone, so what
-    follows from its result has the data type too. In bfloat16 a float32 policy gives what its
-    bfloat16 copy gives, bit for bit; in float32 a bfloat16 policy rounds nothing any more. No copy
-    of the model is made: at most one parameter is cast at a time.
+    The operation gets casts of the parameter and of its other floating-point arguments, so its
+    result has `dtype` too. In bfloat16, a float32 policy returns what its bfloat16 copy returns,
+    bit for bit. In float32, a bfloat16 policy no longer rounds. At most one parameter is cast at a
+    time; the model is never copied.
 
     Example: `with ComputeIn(torch.bfloat16): policy.score(batch, 1.0)`.
     """
@@ -37,7 +37,7 @@ class ComputeIn(TorchFunctionMode):
         if _is_attribute(func) or not any(map(_is_parameter, [*args, *named.values()])):
             return func(*args, **named)
         if func is F.embedding:
-            # Its result is a few rows of the table: cast those, not the table.
+            # The result is a few rows of the table: cast these rows, not the table.
             return self._cast(func(*args, **named))
         return func(*tree_map(self._cast, args), **tree_map(self._cast, named))
 
@@ -51,6 +51,6 @@ def _is_parameter(value: Any) -> bool:
 
 
 def _is_attribute(func: Callable[..., Any]) -> bool:
-    """Whether it reads or sets `tensor.data`, `tensor.dtype` and the like: of what is there, not of
-    a cast copy."""
+    """Return whether the function reads or sets an attribute, for example `tensor.data`. Attributes
+    must be those of the parameter, not of a cast copy."""
     return getattr(func, "__name__", "") in ("__get__", "__set__")

@@ -1,4 +1,4 @@
-"""Publishes a policy version: writes each tensor to shared memory on this node, and sends it to the
+"""Publish a policy version: write each tensor to shared memory on this node, and send it to the
 engines that receive weights from the trainer's GPUs.
 
     rank 0   gather, cast, write at its place in the file, send, free

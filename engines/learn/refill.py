@@ -1,5 +1,7 @@
-"""Prompts that a step draws in place of those whose samples were all worth the same: DAPO's dynamic
-sampling (arXiv:2503.14476, section 3.2), a batch at a time. Pure."""
+"""Choose how many new prompts replace those whose samples all have the same reward. Pure.
+
+Source: DAPO's dynamic sampling (arXiv:2503.14476, section 3.2), one batch at a time.
+"""
 
 import math
 from collections import defaultdict
@@ -11,9 +13,9 @@ from engines.learn.advantages import all_equal
 
 
 def num_useful(rewards: pa.Table, prompt_keys: Collection[str]) -> int:
-    """Groups with rewards that differ, among these prompts. `rewards`: a step's
-    (`engines.store.tables.REWARDS`); samples deferred to it have an index below 0 and belong to the
-    groups of another step."""
+    """Return how many of these prompts have groups whose rewards differ. `rewards`: the rewards of
+    a step (`engines.store.tables.REWARDS`). Samples deferred to the step have an index below 0 and
+    belong to another step's groups, so they do not count."""
     groups: dict[str, list[float]] = defaultdict(list)
     columns = ("prompt_key", "sample_index", "reward")
     for key, sample, reward in zip(*(rewards[name].to_pylist() for name in columns), strict=True):
@@ -23,8 +25,8 @@ def num_useful(rewards: pa.Table, prompt_keys: Collection[str]) -> int:
 
 
 def num_to_draw(useful: int, drawn: int, wanted: int, batch: int) -> int:
-    """Prompts of the next batch: as many as are expected to make up for what is missing of `wanted`
-    groups, when as large a share of them is useful as of those drawn so far; a batch at most."""
+    """Return the number of prompts in the next batch, at most `batch`. It should fill up the
+    `wanted` groups if as large a share is useful as among the prompts drawn so far."""
     missing = wanted - useful
     if missing <= 0:
         return 0

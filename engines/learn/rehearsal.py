@@ -1,11 +1,11 @@
-"""Do the weights of a directory fit its config? transformers' own loading, without any memory.
+"""Check that a directory's weights fit its config, with transformers' own loading but no memory.
 
     config.json ─► the model on the meta device ─┐
                                                  ├─► transformers' report: missing, unexpected,
     headers ────► tensors on the meta device ────┘   of another shape
 
-So renamed keys, experts that are put together, tied weights and keys that a model ignores count as
-they do when it is loaded.
+The check therefore treats renamed keys, merged experts, tied weights and ignored keys as loading
+does.
 """
 
 import logging
@@ -41,14 +41,14 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _PUT_TOGETHER = re.compile(r"tensors destined for (\S+)\.\s")
-"""How transformers' report names a weight that it makes of several."""
+"""How transformers' report names a weight that it builds from several tensors."""
 
 
 def check_weights_fit(
     given: ModelConfig, config: PretrainedConfig, tensors: Mapping[str, StoredTensor]
 ) -> None:
-    """Raises ValueError where the weights of a directory are not those of its config: too few, too
-    many, of another shape, or whole numbers."""
+    """Raise ValueError when a directory's weights do not fit its config: too few, too many, of
+    another shape, or of an integer type."""
     path = given.path
     try:
         with quiet() as said:
@@ -56,7 +56,7 @@ def check_weights_fit(
     except Exception as error:  # Each model type checks its values in its own way.
         _refuse_whole_numbers(path, tensors)
         raise ValueError(
-            f"{path / 'config.json'} makes no model that its weights fit: "
+            f"{path / 'config.json'} describes no model that its weights fit: "
             f"{_reason(error, ''.join(said))}"
         ) from error
     _check_class(path, config, model)
@@ -66,10 +66,10 @@ def check_weights_fit(
 
 
 def _reason(error: Exception, said: str) -> str:
-    """The first line of an error, or which tensors could not be put together."""
+    """Return the first line of an error, or name the tensors that could not be merged."""
     names = sorted(set(_PUT_TOGETHER.findall(said)))
     if names:
-        return f"the tensors that are put together to {listed(names)} do not fit each other"
+        return f"the tensors that are merged into {listed(names)} do not fit each other"
     return first_line(error)
 
 
@@ -78,7 +78,7 @@ def _refuse_whole_numbers(path: Path, tensors: Mapping[str, StoredTensor]) -> No
     if whole:
         kinds = ", ".join(sorted({tensors[name].dtype for name in whole}))
         raise ValueError(
-            f"{path} has weights of the data type {kinds}, such as {listed([min(whole)])}: "
+            f"{path} has weights of the data type {kinds}, for example {listed([min(whole)])}: "
             "training needs the original ones in float32, bfloat16 or float16"
         )
 
@@ -89,7 +89,7 @@ def _rehearse(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     buffers = {name for name, _ in model.named_buffers()}
-    # Whole numbers are left out, which a parameter would be missing then.
+    # Leave integer weights out. A parameter without its weight then counts as missing.
     given = {
         name: torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype], device="meta")
         for name, tensor in tensors.items()
@@ -108,7 +108,7 @@ def _rehearse(
 
 
 class _Said(logging.Handler):
-    """Log messages, kept from the terminal."""
+    """Collects log messages instead of printing them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class _Said(logging.Handler):
 
 @contextmanager
 def quiet() -> Generator[list[str]]:
-    """Take what transformers would print: its report, and no bar of progress."""
+    """Capture transformers' log messages, and hide its progress bars."""
     logger, bars = get_logger("transformers"), is_progress_bar_enabled()
     handlers, said = logger.handlers, _Said()
     logger.handlers = [said]
@@ -134,7 +134,8 @@ def quiet() -> Generator[list[str]]:
 
 
 def _check_class(path: Path, config: PretrainedConfig, model: PreTrainedModel) -> None:
-    """The trainer goes by `model_type`, engines by `architectures`."""
+    """Raise ValueError when `architectures`, which engines use, names another class than
+    `model_type`."""
     made, named = type(model).__name__, [str(one) for one in config.architectures or ()]
     if made.lower() not in [name.lower() for name in named]:
         raise ValueError(

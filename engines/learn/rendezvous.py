@@ -1,7 +1,7 @@
-"""Meeting place of the ranks of a trainer: the key-value store of torch.distributed.
+"""Meeting place of a trainer's ranks: the key-value store of torch.distributed.
 
-On one node it is a file that no other user may open. Over several it is a port, and whoever reaches
-that reads and writes the store.
+On one node it is a file that no other user can open. Across nodes it is a port, and anyone who can
+reach this port can read and write the store.
 """
 
 import socket
@@ -19,7 +19,7 @@ _FILE, _TCP = "file://", "tcp://"
 
 
 class Rendezvous:
-    """A rank's hold on the store."""
+    """One rank's access to the store."""
 
     def __init__(self, world_size: int, timeout: timedelta) -> None:
         self._world_size, self._timeout = world_size, timeout
@@ -27,12 +27,13 @@ class Rendezvous:
         self._hosted: TCPStore | None = None
 
     def host(self, *, one_node: bool) -> str:
-        """Open the store on this node and return its address. `one_node`: no rank is elsewhere."""
+        """Open the store on this node and return its address. `one_node`: all ranks are on this
+        node."""
         if one_node:
             self._dir = PrivateDir()
             return f"{_FILE}{self._dir.path}/ranks"
         host = ray.util.get_node_ip_address()
-        # Left to itself it would listen at every address of the machine.
+        # By default torch would listen on every address of the machine.
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
         self._hosted = self._open_port(host, port, listener.detach())

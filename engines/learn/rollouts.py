@@ -1,4 +1,4 @@
-"""Rewarded rollouts as arrays, and the canaries chosen from them."""
+"""Read rewarded rollouts into arrays, and choose canaries from them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,35 +20,35 @@ MAX_CANARY_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class ScoredRollout(TokenSequence):
-    """One row of a rewarded batch, with the names of its columns."""
+    """One row of a rewarded batch. Fields have the names of its columns."""
 
     origin_step: int
     prompt_key: str
     sample_index: int
     inference_logprobs: NDArray[np.float32]
-    """Log-probability of each response token, as the rollout engine recorded it."""
+    """Log-probability of each response token, recorded by the rollout engine."""
     versions: NDArray[np.int32]
     """Policy version of each response token."""
     reward: float
     group_rewards: NDArray[np.float64]
-    """Known rewards of its group."""
+    """Known rewards of the rollout's group."""
     group_lengths: NDArray[np.int32]
-    """Response tokens of the same samples."""
+    """Response tokens of the samples in `group_rewards`."""
     truncated: bool
-    """Whether it was cut at the limit of its length."""
+    """Whether the response was cut at its maximum length."""
 
     @property
     def group(self) -> tuple[int, str]:
-        """Key of the samples that were drawn for one prompt in one step's plan."""
+        """Key of the samples that one step planned for one prompt."""
         return self.origin_step, self.prompt_key
 
 
 def read_rollouts(table: pa.Table) -> list[ScoredRollout]:
-    """Rollouts of a rewarded batch by group and sample index, whichever of them ended first.
+    """Return the rollouts of a rewarded batch, sorted by group and sample index.
 
-    Raises ValueError when a column is missing or of another type, a value is null, the table is
-    empty, a prompt or response is empty, log-probabilities, policy versions and tokens do not pair
-    up, a reward is not finite, or a group lacks its own sample.
+    Raises ValueError when a column is missing or has another type, a value is null, or the table, a
+    prompt or a response is empty. Raises it too when the numbers of tokens, log-probabilities and
+    policy versions differ, a reward is not finite, or a group lacks its own sample.
     """
     missing = [name for name in TRAINING.names if name not in table.column_names]
     if missing:
@@ -63,7 +63,8 @@ def read_rollouts(table: pa.Table) -> list[ScoredRollout]:
 
 
 def _values(column: pa.ChunkedArray) -> list[Any]:
-    """A column by row: lists as arrays, and spans as the version of each token."""
+    """Convert a column to one value per row: lists become arrays, spans the version of each
+    token."""
     array = column.combine_chunks()
     if column.type == SPANS:
         versions, counts = (part.to_numpy() for part in array.flatten().flatten())
@@ -97,8 +98,8 @@ def _check_lengths(rollout: ScoredRollout) -> None:
         raise ValueError(
             f"a rollout of prompt {rollout.prompt_key} has {num_prompt} prompt "
             f"tokens, {num_response} response tokens and {num_logprobs} log-probabilities and "
-            f"{num_versions} policy versions for them: both texts need a token and every response "
-            "token its log-probability and its version"
+            f"{num_versions} policy versions for them: prompt and response need at least one "
+            "token, and each response token needs a log-probability and a version"
         )
 
 
@@ -119,7 +120,8 @@ def _check_group(rollout: ScoredRollout) -> None:
 
 
 def choose_canaries(rollouts: Iterable[ScoredRollout]) -> list[list[int]]:
-    """Beginnings of rollouts of different prompts, for the engines to reproduce."""
+    """Return beginnings of rollouts of different prompts, whose scores the engines must
+    reproduce."""
     firsts: dict[str, ScoredRollout] = {}
     for rollout in rollouts:
         firsts.setdefault(rollout.prompt_key, rollout)

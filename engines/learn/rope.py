@@ -1,11 +1,11 @@
-"""Rotary position embeddings by one rule for all samples: the engines'.
+"""Rotary position embeddings computed by one rule for all samples: the engines' rule.
 
-transformers goes by the longest position in a row, so that a sample's values would depend on its
+transformers chooses by the longest position in a row, so a sample's values would depend on its
 neighbours. vLLM 0.32 decides once, in `vllm/model_executor/layers/rotary_embedding`:
 
-    longrope    long factors for all samples where max_model_len is beyond the original length,
-                short ones for all else (`phi3_long_rope_scaled_rope.py`)
-    dynamic     nothing is scaled up to max_position_embeddings, and no position is beyond
+    longrope    long factors for all samples if max_model_len is beyond the original length, short
+                factors otherwise (`phi3_long_rope_scaled_rope.py`)
+    dynamic     no scaling up to max_position_embeddings, and no positions beyond
                 (`dynamic_ntk_scaling_rope.py`, `dynamic_ntk_alpha_rope.py`)
 """
 
@@ -22,23 +22,25 @@ LONGROPE, DYNAMIC = "longrope", "dynamic"
 
 
 def ropes_of(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
-    """Yield the parameters of a model's ropes: one for all layers, or one for each kind of them."""
+    """Yield the parameters of a model's ropes: one rope for all layers, or one for each kind of
+    layer."""
     given = getattr(config.get_text_config(), "rope_parameters", None) or {}
     nested = [rope for rope in given.values() if isinstance(rope, dict)]
     yield from nested or ([given] if given else [])
 
 
 def most_positions(config: PretrainedConfig) -> int | None:
-    """Tokens of a sample that engines have positions for, where a rope limits them."""
+    """Return the most tokens of a sample that engines have positions for; None if no rope limits
+    them."""
     dynamic = any(DYNAMIC in rope.get("rope_type", "") for rope in ropes_of(config))
     return config.get_text_config().max_position_embeddings if dynamic else None
 
 
 def fix_ropes(model: PreTrainedModel, max_tokens: int | None) -> None:
-    """Have a model turn all samples alike. `max_tokens`: `max_model_len` of the engines; None: all
-    that the model takes.
+    """Make a model use the same factors for all samples. `max_tokens`: the engines'
+    `max_model_len`; None: all tokens that the model takes.
 
-    Raises ValueError when engines have fewer positions.
+    Raises ValueError when engines have fewer positions than that.
     """
     text = model.config.get_text_config()
     limit = most_positions(text)
@@ -47,7 +49,7 @@ def fix_ropes(model: PreTrainedModel, max_tokens: int | None) -> None:
     if max_tokens is None:
         max_tokens = getattr(text, "max_position_embeddings", 0)
     if getattr(text, "rope_parameters", None):
-        text.rope_parameters = deepcopy(text.rope_parameters)  # Others may hold these.
+        text.rope_parameters = deepcopy(text.rope_parameters)  # Another config may share them.
     for rope in ropes_of(text):
         if rope.get("rope_type") == LONGROPE:
             _take_one(rope, "long" if max_tokens > _original(rope) else "short")
@@ -58,7 +60,7 @@ def fix_ropes(model: PreTrainedModel, max_tokens: int | None) -> None:
 
 
 def beyond(num_tokens: int, limit: int) -> str:
-    """Why a sample is too long."""
+    """Return the message for a sample that is too long."""
     return (
         f"a sample of {num_tokens} tokens is longer than the {limit} positions "
         "(max_position_embeddings) that engines have with a rope of type dynamic: lower "
@@ -71,14 +73,14 @@ def _original(rope: Mapping[str, Any]) -> int:
 
 
 def _take_one(rope: dict[str, Any], taken: str) -> None:
-    """Make the factors of short and of long samples the same."""
+    """Use the factors of `taken` samples ("short" or "long") for all samples."""
     for name in ("factor", "mscale"):
         if f"{taken}_{name}" in rope:
             rope[f"short_{name}"] = rope[f"long_{name}"] = rope[f"{taken}_{name}"]
 
 
 def _kinds(module: nn.Module) -> Iterator[tuple[str | None, str]]:
-    """Yield the types of a module's ropes, by the kind of layers that they are for."""
+    """Yield the types of a module's ropes, with the kind of layer that each is for."""
     given = getattr(module, "rope_type", None)
     if isinstance(given, Mapping):
         yield from given.items()
@@ -88,7 +90,8 @@ def _kinds(module: nn.Module) -> Iterator[tuple[str | None, str]]:
 
 @torch.no_grad()
 def _compute_again(module: Any, layer_type: str | None) -> None:
-    """Frequencies by the parameters as they now are. Without memory they are computed later."""
+    """Compute the frequencies again from the changed parameters. Buffers on the meta device come
+    later."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     for name in ("inv_freq", "original_inv_freq"):
         buffer = getattr(module, prefix + name)

@@ -1,4 +1,4 @@
-"""The keys that each query of a row sees, read from the mask that the model itself makes.
+"""Find out which keys each query of a row sees, from the mask that the model itself makes.
 
     model ─► create_causal_mask, create_sliding_window_causal_mask, ... of transformers
                  │ a function of query and key
@@ -6,8 +6,8 @@
              row_mask: is that causal, a window, or chunks?  ─► RowMask ─► packed_attention
                  └ none of them: ValueError
 
-So a window is known that the model gives to its mask alone, and never to attention. A model finds
-`row_mask` by the name `PACKED`.
+So the trainer also knows a window that a model passes to its mask but not to its attention. A model
+finds `row_mask` by the name `PACKED`.
 """
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -24,26 +24,26 @@ from transformers import AttentionMaskInterface, PretrainedConfig
 from engines.learn.bounds import SampleBounds
 
 PACKED = "refrain_packed"
-"""transformers' name for the trainer's attention and masks."""
+"""Name under which transformers finds the trainer's attention and masks."""
 _BOUNDS: ContextVar[SampleBounds | None] = ContextVar("bounds of the samples", default=None)
 _MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class RowMask:
-    """The mask of a row, in the place of a tensor. Within its sample a query sees the keys up to
-    its own. Raises ValueError where a model uses it as a tensor."""
+    """The mask of a row, passed where models pass a mask tensor. A query sees the keys of its own
+    sample up to its own position. Raises ValueError when a model uses it as a tensor."""
 
     segments: SampleBounds
     model: str = ""
-    """Type of the model, for errors."""
+    """Model type, for error messages."""
     window: int | None = None
-    """Last keys that a query sees, its own included; None: all of them."""
+    """Number of last keys that a query sees, its own included; None: all keys."""
     chunk: int | None = None
-    """Tokens of a chunk, counted from the sample's first; a query sees none of another chunk."""
+    """Tokens per chunk, counted from the sample's first token. A query sees only its own chunk."""
 
     def sees(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
-        """Whether queries see keys, by their positions in a sample."""
+        """Return whether queries see keys, given their positions in a sample."""
         seen = key <= query
         if self.window is not None:
             seen = seen & (key > query - self.window)
@@ -73,15 +73,15 @@ class RowMask:
 
 
 class NotATensorError(AttributeError, ValueError):
-    """A model makes something of its mask before, or beside, its attention."""
+    """A model uses its mask outside the trainer's attention."""
 
     def __init__(self, model: str) -> None:
-        super().__init__(f"{model} works on its mask itself: this trainer does not compute that")
+        super().__init__(f"{model} works on its mask itself: this trainer does not support that")
 
 
 @contextmanager
 def row_of(segments: SampleBounds) -> Generator[None]:
-    """While this lasts, models run on a row with these samples."""
+    """Tell models inside this context which samples their row contains."""
     token = _BOUNDS.set(segments)
     try:
         yield
@@ -90,10 +90,10 @@ def row_of(segments: SampleBounds) -> Generator[None]:
 
 
 def causal_mask(config: PretrainedConfig, **_: Any) -> RowMask:
-    """A causal mask, whatever the model asks for."""
+    """Return a causal mask, whatever mask the model asks for."""
     segments = _BOUNDS.get()
     if segments is None:
-        raise RuntimeError("a model makes a mask outside of its forward pass: call it in `row_of`")
+        raise RuntimeError("a model makes a mask outside of `row_of`: call the model inside it")
     return RowMask(segments, config.model_type)
 
 
@@ -108,21 +108,21 @@ def row_mask(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> RowMask:
-    """The mask that a model asks transformers for. Raises ValueError when it is none that
-    `packed_attention` computes.
+    """Return the mask that a model asks transformers for. Raise ValueError if `packed_attention`
+    does not support it.
 
-    `mask_function`: whether a query sees a key, by (batch, head, query, key). `local_size`: tokens
-    of a window or chunk, where transformers knows them.
+    `mask_function`: returns whether a query sees a key, from (batch, head, query, key).
+    `local_size`: tokens of a window or chunk, if transformers knows it.
     """
     causal = causal_mask(config)
     if kv_length != q_length or not (attention_mask is None or bool(attention_mask.all())):
         raise ValueError(
             f"{config.model_type} masks tokens of a row that has no padding: this trainer does not "
-            "compute that"
+            "support that"
         )
     longest = causal.segments.longest
     num_heads = getattr(config, "num_attention_heads", 1)
-    # The first sample of a row is the longest, and begins where the row does.
+    # The first sample is the longest and starts at the row's start, so test the mask on it.
     keys = torch.arange(longest, device=device)
     num_seen = int(_seen(mask_function, keys[-1:], keys, num_heads).sum(-1).max())
     sizes = {num_seen, local_size or num_seen} if num_seen < longest else set()
@@ -137,12 +137,12 @@ def row_mask(
             return mask
     raise ValueError(
         f"{config.model_type} makes a mask that is neither causal nor a window nor chunks: this "
-        "trainer does not compute it"
+        "trainer does not support it"
     )
 
 
 def _probes(longest: int, sizes: Collection[int], device: torch.device) -> Int[Tensor, "queries"]:
-    """Queries around the places where windows and chunks of these sizes begin and end."""
+    """Return queries near the edges of windows and chunks of these sizes."""
     edges = [0, longest // 3, longest // 2, longest - 1]
     edges += [times * size for size in sizes for times in (1, 2, 3)]
     places = {near for edge in edges for near in (edge - 1, edge, edge + 1)}
@@ -155,7 +155,7 @@ def _seen(
     keys: Int[Tensor, "keys"],
     num_heads: int,
 ) -> Bool[Tensor, "heads queries keys"]:
-    """Keys that the first and the last head see."""
+    """Return which keys the first and the last head see."""
     heads = torch.tensor([0, num_heads - 1], device=keys.device)
     rows = torch.zeros(1, dtype=torch.long, device=keys.device)
     places = (rows[:, None, None, None], heads[:, None, None], queries[:, None], keys)

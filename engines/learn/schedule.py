@@ -1,4 +1,4 @@
-"""The learning rate's course over a run: a pure function of the optimiser steps made."""
+"""Learning-rate schedule: a pure function of the number of optimiser updates."""
 
 import math
 
@@ -6,10 +6,11 @@ from schemas.trainer import TrainerConfig
 
 
 def learning_rate_share(num_done: int, config: TrainerConfig) -> float:
-    """Learning rate of the update after `num_done` others, as a share of `learning_rate`.
+    """Return the learning rate after `num_done` updates, as a share of `learning_rate`.
 
-    Linear warm-up to it over `warmup_steps`, then constant, or down to `min_learning_rate` over
-    `decay_steps`: in a line, or along half a cosine (arXiv:1608.03983, equation 5, one period).
+    The rate rises linearly over `warmup_steps`. Then it stays constant, or falls to
+    `min_learning_rate` over `decay_steps`: linearly, or along half a cosine (arXiv:1608.03983,
+    equation 5, one period).
     """
     if num_done < config.warmup_steps:
         return (num_done + 1) / config.warmup_steps

@@ -1,4 +1,4 @@
-"""FSDP2: which parts of a policy are whole at a time, and when."""
+"""FSDP2: how a policy is sharded, and when its layers are gathered."""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -8,23 +8,23 @@ from engines.learn.policy import PolicyModel
 
 
 def shard(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """Make each decoder layer, and the rest, an FSDP2 unit over `mesh`."""
+    """Make each decoder layer an FSDP2 unit over `mesh`, and the rest another one."""
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=torch.float32,
-        # Activations follow the parameters' data type, also where `ComputeIn` sets another.
+        # Activations have the parameters' data type, even when `ComputeIn` changes it.
         cast_forward_inputs=False,
     )
     for module in policy.modules():
         if type(module).__name__ in (policy.model._no_split_modules or ()):
             fully_shard(module, mesh=mesh, mp_policy=precision)
-    # Resharded even as the root: after a forward pass without a backward pass, as for canaries, the
-    # parameters would otherwise no longer be those that the optimiser knows.
+    # Reshard the root too. Otherwise, after a forward pass without a backward pass (as for
+    # canaries), its parameters would no longer be the ones that the optimiser knows.
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
 
 
 def keep_gathered(policy: PolicyModel, keep: bool) -> None:
-    """Whether a sharded policy's layers stay whole after a forward and a backward pass."""
+    """Set whether a sharded policy's layers stay gathered after each forward and backward pass."""
     if isinstance(policy, FSDPModule):
         policy.set_reshard_after_forward(not keep)
         policy.set_reshard_after_backward(not keep)

@@ -1,7 +1,8 @@
-"""Does a policy compute the same whenever it is asked? Tried on the model itself.
+"""Check, on the model itself, that a policy computes the same values every time.
 
-A router's noise, a buffer that a forward pass changes, a rope that grows with the longest position
-of a row: values would then depend on chance, on what was computed before, or on the neighbours.
+Examples of faults: router noise, a buffer that a forward pass changes, a rope that grows with the
+longest position of a row. Values would then depend on chance, on earlier passes or on neighbours in
+the row.
 """
 
 from collections.abc import Generator
@@ -20,11 +21,11 @@ from engines.learn.policy import PolicyModel
 
 @torch.no_grad()
 def check_steady(policy: PolicyModel, dtype: torch.dtype) -> None:
-    """Raises ValueError, which names a part of the model, when the policy draws random numbers or
-    keeps something of what it computed, at the first positions and at the last that its config
-    has; or when a sample's values depend on the positions of another in its row.
+    """Raise ValueError, naming a part of the model, when the policy draws random numbers or keeps
+    state from a pass. This is tried at the first and at the last positions that the config allows.
+    Raise it too when a sample's values depend on the positions of another sample in its row.
 
-    `dtype`: in which it computes. Collective.
+    `dtype`: data type in which the policy computes. Collective.
     """
     state, chance = _state(policy), _chance(policy)
     short = policy.score(_short(policy), 1.0).logprobs
@@ -37,13 +38,13 @@ def check_steady(policy: PolicyModel, dtype: torch.dtype) -> None:
     for name, value in state.items():
         if _changed(value, kept.get(name)):
             raise ValueError(
-                f"{name} of {_class(policy)} changes when the model computes, and what it computes "
-                "next with it: this trainer needs a model that keeps nothing"
+                f"{name} of {_class(policy)} changes when the model computes, and may change the "
+                "next result: this trainer needs a model that keeps no state"
             )
     if not policy.alone and (behind - short).abs().mean().item() > NO_TOKENS_TOLERANCE[dtype]:
         raise ValueError(
             f"{_class(policy)} computes a sample otherwise when another in its row has higher "
-            "positions, as some ropes do: this trainer does not compute that"
+            "positions, as some ropes do: this trainer does not support that"
         )
 
 
@@ -62,8 +63,8 @@ def _short(policy: PolicyModel) -> MicroBatch:
 
 
 def _behind(policy: PolicyModel, config: Any) -> MicroBatch:
-    """The short sample behind another at the model's last positions; that one alone where each has
-    a row of its own."""
+    """Return the short sample behind another one at the model's last positions. If each sample
+    needs its own row, return that other one alone."""
     batch = lay_out([0] if policy.alone else [0, 1], _sequences(policy))
     num_first, positions = NUM_TOKENS[0], batch.position_ids.copy()
     last = getattr(config.get_text_config(), "max_position_embeddings", None) or num_first
@@ -72,7 +73,7 @@ def _behind(policy: PolicyModel, config: Any) -> MicroBatch:
 
 
 def _state(policy: PolicyModel) -> dict[str, Any]:
-    """Numbers and tensors of modules that are not trained, by name."""
+    """Return modules' numbers and tensors that are not trained, by name."""
     return {
         f"{place}.{name}": value.clone() if isinstance(value, Tensor) else value
         for place, module in policy.model.named_modules()
@@ -82,7 +83,7 @@ def _state(policy: PolicyModel) -> dict[str, Any]:
 
 
 def _chance(policy: PolicyModel) -> Tensor:
-    """State of the generator that the policy's device draws from."""
+    """Return the state of the random generator on the policy's device."""
     on_gpu = policy.device.type == "cuda"
     return torch.cuda.get_rng_state(policy.device) if on_gpu else torch.get_rng_state()
 
@@ -95,8 +96,8 @@ def _changed(before: Any, after: Any) -> bool:
 
 @contextmanager
 def _noise_named(policy: PolicyModel) -> Generator[None]:
-    """Raise ValueError that names the innermost module that draws random numbers while this
-    lasts."""
+    """Raise ValueError that names the innermost module which draws random numbers in this
+    context."""
     begun: dict[nn.Module, Tensor] = {}
     noisy: list[str] = []
     hooks = []
@@ -117,6 +118,6 @@ def _noise_named(policy: PolicyModel) -> Generator[None]:
             hook.remove()
     found = noisy[0] if noisy else "a part"
     raise ValueError(
-        f"{found} of {_class(policy)} draws random numbers, so that scoring twice differs: this "
-        "trainer needs a model without noise"
+        f"{found} of {_class(policy)} draws random numbers, so scoring twice gives two results: "
+        "this trainer needs a model without noise"
     )

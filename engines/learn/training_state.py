@@ -1,15 +1,15 @@
-"""The parts of a checkpoint: what only training needs, each rank its own share, and an export.
+"""The parts of a checkpoint: each rank's training state, and an export.
 
 ```
-training/              weights that are trained and AdamW's moments: torch.distributed.checkpoint,
-                       a safetensors file a rank, for any number of ranks to read
+training/              trained weights and AdamW's moments: torch.distributed.checkpoint,
+                       a safetensors file a rank, readable by any number of ranks
 training_state.pt      learning rate, number of updates, random number generators
 model/                 Hugging Face directory in the engines' data type (`engines.learn.export`)
-adapter/               with LoRA: the adapter alone, as peft has it
+adapter/               with LoRA: the adapter alone, in peft's format
 ```
 
-Everything here that takes a policy or an optimiser is collective under FSDP2: every process calls
-it, and rank 0 gets what is whole.
+Under FSDP2, all functions that take a policy or an optimiser are collective: every process calls
+them, and rank 0 gets the whole tensors.
 """
 
 import pickle
@@ -44,12 +44,12 @@ _NUMPYS: list[Any] = [
     np.dtype,
     np.dtypes.UInt32DType,
 ]
-"""Types in the state of NumPy's generator, beside plain numbers and tensors."""
+"""Types in the state of NumPy's generator, besides plain numbers and tensors."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def capture(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
-    """All that is small: scheduler, number of updates and the generators of every rank."""
+    """Return the small parts: scheduler, number of updates and the generators of every rank."""
     updates = [int(state["step"]) for state in optimizer.state.values()]
     return {
         "num_updates": max(updates, default=0),
@@ -59,17 +59,17 @@ def capture(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Read the file of what `capture` gave.
+    """Read a file that contains the result of `capture`.
 
-    Raises ValueError, and runs nothing, where something else is in the file: it may come from an
-    object store that others write to.
+    Raises ValueError for any other content, and never runs code from the file. The file may come
+    from an object store that others can write to.
     """
     try:
         with torch.serialization.safe_globals(_NUMPYS):
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{file} is not what refrain writes: it is damaged, or asks for code to be run; see "
+            f"{file} is not what refrain writes: it is damaged, or tries to run code. Check "
             "where it comes from, and remove this checkpoint to use an earlier one"
         ) from error
 
@@ -84,10 +84,10 @@ def apply(
     rank: int,
     world_size: int,
 ) -> None:
-    """Continue where `capture` and `write_shards` left off.
+    """Restore the state that `capture` and `write_shards` saved.
 
-    With another number of processes than before, the generators keep their fresh seeds. Raises
-    ValueError when the shards are those of another model, or damaged.
+    If the number of processes has changed, the generators keep their fresh seeds. Raises ValueError
+    when the shards are damaged or belong to another model.
     """
     for parameter in policy.parameters():
         if parameter.requires_grad:
@@ -104,7 +104,7 @@ def apply(
 
 
 def trained_tensors(policy: PolicyModel, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Weights that are trained and their moments, as they lie in memory, by name."""
+    """Return the trained weights and their moments by name, without a copy."""
     tensors = {}
     for name, parameter in policy.model.named_parameters():
         if parameter.requires_grad:
@@ -117,54 +117,54 @@ def trained_tensors(policy: PolicyModel, optimizer: Optimizer) -> dict[str, Tens
 
 
 def write_shards(directory: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Write this rank's share of the tensors. They must not change meanwhile: no copy is made.
-    Returns SHA-256 of every rank's file, by name: each hashes its own while the others do."""
+    """Write this rank's share of the tensors. No copy is made, so they must not change meanwhile.
+    Return the SHA-256 of every rank's file, by name; each rank hashes its own file."""
     together = dist.is_initialized() and dist.get_world_size() > 1
     if together:
-        dist.barrier()  # Rank 0 makes the directory.
+        dist.barrier()  # Rank 0 has created the directory before it gets here.
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
     try:
         with _alone_without_a_word():
             dcp.save(tensors, storage_writer=writer, no_dist=not together)
     except dcp.CheckpointException as error:
         raise next(failure for failure, _ in error.failures.values()) from error
-    # As the writer names them.
+    # The writer names the files like this.
     own = directory.glob(f"shard-{dist.get_rank() + 1 if together else 1:05d}-*")
     checksums = {file.name: sha256 for file, sha256 in sha256_of_all(own).items()}
     return {name: sha256 for one in _gather(checksums) for name, sha256 in one.items()}
 
 
 def read_shards(directory: Path, tensors: dict[str, Tensor]) -> None:
-    """Read this rank's share of tensors that any number of ranks has written, into them. Raises
-    ValueError when they are others, or damaged."""
+    """Read this rank's share into the tensors. Any number of ranks may have written them. Raise
+    ValueError when the files are damaged or contain other tensors."""
     try:
         reader = HuggingFaceStorageReader(str(directory))
         with _alone_without_a_word():
             dcp.load(tensors, storage_reader=reader, no_dist=True)
     except (dcp.CheckpointException, RuntimeError, OSError, SafetensorError, KeyError) as error:
         raise ValueError(
-            f"{directory} cannot be read: {error}; use an earlier checkpoint, or start from this "
-            "one's model/ by model.path"
+            f"{directory} cannot be read: {error}; use an earlier checkpoint, or set model.path "
+            "to this one's model/ and start anew"
         ) from error
 
 
 @contextmanager
 def _alone_without_a_word() -> Generator[None]:
-    """No warning that there is one process."""
+    """Hide torch's warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Seed every generator of this process."""
+    """Seed every random number generator of this process."""
     random.seed(seed + rank)
     np.random.seed((seed + rank) % 2**32)
     torch.manual_seed(seed + rank)
 
 
 def num_bytes(tensors: dict[str, Tensor]) -> int:
-    """Bytes of all tensors, wherever their shards are."""
+    """Return the bytes of all tensors; a sharded tensor counts as a whole."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
@@ -194,7 +194,7 @@ def _gather(value: object) -> list[Any]:
 
 
 def host_tensors(policy: PolicyModel, dtype: torch.dtype, *, keep: bool) -> dict[str, Tensor]:
-    """All of `whole_tensors` in host memory as `dtype`, none where not `keep`."""
+    """Return all `whole_tensors` in host memory as `dtype`, or an empty dict without `keep`."""
     tensors = {}
     for name, tensor in whole_tensors(policy.model, dtype).tensors:
         if keep:

@@ -1,11 +1,11 @@
-"""The safetensors files of a model directory, by their headers alone: no weight is read.
+"""Read the headers of the safetensors files in a model directory, but no weights.
 
     model.safetensors                       all weights, or
     model.safetensors.index.json            the file of each weight
     model-00001-of-00002.safetensors ...
 
-Trainer, engines and drafters each choose files by rules of their own, so a directory in which these
-rules could disagree is refused. Files may be links, as in the Hugging Face cache.
+Trainer, engines and drafters choose files by different rules. A directory is refused if these rules
+could disagree. Files may be links, as in the Hugging Face cache.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,25 +23,25 @@ FLOATS = {"F64", "F32", "F16", "BF16"}
 """Data types of weights that can be trained, as safetensors calls them."""
 SHOWN = 3
 MAX_NAME = 150
-"""Names in a message, and characters of each."""
+"""Number of names in a message, and of characters of each name."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor by its header."""
+    """A tensor as its header describes it."""
 
     file: Path
     dtype: str
-    """Data type as safetensors calls it, such as BF16."""
+    """Data type as safetensors calls it, for example BF16."""
     shape: tuple[int, ...]
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return the weights of a model directory by name.
 
-    Raises ValueError for pickles, for files that are missing, damaged or outside the directory, for
-    an index that does not fit them, and for a weight that is there twice.
+    Raises ValueError for pickles, for missing or damaged files, for files outside the directory,
+    for an index that does not match its files, and for a weight that appears twice.
     """
     index = path / INDEX
     if not index.is_file():
@@ -50,8 +50,8 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     names = sorted(set(places.values()))
     if WHOLE not in names and (path / WHOLE).exists():
         raise ValueError(
-            f"{path} holds {WHOLE}, and {INDEX} that names other files: nobody knows which are "
-            "the weights. Move one of them away"
+            f"{path} holds {WHOLE}, but its {INDEX} names other files, so it is unclear which "
+            "files are the weights. Move one of the two away"
         )
     found: dict[str, StoredTensor] = {}
     for name in names:
@@ -59,7 +59,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     _check_index(index, places, found)
     for file in sorted(path.glob("*.safetensors")):
         if file.name not in names:
-            # The sharded trainer reads every file of the directory.
+            # The sharded trainer reads every file in the directory.
             _add(dict(found), _headers(file))
     return found
 
@@ -71,13 +71,13 @@ def _lone_file(path: Path) -> Path:
         raise ValueError(_without_safetensors(path))
     if WHOLE not in files:
         raise ValueError(
-            f"{path} holds {listed(others)} and no {INDEX} that says which weight is where: "
-            f"download it, or name the only file {WHOLE}"
+            f"{path} holds {listed(others)}, but no {INDEX} that says which weight is where: "
+            f"download it, or rename the only file to {WHOLE}"
         )
     if others:
         raise ValueError(
             f"{path} holds {listed(others)} beside {WHOLE}, and engines would read them all: move "
-            "what is not this model's away"
+            "away the files that do not belong to this model"
         )
     return path / WHOLE
 
@@ -88,9 +88,9 @@ def _without_safetensors(path: Path) -> str:
         return f"{path} holds no weights ({WHOLE}, or {INDEX} and its files); download them"
     return (
         f"{path} has its weights in {listed(pickles)}: pickles, which can run any code when they "
-        "are read, and which refrain does not read. Download the model's safetensors files, or "
-        "convert it where you trust it: `AutoModelForCausalLM.from_pretrained(DIR)"
-        ".save_pretrained(NEW_DIR)`, and the same with AutoTokenizer"
+        "are read. refrain does not read them. Download the model's safetensors files. If you "
+        "trust this model, convert it: `AutoModelForCausalLM.from_pretrained(DIR)"
+        ".save_pretrained(NEW_DIR)`, and do the same with AutoTokenizer"
     )
 
 
@@ -102,12 +102,12 @@ def _weight_map(index: Path) -> dict[str, str]:
         if not isinstance(file, str) or PurePath(file).name != file or "\0" in file:
             raise ValueError(
                 f"{index} has {listed([name])} in {_cut(repr(file))}, which is no file of this "
-                "directory: download it again"
+                "directory: download the index again"
             )
         if not file.endswith(".safetensors"):
             raise ValueError(
                 f"{index} has {listed([name])} in {_cut(repr(file))}, which is no safetensors "
-                "file: convert the model by `save_pretrained`"
+                "file: convert the model with `save_pretrained`"
             )
     return places
 
@@ -129,26 +129,26 @@ def _add(found: dict[str, StoredTensor], more: Mapping[str, StoredTensor]) -> No
     if twice := sorted(found.keys() & more.keys()):
         first, second = found[twice[0]].file, more[twice[0]].file
         raise ValueError(
-            f"{first} and {second.name} both hold {listed(twice)}: nobody knows which is right. "
-            "Move away the file that is not this model's"
+            f"{first} and {second.name} both hold {listed(twice)}, so it is unclear which is "
+            "right. Move away the file that does not belong to this model"
         )
     found.update(more)
 
 
 def _headers(file: Path) -> dict[str, StoredTensor]:
-    """Tensors of a file, whose header says how long it is."""
+    """Return the tensors of a file. Raise ValueError if its size does not match its header."""
     if not file.exists():
         raise ValueError(f"{file} is named in the index but missing; download it")
     if not file.is_file():
-        raise ValueError(f"{file} is no file: download it again")
+        raise ValueError(f"{file} is not a file: download it again")
     try:
         with safe_open(file, "numpy") as tensors:
             names = list(tensors.keys())
             return {name: _stored(file, tensors.get_slice(name)) for name in names}
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"{file} is no complete safetensors file; it is cut short or a Git LFS "
-            f"pointer: download it again ({error})"
+            f"{file} is not a complete safetensors file: it is cut short, or a Git LFS "
+            f"pointer. Download it again ({error})"
         ) from error
 
 

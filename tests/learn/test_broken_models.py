@@ -269,7 +269,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "one of int8": (
         "one",
         rewrite(lambda all: all.update({QUERY: all[QUERY].to(torch.int8)})),
-        f"weights of the data type I8, such as {QUERY}",
+        f"weights of the data type I8, for example {QUERY}",
     ),
     "float8": (
         "one",
@@ -332,7 +332,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "unknown model_type": ("one", configured(model_type="gpt9"), "gpt9"),
     "model_type of another kind": ("one", configured(model_type=[1]), "config.json"),
     "text for a number": ("one", configured(hidden_size="wide"), "config.json"),
-    "pickled": ("one", pickled, "pytorch_model.bin: pickles, .* convert it .*save_pretrained"),
+    "pickled": ("one", pickled, "pytorch_model.bin: pickles, .* convert it: .*save_pretrained"),
     "a pickle that is code": ("one", malicious, "pytorch_model.bin: pickles"),
     "pickled shards": ("one", pickled_shards, "bin.index.json: pickles"),
     "other weights": (
@@ -421,32 +421,32 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "both hold",
     ),
     "a copy beside it": ("one", spread, "model-copy.safetensors beside model.safetensors"),
-    "a directory": ("one", directory, "is no file"),
+    "a directory": ("one", directory, "is not a file"),
     "a dangling link": ("one", dangling, "holds no weights|missing"),
     "overlapping tensors": (
         "one",
         header(lambda all: all[NORM].update(data_offsets=[0, 256])),
-        "no complete safetensors file",
+        "not a complete safetensors file",
     ),
     "a shape that lies": (
         "one",
         header(lambda all: all[NORM].update(shape=[2**40])),
-        "no complete safetensors file",
+        "not a complete safetensors file",
     ),
     "a data type that lies": (
         "one",
         header(lambda all: all[NORM].update(dtype="BF16")),
-        "no complete safetensors file",
+        "not a complete safetensors file",
     ),
     "an unknown data type": (
         "one",
         header(lambda all: all[NORM].update(dtype="F128")),
-        "no complete safetensors file",
+        "not a complete safetensors file",
     ),
     "negative offsets": (
         "one",
         header(lambda all: all[NORM].update(data_offsets=[-1, 255])),
-        "no complete safetensors file",
+        "not a complete safetensors file",
     ),
     "an empty header": (
         "one",
@@ -456,7 +456,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a header of 2**63 bytes": (
         "one",
         lambda path: (path / "model.safetensors").write_bytes(b"\xff" * 64),
-        "no complete safetensors file",
+        "not a complete safetensors file",
     ),
 }
 GOOD = ("no output layer", "tied", "a generation_config that is not saved")

@@ -165,7 +165,9 @@ def test_a_file_that_leads_out_of_the_checkpoint_is_refused(tmp_path: Path, name
     state = json.loads((path / "state.json").read_text())
     state |= {"file_bytes": {name: 4}, "file_sha256": {}, "own_sha256": ""}
     (path / "state.json").write_text(json.dumps(state))
-    with pytest.raises(ValueError, match=r"state\.json is damaged .*is not the path of a file in this"):
+    with pytest.raises(
+        ValueError, match=r"state\.json is damaged .*is not the path of a file in this"
+    ):
         read_state(path)
 
 

@@ -59,5 +59,5 @@ def test_a_setting_that_another_one_switches_off_is_named(
 @pytest.mark.parametrize("rollout", [{"top_p": 0.9}, {"top_k": 50}])
 def test_a_part_of_the_distribution_biases_the_ratio(rollout: dict) -> None:
     (found,) = doubts(rollout=rollout)
-    assert "train with top_p 1 and top_k 0" in found
+    assert "Train with top_p 1 and top_k 0" in found
     assert doubts(rollout={"validation": rollout}) == []

@@ -105,7 +105,9 @@ def test_a_copy_writes_nothing_elsewhere(mirror: Mirror, tmp_path: Path, name: s
     state = json.loads(file.read_text()) | {"file_bytes": {name: 4}, "file_sha256": {}}
     file.write_text(json.dumps(state | {"own_sha256": ""}))
     before = tree(tmp_path)
-    with pytest.raises(ValueError, match=r"state\.json is damaged .*is not the path of a file in this"):
+    with pytest.raises(
+        ValueError, match=r"state\.json is damaged .*is not the path of a file in this"
+    ):
         mirror.fetch_newer(tmp_path / "own")
     file.write_text(json.dumps(state | {"own_sha256": "", "file_bytes": {}, "step": 2}))
     with pytest.raises(ValueError, match="belongs to step 2"):

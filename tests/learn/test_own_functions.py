@@ -72,7 +72,7 @@ def test_others_do_something_else(trained: Callable) -> None:
     [
         ("x = 1", "defines neither compute_advantage nor compute_loss"),
         ("import nowhere", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
-        ("compute_loss = 3", "compute_loss in .* is no function"),
+        ("compute_loss = 3", "compute_loss in .* is not a function"),
         ("def compute_loss(a): ...", r"cannot be called with log_ratios, advantages, algorithm"),
         ("def compute_advantage(a, b, c): ...", "cannot be called with reward, group_rewards"),
     ],
@@ -92,8 +92,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def compute_loss(a, b, c): return a.sum()", r"gave the shape \(\), not one loss"),
-        ("def compute_loss(a, b, c): return None", "gave NoneType, not one loss"),
+        ("def compute_loss(a, b, c): return a.sum()", r"returned the shape \(\), not one loss"),
+        ("def compute_loss(a, b, c): return None", "returned NoneType, not one loss"),
         ("def compute_advantage(a, b): return float('nan')", "is nan: return a finite number"),
     ],
 )
