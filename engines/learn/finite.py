@@ -16,7 +16,7 @@ from torch import Tensor
 from engines.learn.weight_files import FLOATS, StoredTensor, listed
 
 MAX_BYTES = 4 * 2**30
-"""Most bytes of weights to read, besides one block of each tensor."""
+"""Most bytes of weights to read. At least one block of each tensor is read anyway."""
 BLOCK = 2**20
 """Number of weights searched together."""
 LARGEST = torch.finfo(torch.bfloat16).max

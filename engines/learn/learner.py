@@ -182,7 +182,7 @@ class Learner:
         RuntimeError while engines have the GPU.
         """
         if not self._has_gpu:
-            raise RuntimeError("engines have the GPU: take the trainer's turn to train")
+            raise RuntimeError("engines have the GPU: call enter_gpu before training")
         rollouts = read_rollouts(batch)
         lessons, metrics = read_lessons(rollouts, self._config, self.policy_version)
         minibatches = cut_minibatches(
@@ -253,10 +253,10 @@ class Learner:
         if self._num_skipped > allowed:
             raise FloatingPointError(
                 f"the loss is {loss} and its gradient's norm {norm} after {self.policy_version} "
-                f"training steps, update {self._num_skipped} in a row that is not finite; the "
-                "policy was not updated, and "
-                f"trainer.max_skipped_updates is {allowed}: look at actor/grad_norm and "
-                "mismatch/k3 of the steps before, and lower trainer.learning_rate"
+                f"training steps. This is update {self._num_skipped} in a row that is not finite, "
+                f"and trainer.max_skipped_updates is {allowed}. The policy was not updated. Look "
+                "at actor/grad_norm and mismatch/k3 of the steps before, and lower "
+                "trainer.learning_rate"
             )
 
     def _place_moments(self, device: torch.device | str | None) -> None:

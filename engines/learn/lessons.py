@@ -86,7 +86,7 @@ def check_versions(rollout: ScoredRollout, policy_version: int, max_staleness: i
             f"{versions.max()}; policy version {policy_version} is trained on versions "
             f"{policy_version - max_staleness} to {policy_version}, and on one more in samples "
             f"deferred from step {policy_version}: resume the run from its last checkpoint, which "
-            "removes other samples"
+            "removes such samples"
         )
 
 

@@ -102,8 +102,7 @@ def clipped_policy_losses(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Float[Tensor, "tokens"]:
-    """Return `-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)` per token, with `rho = pi /
-    pi_old`.
+    """Return `-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)` per token; rho is pi / pi_old.
 
     Source: PPO (arXiv:1707.06347, equation 7) as used by GRPO (arXiv:2402.03300, equation 3).
     `clip_high > clip_low` is DAPO's clip-higher (arXiv:2503.14476, section 3.1). With log-ratios of

@@ -1,4 +1,4 @@
-"""Copies of a run's checkpoints in an object store, through pyarrow's file systems.
+"""Copies of a run's checkpoints in an object store, written with pyarrow's file systems.
 
 ```
 s3://bucket/checkpoints/NAME/global_step_12/    the files of the run's own, state.json last

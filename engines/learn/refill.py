@@ -1,4 +1,4 @@
-"""Choose how many new prompts replace those whose samples all have the same reward. Pure.
+"""Choose how many new prompts to draw for groups whose samples all have the same reward. Pure.
 
 Source: DAPO's dynamic sampling (arXiv:2503.14476, section 3.2), one batch at a time.
 """

@@ -21,8 +21,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 LENGTH = 96
-"""Tokens of the shortest window, context or chunk in the copy. Each next length is longer by the
-same number. More than `engines.learn.neighbours` checks, as in a real model."""
+"""Tokens of the shortest window, context or chunk in the copy. Each next length is longer by this
+number. It exceeds the lengths that `engines.learn.neighbours` tries, as in a real model."""
 VOCABULARY = 64
 FEW_LAYERS = 8
 """Take this many first layers as they are. If a model needs more, take one layer of each kind."""

@@ -46,7 +46,7 @@ class TrainerError(RuntimeError):
 
 
 class TrainerActor:
-    """One rank: a `Learner` in its own process, the only process that imports torch."""
+    """One rank: a `Learner` in its own process. The driver's process does not import torch."""
 
     def __init__(self, config: TrainConfig, rank: int, gpu: int | None = None) -> None:
         """`gpu`: number of a GPU on its node, which an engine uses in turn; None: use what Ray
@@ -189,11 +189,14 @@ class TrainerGroup:
         state_leaves: bool = False,
         receivers: Callable[[], "Receivers | None"] = lambda: None,
     ) -> None:
-        """`name`: prefix of the actors' names, by which other processes find them; the rank
-        follows. `nodes`: node of each rank; empty: any node. `gpus`: GPUs on these nodes that the
-        ranks share in turn with engines; empty: Ray assigns GPUs. `state_leaves`: move weights and
-        moments to host memory while engines have the GPUs. `receivers`: return the engines that
-        take weights from these GPUs; called for each version."""
+        """Remember where the ranks run; `start` or `adopt` follows.
+
+        `name`: prefix of the actors' names, by which other processes find them. The rank follows.
+        `nodes`: node of each rank. Empty: any node.
+        `gpus`: GPUs on these nodes, which ranks and engines use in turn. Empty: Ray assigns GPUs.
+        `state_leaves`: move weights and moments to host memory while engines have the GPUs.
+        `receivers`: return the engines that take weights from these GPUs; called each version.
+        """
         self._config = config
         self._name = name
         num_ranks = config.trainer.num_processes

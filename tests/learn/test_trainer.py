@@ -70,7 +70,7 @@ async def test_in_the_engines_turn_it_holds_no_core_and_goes_on_bit_for_bit(
             after = process.cpu_times()
             used_s = after.user + after.system - before.user - before.system
             assert used_s < MOST_OF_A_CORE * WATCHED_S
-            with pytest.raises(TrainerError, match="take the trainer's turn"):
+            with pytest.raises(TrainerError, match="call enter_gpu before training"):
                 await group.train_step(batch)
             with pytest.raises(TrainerError, match="weights are not on the GPU"):
                 await group.save(step, {})
