@@ -1,9 +1,10 @@
-"""The last epoch drafts this one: per-prompt history indexes and what is made of them. Pure.
+"""Drafts from earlier rollouts: an index of each prompt's last rollout, and its use. Pure.
 
     workers.py ─► library.py ─► index.py, index_file.py ─mmap─► drafting.py ┐
     (actors)      (which files)   (one prompt's history)      siblings.py ──┴─► drafter.py
                                                     (samples still running)      (one engine)
 
-drafter.py asks window.py how far to draft, acceptance.py what a token is worth, gate.py what to
-verify, by the times of step_times.py or of a profile. replay.py does it to known responses.
+drafter.py limits the length of a draft with window.py, estimates with acceptance.py how likely each
+token is to be accepted, and chooses with gate.py what to verify. Step times come from step_times.py
+or from a profile. replay.py runs the same code on known responses.
 """

@@ -1,11 +1,11 @@
-"""How likely a draft token is to be accepted, learnt from those that were verified. Pure.
+"""Probability that a draft token is accepted, learnt from verified tokens. Pure.
 
-A draft token's evidence is how often the history saw what precedes it and in which share of the
-cases it followed (`engines.histospec.drafting`). The share itself is no probability: the policy
-has moved since, and one sighting says less than eight. So each class of evidence counts its own
-verifications, and forgets slowly. Until a class has some, others speak for it: a logistic
-regression on what its evidence is made of, fitted to all verifications. There are a thousand
-classes; a policy with entropy would pay for a try of each.
+A draft token's evidence is how often the history saw the tokens before it, and in which share of
+those cases it followed (`engines.histospec.drafting`). That share is no probability: the policy has
+moved since, and one occurrence says less than eight. So each class of evidence counts its own
+verifications, with slow forgetting. A class with few verifications leans on a logistic regression
+over the factors of its evidence, fitted to all verifications. There are a thousand classes, and
+with a policy of high entropy trying out each one would cost time.
 """
 
 from collections.abc import Mapping
@@ -17,41 +17,44 @@ from engines.histospec.drafting import NUM_EVIDENCE, evidence_factors, evidence_
 _NUM_LIVE = 8
 _NUM_HISTORY = 2 * NUM_EVIDENCE
 NUM_CLASSES = _NUM_HISTORY + _NUM_LIVE
-"""Classes of evidence: of a prompt's own history, the same of the shared one, and the last 8 of
-drafts from siblings that are still running, by how much matched."""
+"""Number of evidence classes: those of a prompt's own history, the same ones of the shared indexes,
+then 8 of drafts from running siblings, by the number of matching tokens."""
 _SHARED_GUESS = 0.6
-"""First guess of what other prompts' evidence is worth beside the prompt's own."""
+"""First guess of the acceptance of shared evidence, as a multiple of that of a prompt's own."""
 _LIVE_GUESS = 0.4
+"""First guess of the acceptance of drafts from siblings."""
 PRIOR_WEIGHT, MOST_WEIGHT, WEIGHT_SHARE = 4.0, 128.0, 1 / 4
-"""Verified tokens that a regression counts for in a class: so many at first, when it is a guess,
-and a share of all that it was fitted to, up to the second number."""
+"""Weight of a regression in each class, in verified tokens. It starts at `PRIOR_WEIGHT`, when the
+regression is a guess, and grows by `WEIGHT_SHARE` of all fitted tokens up to `MOST_WEIGHT`."""
 OPTIMISM = 1.0
-"""Standard errors that are added to what a class has shown: what looks worthless after a few
-verifications would never be verified again."""
+"""Standard errors added to the measured acceptance of a class. Without them, a class that fails in
+its first few verifications would never be verified again."""
 FORGET = 1.0 - 2.0**-8
-"""Weight that a class keeps at each step in which it was observed."""
+"""Weight that a class keeps at each step that observes it."""
 REFIT_SHARE, REFIT_TOKENS = 1.25, 4096
-"""The regression is fitted anew when so many times as many tokens were verified as at the last
-fit, or so many more."""
+"""Growth of the number of verified tokens that triggers a new fit: this factor since the last fit,
+or this many more tokens."""
 _FIRST_FIT_TOKENS = 16
 _PRECISION = 1.0
-"""Ridge of a factor's coefficient: its standard deviation is 1 in log odds."""
+"""Ridge penalty of each coefficient: a prior standard deviation of 1 in log odds."""
 _NEWTON_STEPS = 3
 _LARGEST_STEP = 2.0  # of a coefficient, in log odds
 
 
 def live_evidence(matched: np.ndarray) -> np.ndarray:
-    """Classes of drafts from siblings: uint16 of the shape of `matched`, in tokens."""
+    """Return the classes of drafts from siblings; uint16, of the shape of `matched`, which counts
+    matching tokens."""
     return (_NUM_HISTORY + np.clip(matched, 1, NUM_CLASSES - _NUM_HISTORY) - 1).astype(np.uint16)
 
 
 def shared_evidence(evidence: np.ndarray) -> np.ndarray:
-    """Classes of drafts from the shared index, by those that it has as an index."""
+    """Return the classes of drafts from shared indexes, given the classes of the same evidence in a
+    prompt's own history."""
     return evidence + np.uint16(NUM_EVIDENCE)
 
 
 def is_shared(evidence: np.ndarray) -> np.ndarray:
-    """Whether tokens of these classes are from the shared index; bool."""
+    """Return which tokens of these classes are from a shared index; bool."""
     return (evidence >= NUM_EVIDENCE) & (evidence < _NUM_HISTORY)
 
 
@@ -61,25 +64,26 @@ def is_sibling(evidence: np.ndarray) -> np.ndarray:
 
 
 class Acceptance:
-    """Per class of evidence: probability that a token is accepted when those before it were."""
+    """Probability that a token is accepted when those before it were, for each class of
+    evidence."""
 
     def __init__(self) -> None:
         self._right = np.zeros(NUM_CLASSES)
         self._tried = np.zeros(NUM_CLASSES)
         self._num_observed = self._num_fitted = 0.0
-        """Tokens that were verified, now and at the last fit."""
+        """Verified tokens, now and at the last fit."""
         self._regressions = _regressions()
         self._take_regressions()
         self.by_class = self._upper_bounds()
-        """Probability of acceptance by class, at its upper bound; float64 [NUM_CLASSES]."""
+        """Upper bound of the acceptance probability of each class; float64 [NUM_CLASSES]."""
 
     def state(self) -> dict[str, list]:
-        """Return what `restore` takes."""
+        """Return the state that `restore` takes."""
         return {"num_right": self._right.tolist(), "num_tried": self._tried.tolist()}
 
     def restore(self, state: Mapping[str, list]) -> None:
-        """Begin with what another one has learnt. Raise ValueError or KeyError when it is of
-        another kind."""
+        """Start from the state of another instance. Raise ValueError or KeyError if it has another
+        format."""
         right, tried = (np.array(state[name], float) for name in ("num_right", "num_tried"))
         if right.shape != (NUM_CLASSES,) or tried.shape != (NUM_CLASSES,) or (right > tried).any():
             raise ValueError("acceptance of another version")
@@ -89,13 +93,14 @@ class Acceptance:
 
     @property
     def num_observed(self) -> float:
-        """Number of draft tokens that were verified and looked at, until the first wrong one."""
+        """Number of draft tokens that taught something: those up to the first rejected one of each
+        draft."""
         return self._num_observed
 
     @property
     def shares(self) -> np.ndarray:
-        """Share of each class that was accepted, with the regression's share for a few tokens of
-        it; float64 [NUM_CLASSES]."""
+        """Accepted share of each class, blended with the regression's estimate; float64
+        [NUM_CLASSES]."""
         return (self._right + self._weights * self._prior) / (self._tried + self._weights)
 
     def _upper_bounds(self) -> np.ndarray:
@@ -116,11 +121,11 @@ class Acceptance:
 
     @property
     def worth(self) -> np.ndarray:
-        """The same of a prompt's own history, as `draft_batch` takes it."""
+        """The part of `by_class` for a prompt's own history, as `draft_batch` takes it."""
         return self.by_class[:NUM_EVIDENCE]
 
     def of_drafts(self, evidence: np.ndarray, num_drafted: np.ndarray) -> np.ndarray:
-        """Probability that each draft token is accepted, and so all before it: float64
+        """Return the probability that each draft token and all before it are accepted: float64
         [rows, window], falling along a row, 0 where nothing was drafted.
 
         `evidence`: uint16 [rows, window]. `num_drafted`: int32 [rows].
@@ -131,7 +136,7 @@ class Acceptance:
     def observe(
         self, evidence: np.ndarray, num_drafted: np.ndarray, num_accepted: np.ndarray
     ) -> None:
-        """Take in a verification: the accepted tokens were right, the next one was wrong."""
+        """Learn from a verification: the accepted tokens were right, and the next one was wrong."""
         columns = np.arange(evidence.shape[1])
         right = columns < num_accepted[:, None]
         tried = (columns <= num_accepted[:, None]) & (columns < num_drafted[:, None])
@@ -148,23 +153,23 @@ class Acceptance:
 
 
 class _Regression:
-    """Logistic regression of some classes on their factors, beside a first guess."""
+    """Logistic regression of some classes on their factors, on top of a first guess."""
 
     def __init__(self, classes: slice, guesses: np.ndarray, factors: np.ndarray) -> None:
-        """`guesses`: float64 [classes], shares. `factors`: float64 [classes, factors]."""
+        """`guesses`: float64 [classes], accepted shares. `factors`: float64 [classes, factors]."""
         self.classes = classes
         self._guesses = np.log(guesses / (1.0 - guesses))
         self._factors = factors
         self._coefficients = np.zeros(factors.shape[1])
         self.weight = PRIOR_WEIGHT
-        """Verified tokens that its share counts for in a class."""
+        """Verified tokens that the regression counts as in each class."""
 
     def shares(self) -> np.ndarray:
-        """Return the expected share of each class that is accepted; float64 [classes]."""
+        """Return the expected accepted share of each class; float64 [classes]."""
         return 1.0 / (1.0 + np.exp(-self._guesses - self._factors @ self._coefficients))
 
     def fit(self, right: np.ndarray, tried: np.ndarray) -> None:
-        """Fit to these counts, float64 [classes], by Newton's method with a ridge."""
+        """Fit to these counts, float64 [classes], by Newton's method with a ridge penalty."""
         self.weight = min(PRIOR_WEIGHT + WEIGHT_SHARE * float(tried.sum()), MOST_WEIGHT)
         seen = np.flatnonzero(tried)
         right, tried, factors = right[seen], tried[seen], self._factors[seen]
@@ -178,7 +183,7 @@ class _Regression:
 
 
 def _regressions() -> list[_Regression]:
-    """Return one for each source and kind of its evidence."""
+    """Return one regression for each source and kind of evidence."""
     blocks = evidence_factors()
     guesses = np.split(evidence_shares(), [len(blocks[0])])
     matched = np.arange(1, _NUM_LIVE + 1) / _NUM_LIVE

@@ -1,13 +1,13 @@
-"""Drafts every decoding step of an engine from the history of its prompts. Pure.
+"""Drafts of one engine, for every decoding step, from the history of its prompts. Pure.
 
     index of the prompt ─► draft_batch ────────┐
                                                ├─► Acceptance ─► Gate ─► drafts
     shared indexes ─► draft_batch_of_any ──────┘        ▲                   │
                                                         └── windows ◄── verified next step
 
-Each row takes the draft of which more tokens are expected to be accepted. What the shared indexes
-are worth is measured like everything, and while they are worth nothing they are asked ever less.
-State is kept by request, since the rows of a batch move.
+Each row takes the draft with the most expected accepted tokens. The drafter measures what the
+shared indexes add, and searches them ever more rarely while they add nothing. State is stored by
+request, because the rows of a batch move.
 """
 
 from collections import defaultdict
@@ -41,8 +41,8 @@ from engines.histospec.window import WindowPolicy
 from schemas.counts import DraftingCounts
 
 LEAST_GAIN = 0.02
-"""Tokens that asking the shared indexes must be expected to add for each row that asks: it takes a
-microsecond or two a row."""
+"""Expected accepted tokens that a search of the shared indexes must add for each row that it
+covers. The search takes a microsecond or two a row."""
 
 
 @dataclass(slots=True)
@@ -50,11 +50,11 @@ class Drafts:
     """Draft tokens for the rows of a step."""
 
     num: np.ndarray
-    """int32 [rows]: tokens of each."""
+    """int32 [rows]: number of draft tokens."""
     tokens: np.ndarray
-    """int32 [rows, window], from the left."""
+    """int32 [rows, window], filled from the left."""
     evidence: np.ndarray
-    """Class of each token, uint16 [rows, window]: see `Acceptance`."""
+    """uint16 [rows, window]: class of each token, see `Acceptance`."""
 
     @classmethod
     def none(cls, num_rows: int, window: int) -> "Drafts":
@@ -64,26 +64,27 @@ class Drafts:
         )
 
     def take(self, rows: np.ndarray, other: "Drafts") -> None:
-        """Take those of another one for these rows, bool [rows]."""
+        """Copy the drafts of another instance for these rows, bool [rows]."""
         self.num[rows], self.tokens[rows] = other.num[rows], other.tokens[rows]
         self.evidence[rows] = other.evidence[rows]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftedRequest:
-    """Request as drafting sees it."""
+    """Fields of a request that drafting uses."""
 
     id: str
     prompt_key: str
     max_tokens: int
-    """Prompt and response, at most."""
+    """Most tokens of prompt and response together."""
     num_prompt_tokens: int = 0
     sample_key: int = NO_KEY
-    """Key of the noise it is drawn with, where that is to be foreseen."""
+    """Key of the noise that samples the request, to draft what the noise will draw. `NO_KEY`:
+    unknown."""
 
 
 class HistoryDrafter:
-    """One engine's drafter. `directory` holds an index file for each prompt that has one."""
+    """Drafter of one engine. `directory` holds an index file for each prompt that has one."""
 
     def __init__(
         self,
@@ -95,8 +96,8 @@ class HistoryDrafter:
         *,
         shares: bool = True,
     ) -> None:
-        """`siblings`: drafts from samples of the same prompt, where its history has nothing.
-        `shares`: drafts from what all prompts share."""
+        """`siblings`: drafts from samples of the same prompt, where the history drafts nothing.
+        `shares`: whether to draft from the shared indexes."""
         self.gate = gate
         self.acceptance = Acceptance()
         self._counts: defaultdict[str, Any] = defaultdict(int)
@@ -105,7 +106,7 @@ class HistoryDrafter:
         self._windows = windows
         self._siblings = siblings
         self._requests: dict[str, tuple[int, str]] = {}
-        """Request -> its place in the arrays, prompt key."""
+        """Request -> its place in the arrays, and its prompt key."""
         self._free = list(range(max_num_requests))
         self._sibling_slots = np.full(max_num_requests, NO_SLOT, np.int32)
         self._window = np.zeros(max_num_requests, np.int32)
@@ -118,11 +119,11 @@ class HistoryDrafter:
         return id in self._requests
 
     def expect(self, keys: Iterable[str]) -> None:
-        """Requests for these prompts were submitted: have their indexes open when they begin."""
+        """Start to open the indexes of these prompts, whose requests were submitted."""
         self._indexes.expect(keys)
 
     def settle(self) -> None:
-        """Wait until all indexes that are being opened are open."""
+        """Wait until all indexes are open that are being opened."""
         self._indexes.settle()
 
     def begin(self, request: DraftedRequest) -> None:
@@ -147,7 +148,7 @@ class HistoryDrafter:
             self._indexes.end(place, key)
 
     def places(self, ids: Sequence[str]) -> np.ndarray:
-        """int64 [rows]: where the state of each is."""
+        """Return where the state of each request is; int64 [rows]."""
         return np.array([self._requests[id][0] for id in ids])
 
     def propose(
@@ -159,13 +160,17 @@ class HistoryDrafter:
         max_draft_tokens: int,
         others: np.ndarray | None = None,
     ) -> list[list[int]]:
-        """Take in what was verified, and draft for the next step: tokens of each row, maybe none.
+        """Learn from the last verification and draft for the next step. Return the draft of each
+        row, which may be empty.
 
-        `places`: [rows], see `places`. `num_sampled`: int32 [rows], tokens that the last step
-        emitted; 0: still in its prompt. `token_ids`: int32 [rows, any], prompt and response so far.
-        `num_tokens`: int32 [rows], of them. `max_draft_tokens`: of all rows together. `others`:
-        float64 [rows], tokens that are expected to be accepted of what another drafter has for a
-        row: where they are no fewer, this one has none.
+        `places`: [rows], see `places`.
+        `num_sampled`: int32 [rows], tokens that the last step emitted; 0 while the prompt is
+            prefilled.
+        `token_ids`: int32 [rows, any], prompt and response so far.
+        `num_tokens`: int32 [rows], how many of `token_ids` are valid.
+        `max_draft_tokens`: most draft tokens of all rows together.
+        `others`: float64 [rows], expected accepted tokens of another drafter's draft. A row whose
+            own draft does not expect more gets none.
         """
         self._observe(places, num_sampled)
         self._indexes.follow()
@@ -181,7 +186,7 @@ class HistoryDrafter:
         return [row[:n] for row, n in rows]
 
     def state(self) -> dict[str, Any]:
-        """State that `restore` takes: all that outlives the requests."""
+        """Return the state that `restore` takes: everything that outlives the requests."""
         return {
             "acceptance": self.acceptance.state(),
             "gate": self.gate.state(),
@@ -189,8 +194,8 @@ class HistoryDrafter:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Begin with what another one has learnt. Raises ValueError or KeyError when it is of
-        another kind."""
+        """Start from the state of another instance. Raise ValueError or KeyError if it has another
+        format."""
         self.acceptance.restore(state["acceptance"])
         self.gate.restore(state["gate"])
         self._asking.restore(state["asking"])
@@ -204,11 +209,12 @@ class HistoryDrafter:
 
     def _observe(self, places: np.ndarray, num_sampled: np.ndarray) -> None:
         num_drafted = self._num_drafted[places]
-        # A request that was put off while its draft waited has emitted nothing.
+        # A request that was not scheduled while its draft waited has emitted nothing.
         num_drafted[num_sampled == 0] = 0
         if not num_drafted.any():
             return
-        # A draft may have gone on with another drafter's.
+        # Another drafter may have extended the draft, so more tokens may be accepted than drafted
+        # here.
         num_accepted = np.clip(num_sampled - 1, 0, num_drafted)
         evidence = self._evidence[places]
         self.acceptance.observe(evidence, num_drafted, num_accepted)
@@ -226,7 +232,7 @@ class HistoryDrafter:
         num_tokens: np.ndarray,
         max_draft_tokens: int,
     ) -> Drafts:
-        """Tokens to verify."""
+        """Return the tokens to verify."""
         drafts = Drafts.none(len(places), self._windows.cap)
         own_slots = self._indexes.slots[places]
         shared_slots = self._indexes.shared_slots
@@ -265,7 +271,8 @@ class HistoryDrafter:
         windows: np.ndarray,
         keys: np.ndarray,
     ) -> None:
-        """Take what the shared indexes draft where more of it is expected to be accepted."""
+        """Search the shared indexes, and take their drafts where more tokens are expected to be
+        accepted."""
         others = Drafts.none(*drafts.tokens.shape)
         expected = self._num_expected(drafts)
         windows = np.where(expected < SURE * windows, windows, 0).astype(np.int32)
@@ -289,7 +296,7 @@ class HistoryDrafter:
         self._asking.note(len(windows), pays=gain[better].sum() >= LEAST_GAIN * num_asking)
 
     def _num_expected(self, drafts: Drafts) -> np.ndarray:
-        """Tokens of each row that are expected to be accepted; float64 [rows]."""
+        """Return the expected number of accepted tokens of each row; float64 [rows]."""
         return self.acceptance.of_drafts(drafts.evidence, drafts.num).sum(axis=1)
 
     def _ask_siblings(
@@ -301,7 +308,7 @@ class HistoryDrafter:
         num_tokens: np.ndarray,
         windows: np.ndarray,
     ) -> None:
-        """Take what running samples of the same prompt draft where there is nothing yet."""
+        """Draft from running samples of the same prompt for the rows that have no draft yet."""
         slots = self._sibling_slots[places]
         siblings.extend(slots, token_ids, num_tokens)
         windows[drafts.num > 0] = 0

@@ -1,5 +1,6 @@
-"""Drafts for a whole decoding step in one compiled call: a match of a row's last tokens
-(`engines.histospec.matching`), and what followed it."""
+"""Drafts for all rows of a decoding step in one compiled call. For each row the call finds the last
+tokens in an index (`engines.histospec.matching`) and drafts the tokens that followed them.
+"""
 
 import math
 
@@ -21,39 +22,44 @@ from engines.histospec.matching import (
 from engines.inference.sampling.generator import philox, stream_of
 
 NO_KEY = -(2**63)
-"""A sample key whose noise is not known, or that has none."""
+"""Sample key of a row whose noise is unknown, or that has none."""
 SHARPNESS = 2.0
-"""Power of the counts that noise is added to. A policy is more certain than what was counted after
-the few tokens that match: they stand for many contexts, and it sees all of its own. Measured on the
-demo at temperatures 1 and 2, where 1.5 to 5 differ by 1 % (`refrain bench drafting`)."""
+"""Power to which counts are raised before noise is added. The policy is more certain than the
+counts: they mix all contexts that share the few matching tokens, while the policy sees its whole
+context. Measured on the demo at temperatures 1 and 2, where 1.5 to 5 differ by 1 % (`refrain bench
+drafting`)."""
 LONGEST_ALONE = np.zeros(0)
-"""Worth of classes when the longest match alone drafts."""
+"""Value of `worth` with which only the longest match drafts."""
 _UNSEEN = 0.5
-"""Occurrences of tokens that were never seen after a match, all together."""
+"""Occurrences credited to all tokens together that never followed the match."""
 _SEEN, _SHARES = 6, 6
-"""Classes of how often a node was seen (1, 2, 4 ... 32 times), and of a child's share of it."""
+"""Number of classes for how often a node was seen (1, 2, 4 ... 32 times), and for the share of its
+occurrences that a child has."""
 _LEADS, _KNOWN = 7, 6
-"""Classes of how far the child that is drawn is ahead of the next one (the last: there is no other
-one), and of how likely its draw is ahead of all that was never seen."""
+"""Number of classes for the lead of the drawn child over the runner-up (the last class: there is no
+runner-up), and for the probability that its draw beats every token that was never seen."""
 _PLACES = 12
-"""Classes of where a draft token stands: the length of the match (4, 8, 16 tokens and above), and
-how many draft tokens are before it (1, 4). After a long match the same sightings say more, and
-a draft that has been right for long has found its place."""
+"""Number of classes for where a draft token stands: the length of the match (4, 8, 16 tokens and
+above), and the number of draft tokens before it (1, 4). The same counts are better evidence after a
+long match, or when the draft has been right for many tokens."""
 _DRAFTED_PLACES = 3
 _COUNTED, _FORESEEN = (_SEEN, _SHARES + 1, _PLACES), (_LEADS, _KNOWN, _PLACES)
 _NUM_COUNTED = math.prod(_COUNTED)
 NUM_EVIDENCE = _NUM_COUNTED + math.prod(_FORESEEN)
-"""Classes of drafts by counts alone, then of those by counts and noise."""
+"""Number of evidence classes: first those by counts alone, then those by counts and noise."""
 ENOUGH = 8
-"""Matches that say as much as any: where the longest one has fewer, a shorter one that has so many,
-if there is one, drafts too, and what is expected to be worth more is taken."""
+"""Number of matches that is evidence enough. Where the longest match has fewer, the longest one
+with this many drafts too, if there is one. The draft with more expected accepted tokens is taken.
+"""
 SURE = 0.9
-"""Share of its window that a row expects to be accepted when it does not ask further."""
+"""Share of its window that a row must expect to be accepted to skip further drafting."""
 
 
 def evidence_shares() -> np.ndarray:
-    """A first guess for each class: the share of the cases, of which one more did not occur; where
-    noise is known, how likely the draw is ahead of others. float64 [NUM_EVIDENCE].
+    """Return a first guess of the acceptance of each class; float64 [NUM_EVIDENCE].
+
+    By counts: the share of the occurrences, as if there had been one more without the token. By
+    counts and noise: how likely the drawn token is ahead of all others.
     """
     seen, share, _ = np.unravel_index(np.arange(_NUM_COUNTED), _COUNTED)
     middle = np.where(share == _SHARES, 1.0, (share + 0.5) / _SHARES)
@@ -64,9 +70,10 @@ def evidence_shares() -> np.ndarray:
 
 
 def evidence_factors() -> tuple[np.ndarray, np.ndarray]:
-    """Return what each class is made of, in ones and zeros, of drafts by counts and of those by
-    counts and noise; float64 [classes of these, factors]. The first column is 1 for all. Then come
-    the classes of its two numbers, of its match, and of the draft tokens before it."""
+    """Return the factors of each class as ones and zeros, once for drafts by counts and once for
+    drafts by counts and noise; float64 [classes of the kind, factors]. The first column is 1 for
+    all classes. The others mark the class of each of the two numbers, of the match length, and of
+    the number of draft tokens before."""
     by_counts, by_noise = (_factors_of(shape) for shape in (_COUNTED, _FORESEEN))
     return by_counts, by_noise
 
@@ -82,8 +89,8 @@ def _factors_of(shape: tuple[int, int, int]) -> np.ndarray:
 
 @njit
 def _end_of(text, order, low, high, depth):
-    """End of the suffixes whose token at `depth` is that of the first: galloping, then halving, as
-    most children are either short or nearly the whole interval."""
+    """Return the end of the suffixes that have the same token at `depth` as the first one. Gallop,
+    then bisect, because most children are either short or nearly the whole interval."""
     token = text[order[low] + depth]
     if text[order[high - 1] + depth] == token:
         return high
@@ -103,7 +110,8 @@ def _end_of(text, order, low, high, depth):
 
 @njit
 def _heaviest(text, order, weight, low, high, depth):
-    """The child interval with the largest sum of rewards, then occurrences, then least token."""
+    """Return the child interval with the largest sum of rewards. Ties go to more occurrences, then
+    to the smaller token."""
     best_low, best_high, best_sum = low, low, int64(-1)
     while low < high:
         end = _end_of(text, order, low, high, depth)
@@ -117,8 +125,8 @@ def _heaviest(text, order, weight, low, high, depth):
 
 @njit(inline="always")
 def _counted(num_parent, num_child):
-    """The class of a draft token by counts alone but for its place: how often what precedes it was
-    seen, in which share of the cases it followed."""
+    """Return the class by counts, without the place: how often the tokens before were seen, and the
+    share of those cases in which this token followed."""
     seen = 0
     while seen < _SEEN - 1 and num_parent > (1 << seen):
         seen += 1
@@ -130,14 +138,14 @@ def _counted(num_parent, num_child):
 
 @njit(inline="always")
 def _place(length, drafted):
-    """The class of a draft token's place, 0..`_PLACES` - 1."""
+    """Return the class of a draft token's place, 0..`_PLACES` - 1."""
     match = (length >= 4) + (length >= 8) + (length >= 16)
     return match * _DRAFTED_PLACES + (drafted >= 1) + (drafted >= 4)
 
 
 @njit(inline="always")
 def _gumbel(key, position, token):
-    """Noise of a token, as `engines.inference.sampling.noise` defines it but for rounding."""
+    """Return a token's noise, as `engines.inference.sampling.noise` defines it up to rounding."""
     first, second = stream_of(uint64(key), uint64(position))
     high, _ = philox(first, uint64(token), second)
     return -math.log(-math.log1p(-(float64(high) + 0.5) * 2.0**-32))
@@ -145,8 +153,8 @@ def _gumbel(key, position, token):
 
 @njit
 def _foreseen(text, order, low, high, depth, key, position):
-    """The child interval that this very sample draws if the policy is what was counted, and the
-    class of this evidence but for its place."""
+    """Return the child interval that this sample would draw if the policy equalled the counts, and
+    the class of this evidence without its place."""
     best_low, best_high, num_next = low, low, 0
     best, following = -np.inf, -np.inf
     while low < high:
@@ -173,8 +181,8 @@ def _foreseen(text, order, low, high, depth, key, position):
 
 @njit
 def _descend(row, length, low, high, is_few, few, position, window, key, draft, evidence):
-    """Draft what follows a match of `length` tokens; returns how many tokens it is. The interval is
-    of order and weight, or of `few`."""
+    """Draft the tokens that follow a match of `length` tokens; return how many. With `is_few`,
+    `low` and `high` are an interval of `few`, else of `order`."""
     text, order, weight = arrays_of(row)
     if is_few:
         order, weight, _ = few
@@ -196,7 +204,7 @@ def _descend(row, length, low, high, is_few, few, position, window, key, draft, 
 
 @njit(inline="always")
 def _expected(evidence, drafted, worth):
-    """Tokens of a draft that are expected to be accepted."""
+    """Return the expected number of accepted tokens of a draft."""
     total, all_right = 0.0, 1.0
     for k in range(drafted):
         all_right *= worth[evidence[k]]
@@ -206,9 +214,12 @@ def _expected(evidence, drafted, worth):
 
 @njit
 def _draft_after(row, context, num_tokens, found, few, worth, spare, *rest):
-    """Draft what follows a match, or a shorter one that was seen more often where that is worth
-    more; returns how many tokens it is. `found`: as of `longest_match`. `spare`: int32
-    [2, window]."""
+    """Draft the tokens that follow a match; return how many. If a shorter match that was seen more
+    often has more expected accepted tokens, draft from that one instead.
+
+    `found`: result of `longest_match`.
+    `spare`: int32 [2, window], scratch space.
+    """
     length, low, high, is_few, fewest = found
     window, key, draft, evidence = rest
     drafted = _descend(row, length, low, high, is_few, few, num_tokens, *rest)
@@ -232,14 +243,14 @@ def _draft_after(row, context, num_tokens, found, few, worth, spare, *rest):
 
 @njit
 def _draft_row(row, context, num_tokens, first, few, worth, spare, *rest):
-    """Draft for one row into `draft` and `evidence`; returns how many tokens they got."""
+    """Draft for one row into `draft` and `evidence`; return the number of tokens."""
     found = longest_match(row, context, num_tokens, first, 0, few)
     while found[0] >= row[MIN] and found[0] > 0:
         args = (context, num_tokens, found, few, worth, spare, *rest)
         drafted = _draft_after(row, *args)
         if drafted:
             return drafted
-        # Nothing but ends follows: a shorter match may go on.
+        # Only ends of responses follow this match, so try a shorter one.
         length = found[0] - 1
         low, high = int64(0), int64(0)
         if length >= row[MIN]:
@@ -250,7 +261,8 @@ def _draft_row(row, context, num_tokens, first, few, worth, spare, *rest):
 
 @njit
 def _draft_row_of_any(table, slots, context, num_tokens, firsts, few, *rest):
-    """The same by the index that has the longest match, and of these the most of it."""
+    """Draft for one row from the index with the longest match, or the most of equally long ones;
+    return the number of tokens."""
     best, most, best_k = int64(0), int64(0), -1
     text = (context, num_tokens)
     for k in range(len(slots)):
@@ -260,7 +272,7 @@ def _draft_row_of_any(table, slots, context, num_tokens, firsts, few, *rest):
             best, most, best_k = matched, high - low, k
     if best == 0:
         return 0
-    # What a later index left in `few` gives way to the same search as before.
+    # Later indexes may have overwritten `few`, so search again.
     row = table[slots[best_k]]
     found = longest_match(row, *text, firsts[best_k], best, few)
     return _draft_after(row, *text, found, few, *rest)
@@ -272,17 +284,19 @@ _DRAFTS = (int32[:, ::1], uint16[:, ::1])
 
 @njit(int32[::1](*_ROWS, float64[::1], *_DRAFTS), cache=True)
 def draft_batch(table, slots, token_ids, num_tokens, windows, keys, worth, drafts, evidence):
-    """Draft for every row; int32 [rows], tokens drafted of each.
+    """Draft for every row; return int32 [rows], the number of tokens drafted for each.
 
-    `table`: `IndexTable.rows`. `slots`: int32 [rows], `NO_INDEX` where there is none. `token_ids`:
-    int32 [rows, any], prompt and response so far. `num_tokens`: int32 [rows], of them. `windows`:
-    int32 [rows], tokens to draft at most; 0 drafts nothing. `keys`: int64 [rows], sample key of
-    each, so that what it draws is drafted, or `NO_KEY`. `worth`: float64 [NUM_EVIDENCE],
-    probability that a token of each class is accepted when those before it were; of size 0, the
-    longest match alone drafts. `drafts`: int32 [rows, largest window],
-    filled from the left. `evidence`: uint16 of the same shape, the class of each draft token, below
-    `NUM_EVIDENCE`, by how often it followed in the history; what a class is worth is learnt
-    (`engines.histospec.acceptance`).
+    `table`: `IndexTable.rows`.
+    `slots`: int32 [rows], `NO_INDEX` where a row has no index.
+    `token_ids`: int32 [rows, any], prompt and response so far.
+    `num_tokens`: int32 [rows], how many of `token_ids` are valid.
+    `windows`: int32 [rows], most tokens to draft; 0 drafts nothing.
+    `keys`: int64 [rows], sample key of each row, to draft what its noise will draw, or `NO_KEY`.
+    `worth`: float64 [NUM_EVIDENCE], probability by class that a token is accepted when those before
+        it were. If empty, the longest match alone drafts.
+    `drafts`: int32 [rows, largest window], filled from the left.
+    `evidence`: uint16 [rows, largest window], class of each draft token, below `NUM_EVIDENCE`.
+        `engines.histospec.acceptance` learns how often each class is accepted.
     """
     num_drafts = np.zeros(len(slots), np.int32)
     few = few_matches()
@@ -298,9 +312,9 @@ def draft_batch(table, slots, token_ids, num_tokens, windows, keys, worth, draft
 
 @njit(int32[::1](*_ROWS, *_DRAFTS), cache=True)
 def draft_batch_of_any(table, slots, token_ids, num_tokens, windows, keys, drafts, evidence):
-    """Draft for every row by all of these indexes: that with the longest match drafts, of these
-    the one that has most of it, and by that match alone. `slots`: int32 [indexes]; the rest as for
-    `draft_batch`."""
+    """Draft for every row from whichever of these indexes has the longest match, or the most of
+    equally long ones. Only that match drafts. `slots`: int32 [indexes]. The other arguments are
+    those of `draft_batch`."""
     num_drafts = np.zeros(len(windows), np.int32)
     few = few_matches()
     alone = np.zeros(0), np.zeros((2, 0), np.int32)
@@ -314,5 +328,5 @@ def draft_batch_of_any(table, slots, token_ids, num_tokens, windows, keys, draft
 
 
 def without_noise(num_rows: int) -> np.ndarray:
-    """Keys of rows whose noise is not known; int64 [rows]."""
+    """Return sample keys for rows whose noise is unknown; int64 [rows]."""
     return np.full(num_rows, NO_KEY, np.int64)

@@ -1,12 +1,12 @@
-"""The gain of drafts from the second epoch on, foretold from the first. Pure.
+"""Predicted gain from drafts in the second epoch, from responses of the first. Pure.
 
-A prompt's answers of one step stand for two epochs: an index of the first half of them drafts the
-other half, each with the noise of its own sample, as the index of an epoch will draft the next one.
-The next epoch has twice as many answers to draft from, and a policy that has moved.
+The responses of one step to a prompt stand in for two epochs. An index of their first half drafts
+the other half, each with the noise of its own sample, as one epoch's index drafts the next epoch.
+Two things differ from a real second epoch: it has twice as many responses to draft from, and a
+policy that has moved.
 
-What a draft token costs is not known before there are drafts. So there are two speeds: one where it
-takes a tenth of a row's time, as on a GPU with few rows, and one where it takes eight tenths, as on
-a CPU.
+The cost of a draft token is unknown before there are drafts, so the gain is predicted for two
+costs: a tenth of a row's time, as on a GPU with few rows, and eight tenths, as on a CPU.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ from engines.histospec.window import window_policy
 from schemas.drafting import DraftingConfig
 
 CHEAP, DEAR = 0.1, 0.8
-"""Time of a draft token, as a share of a row's."""
+"""Time of a draft token, as a share of a row's time."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Responses to one prompt, of one step."""
+    """Responses to one prompt in one step."""
 
     prompt_token_ids: np.ndarray
     responses: Sequence[np.ndarray]
@@ -39,14 +39,15 @@ class Answers:
 
 @dataclass(frozen=True)
 class ForetoldGain:
-    """Tokens per second with drafts over those without."""
+    """Ratio of the tokens per second with drafts to those without."""
 
     where_cheap: float
     where_dear: float
 
 
 class RowTimes:
-    """Times of a machine whose draft tokens take this share of a row; see `gate.StepTimes`."""
+    """Step times of a machine on which a draft token takes this share of a row's time; see
+    `gate.StepTimes`."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -59,7 +60,7 @@ class RowTimes:
 
 
 def foretell(groups: Sequence[Answers], config: DraftingConfig) -> ForetoldGain | None:
-    """Return the gain by these groups; None where none has two answers."""
+    """Return the predicted gain, or None if no group has two responses."""
     table, prompts, responses, keys, slots = IndexTable(), [], [], [], []
     for group in groups:
         half = len(group.responses) // 2
@@ -80,7 +81,7 @@ def foretell(groups: Sequence[Answers], config: DraftingConfig) -> ForetoldGain 
     speeds = []
     for share in (CHEAP, DEAR):
         acceptance, gate = Acceptance(), Gate(RowTimes(share))
-        # Once to learn what drafts are worth, and once more with that.
+        # The first pass learns the acceptance, and the second one uses it.
         for _ in range(2):
             done = replay(
                 *given,

@@ -1,17 +1,17 @@
-"""How much of what was drafted is worth verifying in this step (RhymeRL 5.4, batch gate). Pure.
+"""Choice of the drafted tokens that are worth verifying in this step (RhymeRL 5.4, batch gate).
+Pure.
 
-A step of B requests that verifies the set S of draft tokens yields B + sum over S of p tokens, p
-being the probability that a token and all before it are accepted, and takes time(B, S). The gate
-keeps the tokens with the largest p, as many as give the most tokens per second, and none when
-plain decoding gives more. So windows shrink as batches grow, request by request, and drafting is
-off where it does not pay.
+A step of B requests that verifies a set S of draft tokens takes time(B, S). It yields B + sum over
+S of p tokens, where p is the probability that a token and all before it are accepted. The gate
+keeps the tokens with the largest p, as many as give the most tokens per second. It keeps none if
+plain decoding is faster. So windows shrink as batches grow, request by request, and drafting is off
+where it does not pay.
 
-To draft takes time too, before it is known what is worth verifying: in a step that has looked it is
-spent whatever is kept; but a look pays only where more is gained than it took, and while looks do
-not pay there are ever fewer.
+Drafting itself takes time, even when nothing is kept. So a look (drafting to see what pays) counts
+as paying only if the step gains more than the look took. While looks do not pay, they become rarer.
 
-Deviation from the paper, which switches drafting off above a profiled batch size: that size is
-where this rule keeps nothing.
+Deviation from the paper: the paper switches drafting off above a profiled batch size. Here that
+size is where this rule keeps nothing.
 """
 
 from collections.abc import Mapping
@@ -28,17 +28,18 @@ _WINDOWS = (0, 1, 2, 4, 8, 16, 32)
 
 
 class StepTimes(Protocol):
-    """Predicted seconds of a decoding step of `batch` requests, per element of the arrays."""
+    """Predicted seconds of decoding steps."""
 
     def step_s(
         self, batch: int, context_tokens: float, num_rows: np.ndarray, num_tokens: np.ndarray
     ) -> np.ndarray:
-        """Seconds of a step that verifies `num_tokens` draft tokens, of `num_rows` requests."""
+        """Return the seconds of a step of `batch` requests that verifies `num_tokens` draft tokens
+        of `num_rows` of them, for each element of these arrays."""
         ...
 
 
 class ProfiledStepTimes:
-    """Step times by a latency model: linear in the draft tokens between its windows."""
+    """Step times from a latency model, linear in the draft tokens between `_WINDOWS`."""
 
     def __init__(self, latency: Latency, tp_degree: int) -> None:
         self._latency, self._tp_degree = latency, tp_degree
@@ -48,7 +49,7 @@ class ProfiledStepTimes:
         self, batch: int, context_tokens: float, num_rows: np.ndarray, num_tokens: np.ndarray
     ) -> np.ndarray:
         del num_rows
-        # To an eighth of a power of two: the curves bend less than that.
+        # Round to an eighth of a power of two: the curves bend less than that.
         bucket = int(8 * np.log2(max(1.0, context_tokens)))
         times = self._known.get((batch, bucket))
         if times is None:
@@ -63,8 +64,8 @@ _STATE = ("num_closed", "num_skipped", "closed_batch")
 
 @dataclass(slots=True)
 class Breaks:
-    """Longer and longer breaks in looking for what has not paid for a while, until fewer requests
-    run: what is off costs nothing."""
+    """Exponential backoff of looks while nothing pays, so that unused drafting costs nothing. It
+    ends when the batch shrinks."""
 
     num_closed: int = 0
     """Looks in a row in which nothing paid."""
@@ -72,18 +73,19 @@ class Breaks:
     closed_batch: int = 0
 
     def state(self) -> dict[str, int]:
-        """State that `restore` takes."""
+        """Return the state that `restore` takes."""
         return {name: getattr(self, name) for name in _STATE}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Go on where another one was. Raises ValueError when it is of another kind."""
+        """Continue from the state of another instance. Raise ValueError if it has another
+        format."""
         if state.keys() != set(_STATE) or not all(type(value) is int for value in state.values()):
             raise ValueError("gate of another version")
         for name, value in state.items():
             setattr(self, name, value)
 
     def looks(self, batch: int) -> bool:
-        """Whether to look in this step at all."""
+        """Return whether to look in this step."""
         if self.num_closed >= LOOKS and batch > REOPEN_SHARE * self.closed_batch:
             self.num_skipped += 1
             if self.num_skipped < min(LONGEST_BREAK, 2 ** (self.num_closed - LOOKS + 1)):
@@ -92,7 +94,7 @@ class Breaks:
         return True
 
     def note(self, batch: int, *, pays: bool) -> None:
-        """Take in what a look has found."""
+        """Record whether a look paid."""
         if pays:
             self.num_closed = 0
         else:
@@ -102,14 +104,14 @@ class Breaks:
 
 @dataclass(slots=True)
 class LookTimes:
-    """How long it takes to draft for a batch: the median of the last looks, as the first ones of a
-    process read and compile, and any may be interrupted."""
+    """Time that drafting for a batch takes: the median of the last looks. The first looks of a
+    process read and compile, and any look may be interrupted."""
 
     per_row_s: list[float] = field(default_factory=list)
-    """Time of a row, with `LOOK_ROWS` more in each batch."""
+    """Seconds per row, counting `LOOK_ROWS` extra rows in each batch."""
 
     def of(self, batch: int) -> float:
-        """Seconds; 0 before the first look."""
+        """Return the seconds for a batch; 0 before the first look."""
         return median_low(self.per_row_s) * (batch + LOOK_ROWS) if self.per_row_s else 0.0
 
     def learn(self, batch: int, seconds: float) -> None:
@@ -118,20 +120,22 @@ class LookTimes:
 
 @dataclass(slots=True)
 class Gate:
-    """Keeps what pays; when nothing has paid for a while it does not even look."""
+    """Keeps the drafts that pay. When nothing has paid for a while, it stops drafting for some
+    steps."""
 
     times: StepTimes | None
-    """Predicted times of a step; None: everything is kept."""
+    """Predicted times of a step. With None, everything is kept."""
     breaks: Breaks = field(default_factory=Breaks)
     look_times: LookTimes = field(default_factory=LookTimes)
     _looked: bool = False
 
     def state(self) -> dict[str, dict]:
-        """State that `restore` takes."""
+        """Return the state that `restore` takes."""
         return {"breaks": self.breaks.state(), "look_times": asdict(self.look_times)}
 
     def restore(self, state: Mapping[str, dict]) -> None:
-        """Go on where another one was. Raises ValueError when it is of another kind."""
+        """Continue from the state of another instance. Raise ValueError if it has another
+        format."""
         known = self.state()
         if state.keys() != known.keys() or state["look_times"].keys() != known["look_times"].keys():
             raise ValueError("gate of another version")
@@ -139,12 +143,12 @@ class Gate:
         self.look_times = LookTimes([float(s) for s in state["look_times"]["per_row_s"]])
 
     def looks(self, batch: int) -> bool:
-        """Whether to draft in this step at all."""
+        """Return whether to draft in this step."""
         self._looked = self.times is None or self.breaks.looks(batch)
         return self._looked
 
     def proposed(self, batch: int, seconds: float) -> None:
-        """Take in how long it took to draft for a step, if it did."""
+        """Record how long drafting for this step took, if the step drafted."""
         if self._looked:
             self.look_times.learn(batch, seconds)
         self._looked = False
@@ -156,10 +160,12 @@ class Gate:
         context_tokens: float,
         num_observed: float,
     ) -> np.ndarray:
-        """How many of each request's draft tokens to verify; int32 [rows], as `num_drafted` is.
+        """Return how many of each request's draft tokens to verify; int32 [rows], as `num_drafted`
+        is.
 
-        `probabilities`: [rows, window], see `Acceptance.of_drafts`. `context_tokens`: of all rows.
-        `num_observed`: draft tokens that these probabilities were learnt from.
+        `probabilities`: [rows, window], see `Acceptance.of_drafts`.
+        `context_tokens`: tokens of all rows.
+        `num_observed`: number of draft tokens from which these probabilities were learnt.
         """
         if self.times is None:
             return num_drafted
@@ -172,29 +178,29 @@ class Gate:
 
 
 FIRST_TOKENS = 32
-"""Draft tokens that the first step verifies, at most. A later one verifies as many more as were
-verified before: to try what is not known more often in one step tells nothing more."""
+"""Most draft tokens of the first step. Later steps may verify this many plus all that were verified
+before. Trying something unknown more often within one step teaches nothing more."""
 LEAST_GAIN = 1.03
-"""Tokens per second over those without drafts from which on drafts are verified: what is expected
-of them and of their cost is not known better."""
+"""Least ratio of tokens per second with drafts to those without at which drafts are verified. The
+estimates of acceptance and cost are no more exact than this."""
 LOOK_ROWS = 128
-"""Rows that take as long as what each look takes whatever its batch."""
+"""Fixed cost of a look, in rows."""
 NUM_REMEMBERED = 15
-"""Looks whose times are remembered."""
+"""Number of looks whose times are remembered."""
 LOOKS = 4
-"""Looks in which nothing paid before they become rarer."""
+"""Looks in a row without gain before looks become rarer."""
 LONGEST_BREAK = 64
-"""Steps without a look, at most."""
+"""Most steps without a look."""
 REOPEN_SHARE = 0.8
-"""There is a look again when the batch has shrunk to this share."""
+"""Looks resume when the batch has shrunk to this share."""
 
 
 def _choose(
     times: StepTimes, probabilities: np.ndarray, batch: int, context_tokens: float, look_s: float
 ) -> tuple[float, bool]:
-    """The least probability that is kept, infinite when nothing is; whether the step, with the look
-    that took `look_s`, is faster than one without."""
-    # By columns, so that of equal ones the earlier in a request come first.
+    """Return the least probability to keep, infinite if nothing is kept. Also return whether the
+    step, including the look that took `look_s`, is faster than a step without drafts."""
+    # Sort by columns: of equal tokens, those nearer the start of a draft come first.
     columns = probabilities.T.ravel()
     order = np.argsort(-columns, kind="stable")[: int((columns > 0.0).sum())]
     tokens = batch + np.concatenate([[0.0], np.cumsum(columns[order])])

@@ -1,8 +1,8 @@
-"""The indexes that one engine's requests draft from, by place of the request. Pure but for files.
+"""Indexes that one engine's requests draft from, by place of the request. Pure but for files.
 
     submitted ─expect─► opened by a thread ─► begins: a slot of the table ─► its last request ends
 
-An index that is not open yet is taken when it is: no step waits for a file.
+No step waits for a file: a request uses its index from the moment that the index is open.
 """
 
 from collections import Counter
@@ -16,7 +16,8 @@ from engines.histospec.opening import IndexOpener
 
 
 class HeldIndexes:
-    """A slot for each prompt with requests that has an index, and for each shared index."""
+    """Slots of the table: one for each prompt that has requests and an index, and one for each
+    shared index."""
 
     def __init__(self, directory: Path, max_num_requests: int, *, shares: bool) -> None:
         self.table = IndexTable()
@@ -26,19 +27,19 @@ class HeldIndexes:
         self.num_damaged = self.num_with_index = self.num_without_index = 0
         self._opener = IndexOpener(directory, shares=shares)
         self._slot_of: dict[str, int] = {}
-        """Slot of each prompt's index, shared by its requests."""
+        """Slot of each prompt's index, which all its requests use."""
         self._num_users: Counter[str] = Counter()
         self._waiting: dict[int, str] = {}
-        """Prompt of each place whose index is being opened."""
+        """Prompt by place, for requests whose index is being opened."""
         self._shared: dict[str, int] = {}
-        """Slots of shared indexes by name."""
+        """Slot of each shared index, by name."""
 
     def expect(self, keys: Iterable[str]) -> None:
-        """Requests for these prompts are about to begin."""
+        """Start to open the indexes of these prompts, whose requests are about to begin."""
         self._opener.expect(key for key in keys if key not in self._slot_of)
 
     def settle(self) -> None:
-        """Wait until everything that is being opened is open."""
+        """Wait until all indexes are open that are being opened."""
         self._opener.settle()
         self.follow()
 
@@ -58,7 +59,7 @@ class HeldIndexes:
                 self.table.remove(slot)
 
     def follow(self) -> None:
-        """Take what has been opened since the last call."""
+        """Use the indexes that were opened since the last call."""
         for place, key in list(self._waiting.items()):
             if self._take(place, key):
                 del self._waiting[place]
@@ -71,7 +72,7 @@ class HeldIndexes:
             self.shared_slots = np.array(sorted(self._shared.values()), np.int32)
 
     def _take(self, place: int, key: str) -> bool:
-        """Whether it is known what index the request has."""
+        """Give a request its index; return False if the index is still being opened."""
         if key not in self._slot_of:
             opened = self._opener.take(key)
             if opened is None:
@@ -79,7 +80,7 @@ class HeldIndexes:
             self.num_damaged += opened.is_damaged
             self._slot_of[key] = self.table.add(opened.index) if opened.index else NO_INDEX
         self.slots[place] = slot = self._slot_of[key]
-        # A canary has no key, and nobody expects it to have a history.
+        # A canary has no key, and is not expected to have a history.
         self.num_with_index += slot != NO_INDEX
         self.num_without_index += slot == NO_INDEX and key != ""
         return True

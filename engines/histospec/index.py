@@ -1,20 +1,21 @@
-"""The responses of one prompt's last rollout, ready to draft from (RhymeRL 5.3).
+"""Index of the responses of one prompt's last rollouts, ready to draft from (RhymeRL 5.3).
 
     text:   prompt's tail, response 0, end | prompt's tail, response 1, end | ...
     order:  positions of the text, sorted by the tokens that follow
     weight: prefix sums over `order` of the reward of the response that each position is in
 
-A match of the last tokens is an interval of `order`; so is each node of the suffix tree below it,
-and the sum of rewards of a node is one subtraction. The greedy descent by the largest sum of
-rewards ends at one suffix, so a draft is a contiguous slice of the text. 16 bytes a token.
+A match of the last tokens is an interval of `order`, and so is each suffix-tree node below it. One
+subtraction gives a node's sum of rewards. The greedy descent by the largest sum of rewards ends at
+one suffix, so a draft is a contiguous slice of the text. The index takes 16 bytes a token.
 
 Deviations from the paper:
-- A suffix array in place of a suffix tree: the same nodes, in a twentieth of the memory.
-- Rewards are fixed-point numbers (`RESOLUTION`), so that sums are exact in any order. They are
-  shifted by their minimum where that is negative: a node must not lose by having more responses.
-- Ties go to the child with more occurrences, then to the smaller token. So with rewards that are
-  all the same, the most frequent continuation is drafted.
-- An end of a response is no child: it yields no token, and is passed over while others go on.
+- A suffix array replaces the suffix tree: it has the same nodes in a twentieth of the memory.
+- Rewards are fixed-point numbers (`RESOLUTION`), so sums are exact in any order. Negative rewards
+  shift all of them up by the minimum, so that a node never loses by having more responses.
+- Ties go to the child with more occurrences, then to the smaller token. So when all rewards are
+  equal, the most frequent continuation is drafted.
+- The end of a response is no child. It yields no token, and the descent goes on with the other
+  children.
 """
 
 from collections.abc import Sequence
@@ -23,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 
 RESOLUTION = 2.0**-20
-"""Smallest difference of rewards; in a sum of 2**20 suffixes, rewards up to 2**22 do not
-overflow."""
+"""Smallest difference between rewards. A sum over 2**20 suffixes does not overflow for rewards up
+to 2**22."""
 END = -1
 """Separator in the text, after each response."""
 _MAX_WEIGHT = 2.0**42
@@ -32,27 +33,26 @@ _MAX_WEIGHT = 2.0**42
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HistoryIndex:
-    """Flat and immutable; made by `build_index` or mapped from a file."""
+    """Flat, immutable index. `build_index` makes it, or `open_index` maps it from a file."""
 
     text: np.ndarray
     """int32 [n]: tokens, and `END` after each response."""
     order: np.ndarray
-    """Suffixes of the text in order, by where they start; int32 [n]."""
+    """int32 [n]: start of each suffix of the text, in sorted order."""
     weight: np.ndarray
     """int64 [n + 1]: weight[j] - weight[i] is the sum over order[i:j]."""
     first_tokens: np.ndarray
-    """int32 [distinct tokens], ascending; empty where as many numbers have them all."""
+    """int32 [distinct tokens], ascending. Empty if `first_starts` covers every number instead."""
     first_starts: np.ndarray
-    """int32 [distinct tokens + 1]: where in `order` the suffixes with each first token start; where
-    `first_tokens` is empty, with each number from `END` on."""
+    """int32 [distinct tokens + 1]: where in `order` the suffixes with each first token start. If
+    `first_tokens` is empty, there is one entry for each number from `END` on."""
     sieve: np.ndarray
-    """int64 [any]: tells most runs of `min_match` tokens that do not occur
-    (`engines.histospec.sieve`)."""
+    """int64 [any]: Bloom filter of the runs of `min_match` tokens (`engines.histospec.sieve`)."""
     min_match: int
     max_match: int
     max_draft: int
     step: int = 0
-    """RL step that the responses are from."""
+    """RL step that generated the responses."""
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -87,9 +87,9 @@ def build_index(
             first token of a response can be drafted.
         responses: token ids, none negative.
         rewards: one per response, finite.
-        min_match, max_match: tokens that must match before a draft (the paper: 3 and 7).
+        min_match, max_match: least and largest number of matching tokens (the paper: 3 and 7).
         max_draft: longest draft (the paper: 32).
-        step: that the responses are from.
+        step: RL step that generated the responses.
     """
     assert len(responses) == len(rewards)
     tail = np.asarray(prompt_token_ids, dtype=np.int32)[-max_match:]
@@ -117,7 +117,8 @@ def index_text(
     max_draft: int,
     step: int,
 ) -> HistoryIndex:
-    """Index a text as `HistoryIndex.text` is, with the weight of each of its parts, int64."""
+    """Index a text in the form of `HistoryIndex.text`. `part_weights`: int64, weight of each
+    response."""
     from engines.histospec.sieve import build_sieve
     from engines.histospec.suffixes import sort_suffixes
 
@@ -126,7 +127,7 @@ def index_text(
     ends = np.flatnonzero(text == END)
     assert len(ends) == len(part_weights), "a token id is negative"
     first_tokens, inverse = np.unique(text, return_inverse=True)
-    # Beyond an end the order means nothing, and drafts do not look there.
+    # The order of what follows an end has no meaning, and drafts never look there.
     order = sort_suffixes(inverse.astype(np.int32), len(first_tokens), max_match + max_draft)
     weights = np.repeat(part_weights, np.diff(ends, prepend=-1))
     first_tokens, firsts = _directory(first_tokens)
@@ -146,14 +147,14 @@ def index_text(
 
 
 def _directory(distinct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens that are written down, and those whose starts are: none, and every number, where that
-    takes no more room."""
+    """Return `first_tokens`, and the tokens whose starts are stored. If it takes no more room,
+    store the starts of all numbers, and no tokens."""
     numbers = np.arange(END, distinct.max(initial=END) + 1)
     return (distinct[:0], numbers) if len(numbers) <= 2 * len(distinct) else (distinct, distinct)
 
 
 def response_weights(rewards: Sequence[float]) -> np.ndarray:
-    """Weight of each response to one prompt, by its reward; int64 [responses]."""
+    """Return the weight of each response to one prompt, from its reward; int64 [responses]."""
     values = np.asarray(rewards, dtype=np.float64)
     if not len(values):
         return np.empty(0, np.int64)

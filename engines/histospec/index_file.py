@@ -1,11 +1,11 @@
-"""An index on disk: replaced in one move, mapped into memory without a copy.
+"""Index files. A file is replaced in one move, and mapped into memory without a copy.
 
     magic | header length | header (JSON) | text | order | weight | ... | sieve
 
-Numbers are little-endian, arrays begin at multiples of 64 bytes. The page cache is the memory
-manager, the disk is the swap, and a restart finds the files again. The header names sizes, settings
-and the checksum of the arrays; its own checksum follows it. Nobody waits for the disk: what a
-machine that went down left half written is refused by its checksum, and built again.
+Numbers are little-endian; arrays begin at multiples of 64 bytes. The header holds sizes, settings
+and the checksum of the arrays, and has its own checksum in the prefix. The page cache decides what
+stays in memory, and a restart finds the files again. No write waits for the disk: if a crash of the
+machine leaves a file incomplete, its checksum is wrong and the file is built again.
 """
 
 import json
@@ -25,11 +25,11 @@ _PREFIX = struct.Struct("<8sII")
 _ALIGNMENT = 64
 SUFFIX = ".index"
 COLD = ".zst"
-"""End of the name of an index that is compressed, after `SUFFIX`."""
+"""Suffix of a compressed index, after `SUFFIX`."""
 MARK = ".worker"
-"""End of the name of the file that a history worker leaves beside its own."""
+"""Suffix of the mark that a history worker writes beside its files."""
 LIST = ".files.json"
-"""End of the name of a list of shared files."""
+"""Suffix of a list of shared files."""
 _NUMBERS = ("step", "min_match", "max_match", "max_draft")
 _ARRAYS = {
     "text": np.dtype("<i4"),
@@ -42,7 +42,7 @@ _ARRAYS = {
 
 
 class DamagedIndex(ValueError):
-    """The file is no index, or not the one that was written: build it again."""
+    """The file is not an index, or not the one that was written. Build it again."""
 
 
 def index_path(directory: Path, prompt_key: str) -> Path:
@@ -50,12 +50,12 @@ def index_path(directory: Path, prompt_key: str) -> Path:
 
 
 def cold_path(directory: Path, prompt_key: str) -> Path:
-    """Place of an index while it is compressed."""
+    """Return the path of a compressed index."""
     return directory / f"{prompt_key}{SUFFIX}{COLD}"
 
 
 def compress(path: Path, into: Path) -> None:
-    """Replace an index by a compressed one: a third of its size, and no index for an engine."""
+    """Replace an index by a compressed one, a third of its size. Engines cannot open it."""
     with pa.BufferOutputStream() as sink:
         with pa.CompressedOutputStream(sink, "zstd") as stream:
             stream.write(path.read_bytes())
@@ -64,7 +64,7 @@ def compress(path: Path, into: Path) -> None:
 
 
 def decompress(path: Path, into: Path) -> None:
-    """Make a compressed index whole again. Raises `DamagedIndex`, and FileNotFoundError."""
+    """Restore a compressed index. Raise `DamagedIndex` or FileNotFoundError."""
     with pa.input_stream(str(path), compression="zstd") as stream:
         try:
             content = stream.read()
@@ -75,7 +75,7 @@ def decompress(path: Path, into: Path) -> None:
 
 
 def shared_dir(directory: Path) -> Path:
-    """Directory of the indexes that all prompts share, in that of the prompts' own."""
+    """Return the directory of the shared indexes, inside the directory of the prompts' own."""
     return directory / "shared"
 
 
@@ -97,7 +97,8 @@ def write_index(index: HistoryIndex, prompt_key: str, path: Path) -> None:
 
 
 def replace_file(path: Path, *parts: bytes | bytearray | memoryview) -> None:
-    """Replace a file by these parts of one; a process that dies leaves the old file or the new."""
+    """Replace a file by these parts, one after the other. If the process dies, the old file or the
+    new one is left."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     with temporary.open("wb") as file:
@@ -106,7 +107,7 @@ def replace_file(path: Path, *parts: bytes | bytearray | memoryview) -> None:
 
 
 def open_index(path: Path, prompt_key: str) -> HistoryIndex:
-    """Map an index of this prompt. Raises `DamagedIndex`, and FileNotFoundError."""
+    """Map the index of this prompt. Raise `DamagedIndex` or FileNotFoundError."""
     data = np.memmap(path, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
     header, start = _read_header(data, path)
     if header["prompt_key"] != prompt_key:
@@ -120,7 +121,7 @@ def open_index(path: Path, prompt_key: str) -> HistoryIndex:
         end += size
         end += -(end - start) % _ALIGNMENT
     if end != len(data) or zlib.crc32(data[start:].data) != header["checksum"]:
-        raise DamagedIndex(f"{path} is damaged: its arrays are not those that were written")
+        raise DamagedIndex(f"{path} is damaged: the checksum of its arrays is wrong")
     return HistoryIndex(**arrays, **{name: header[name] for name in _NUMBERS})
 
 
@@ -129,8 +130,8 @@ def _read_header(data: np.ndarray, path: Path) -> tuple[dict, int]:
         raise DamagedIndex(f"{path} is too short for an index: {len(data)} bytes")
     magic, length, checksum = _PREFIX.unpack(data[: _PREFIX.size].tobytes())
     if magic != _MAGIC:
-        raise DamagedIndex(f"{path} is no history index of this version")
+        raise DamagedIndex(f"{path} is not a history index of this version")
     header = data[_PREFIX.size : _PREFIX.size + length].tobytes()
     if len(header) != length or zlib.crc32(header) != checksum:
-        raise DamagedIndex(f"{path} is damaged: its header is not the one that was written")
+        raise DamagedIndex(f"{path} is damaged: the checksum of its header is wrong")
     return json.loads(header), _PREFIX.size + length

@@ -1,11 +1,11 @@
-"""The index files of a run: which there are, which are missing, and which may go.
+"""Index files of a run: which exist, which are missing, and which may be deleted.
 
     built, or taken from another node ─► whole ◄─ wanted ─┐
-                                           └─ no room ─► compressed ─ no room ─► gone: built anew
+                                           └─ no room ─► compressed ─ no room ─► deleted
 
-Nothing but the files themselves is durable: a restart looks at them again. A file is trusted once
-its checksum was right, and for as long as its size and time stay what they were. Several libraries
-may share a directory, each with prompts of its own.
+A deleted index is built again when its prompt returns. Only the files are durable, so a restart
+scans them again. A file is trusted after its checksum was verified, as long as its size and
+modification time stay the same. Several libraries may share a directory, each with its own prompts.
 """
 
 import time
@@ -41,7 +41,7 @@ from schemas.drafting import DraftingConfig
 
 
 class PromptHistory(NamedTuple):
-    """The responses of one prompt's last rollout."""
+    """Responses of one prompt's last rollouts."""
 
     prompt_key: str
     step: int
@@ -51,12 +51,12 @@ class PromptHistory(NamedTuple):
 
 
 def index_sizes(config: DraftingConfig) -> dict[str, int]:
-    """Settings that an index is built with."""
+    """Return the settings that an index is built with."""
     return {name: getattr(config, name) for name in ("min_match", "max_match", "max_draft")}
 
 
 def delete_indexes(directory: Path) -> None:
-    """Delete the indexes in a directory, the shared ones too, and nothing else."""
+    """Delete the indexes in a directory, including the shared ones, and nothing else."""
     shared = shared_dir(directory)
     for path in (
         *shared.glob(f"*{LIST}"),
@@ -66,7 +66,7 @@ def delete_indexes(directory: Path) -> None:
     ):
         path.unlink()
     for emptied in (shared, directory):
-        with suppress(OSError):  # It is not there, or somebody else has files in it.
+        with suppress(OSError):  # The directory is missing, or holds other files.
             emptied.rmdir()
 
 
@@ -84,11 +84,11 @@ class _Known:
 
 @dataclass(slots=True)
 class _Returning:
-    """Keys by the step that their index is of. Each epoch has every prompt once, so what was
-    rolled out last returns last."""
+    """Prompt keys by the step of their index. Each epoch has every prompt once, so the most recent
+    prompts return last."""
 
     _keys_of: dict[int, dict[str, None]] = field(default_factory=dict)
-    """Keys of each step, in the order in which they came."""
+    """Keys of each step, in order of arrival."""
 
     def add(self, key: str, step: int) -> None:
         self._keys_of.setdefault(step, {})[key] = None
@@ -104,7 +104,7 @@ class _Returning:
         return max(self._keys_of, default=0)
 
     def last(self, but: Iterable[set[str]] = ()) -> str | None:
-        """The key that returns last, of those in none of these sets."""
+        """Return the key that returns last, of those in none of these sets."""
         for step in sorted(self._keys_of, reverse=True):
             for key in reversed(self._keys_of[step]):
                 if not any(key in kept for kept in but):
@@ -113,7 +113,7 @@ class _Returning:
 
 
 class IndexLibrary:
-    """Index files of one directory. Not thread-safe: one call at a time."""
+    """Index files of one directory. Not thread-safe: make one call at a time."""
 
     def __init__(
         self,
@@ -122,7 +122,8 @@ class IndexLibrary:
         owns: Callable[[str], bool] = lambda _: True,
         num_threads: int = 1,
     ) -> None:
-        """`owns`: the prompts whose files it looks after; `num_threads`: that build."""
+        """`owns`: returns whether this library manages the files of a prompt.
+        `num_threads`: threads that build indexes."""
         self._directory = directory
         self._max_bytes = config.max_index_bytes
         self._sizes = index_sizes(config)
@@ -130,7 +131,7 @@ class IndexLibrary:
         self._known: dict[str, _Known] = {}
         self._whole, self._cold = _Returning(), _Returning()
         self._soon: deque[set[str]] = deque(maxlen=2)
-        """Keys of the last look-ups that engines are about to draft from."""
+        """Keys of the last look-ups. Engines are about to draft from these."""
         self._num_bytes = 0
         self._counts = LibraryCounts()
         require_own(directory)
@@ -141,18 +142,19 @@ class IndexLibrary:
                 self._find(key, path)
 
     def missing(self, wanted: Mapping[str, int]) -> list[str]:
-        """Keys of the prompts, given with the step that each index is to be from, that have no
-        index, an older or newer one, or a damaged one. Those that are compressed become whole."""
+        """Return the keys of prompts without a usable index of the given step. The index may be
+        missing, damaged, or of another step. Restore the wanted ones that are compressed."""
         newest = max(self._whole.newest, self._cold.newest)
         missing = [key for key, step in wanted.items() if not self._is_there(key, step)]
         lacking = set(missing)
-        # What has just been rolled out is wanted now, and returns last.
+        # An index of the newest step that is still missing belongs to a prompt that was just rolled
+        # out. This prompt returns last, so do not protect it from eviction.
         self._soon.append({k for k, step in wanted.items() if k not in lacking or step < newest})
         self._make_room()
         return missing
 
     def add(self, histories: Sequence[PromptHistory]) -> None:
-        """Index the prompts, each replacing the index that it had; then make room."""
+        """Index the prompts and replace their old indexes; then make room."""
         builds = self._threads.map(self._build, histories)
         for history, build_s in zip(histories, builds, strict=True):
             self._hold(history.prompt_key, history.step)
@@ -160,7 +162,7 @@ class IndexLibrary:
             self._make_room()
 
     def take(self, key: str, content: np.ndarray) -> None:
-        """Take an index that another library has built, as the bytes of its file. Raises
+        """Store an index that another library built, given the bytes of its file. Raise
         `DamagedIndex`."""
         path = index_path(self._directory, key)
         replace_file(path, content.data)
@@ -183,9 +185,8 @@ class IndexLibrary:
         return time.perf_counter() - started_s
 
     def _find(self, key: str, path: Path) -> None:
-        """A file that was there before."""
+        """Register a file that already exists, or delete it if a crash left it incomplete."""
         if path.suffix not in (SUFFIX, COLD):
-            # A crash left it half written.
             path.unlink(missing_ok=True)
         elif path.suffix == SUFFIX or key not in self._known:
             self._remember(key, _UNCHECKED, path)
@@ -203,14 +204,14 @@ class IndexLibrary:
                 alike = all(getattr(found, name) == size for name, size in self._sizes.items())
                 self._remember(key, found.step if alike else _OTHER_SETTINGS, path)
         except (OSError, DamagedIndex) as error:
-            # Not there, or not to be read: if it cannot be replaced either, `add` says so.
+            # The file is missing or cannot be read. If it cannot be replaced either, `add` raises.
             self._forget(key)
             self._counts += LibraryCounts(num_damaged=isinstance(error, DamagedIndex))
             return False
         return self._known[key].step == step
 
     def _hold(self, key: str, step: int) -> None:
-        """A new index is there."""
+        """Register a new index and delete the compressed old one."""
         cold_path(self._directory, key).unlink(missing_ok=True)
         self._remember(key, step, index_path(self._directory, key))
 
@@ -229,8 +230,8 @@ class IndexLibrary:
         return self._cold if known.is_cold else self._whole
 
     def _make_room(self) -> None:
-        """Compress what returns last, then evict it. What an engine has mapped stays readable for
-        it."""
+        """Compress the indexes that return last, then evict them. Engines can still read what they
+        have mapped."""
         while self._num_bytes > self._max_bytes:
             if key := self._whole.last(self._soon):
                 self._compress(key)
@@ -256,7 +257,7 @@ class IndexLibrary:
 
 
 _UNCHECKED, _OTHER_SETTINGS = -1, 2**62
-"""Marks in the place of a step: nobody has looked at the file yet, or it is of no use."""
+"""Placeholders for a step: the file was not opened yet, or was built with other settings."""
 
 
 def _state(path: Path) -> _State:

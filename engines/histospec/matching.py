@@ -1,12 +1,12 @@
-"""Matches of the last tokens of a row in an index.
+"""Search of an index for the last tokens of a row.
 
-Rows of a batch belong to different prompts, each with an index of its own whose arrays may be
-memory-mapped files. `IndexTable` keeps the indexes alive and hands their addresses to the compiled
-code, so nothing is copied. What takes time is memory that is far away: tokens that occur nowhere
-are mostly told by one read of it, and the longest match is mostly found by one search.
+Rows of a batch belong to different prompts. Each prompt has its own index, whose arrays may be
+memory-mapped files. `IndexTable` keeps the indexes alive and passes their addresses to the compiled
+code, so nothing is copied. Most of the time goes into cache misses. So one read usually rules out
+tokens that occur nowhere, and one search usually finds the longest match.
 
-Compiled into `engines.histospec.drafting`, whose cache numba makes anew when that file is newer:
-after a change here, touch it.
+numba compiles this module into `engines.histospec.drafting`, and refreshes its cache only when that
+file is newer. After a change here, touch that file.
 """
 
 import numpy as np
@@ -20,15 +20,16 @@ from engines.histospec.sieve import may_hold
 
 NO_INDEX = -1
 FEW = 16
-"""Matches of the fewest tokens that are looked at one by one for a longer one."""
+"""Largest number of minimal matches that are extended one by one to find the longest."""
 _COLUMNS = 13
 _TEXT, _ORDER, _WEIGHT, _TOKENS, _STARTS, _SIEVE = range(6)
 N, _NUM_TOKENS, _NUM_STARTS, _NUM_WORDS, MIN, MAX, DRAFT = range(6, _COLUMNS)
-"""Columns of a table: addresses of the arrays, their lengths, tokens of a match, of a draft."""
+"""Columns of a table: addresses of the arrays, their lengths, then the least and largest number of
+matching tokens and the longest draft."""
 
 
 class IndexTable:
-    """The indexes that an engine drafts from, by slot."""
+    """Indexes that an engine drafts from, by slot."""
 
     def __init__(self) -> None:
         self._indexes: dict[int, HistoryIndex] = {}
@@ -36,7 +37,7 @@ class IndexTable:
         self.rows = np.zeros((0, _COLUMNS), np.int64)
 
     def add(self, index: HistoryIndex) -> int:
-        """The slot, until it is removed."""
+        """Add an index and return its slot. The slot is valid until `remove`."""
         if not self._free:
             num_taken = len(self.rows)
             self.rows = np.pad(self.rows, ((0, max(16, num_taken)), (0, 0)))
@@ -78,7 +79,7 @@ def _pointer(dtype, address):
 
 @intrinsic
 def _prefetch(typingctx, address):  # noqa: ARG001
-    """Have the memory at this address brought near, and do not wait for it."""
+    """Prefetch the memory at this address without waiting for it."""
 
     def generate(context, builder, signature, args):
         del context, signature
@@ -98,14 +99,14 @@ def _int32_array(row, address, length):
 
 @njit(inline="always")
 def arrays_of(row):
-    """Text, order and weight."""
+    """Return text, order and weight."""
     weight = carray(_int64_pointer(row[_WEIGHT]), (row[N] + 1,), np.int64)
     return _int32_array(row, _TEXT, N), _int32_array(row, _ORDER, N), weight
 
 
 @njit(inline="always")
 def _compare(text, position, pattern, length):
-    """Order of the text from `position` on and the pattern: -1 before, 0 alike, 1 after."""
+    """Compare the text from `position` on with the pattern: -1 before, 0 equal, 1 after."""
     for k in range(length):
         token = text[position + k]
         if token != pattern[k]:
@@ -115,8 +116,8 @@ def _compare(text, position, pattern, length):
 
 @njit(inline="always")
 def _place_of(tokens, token):
-    """Place of a token among the distinct ones, or -1: galloping from where it would be if they
-    were evenly spread, as most of a vocabulary is."""
+    """Return the position of a token among the distinct ones, or -1. Gallop from where the token
+    would be if they were evenly spread, as most of a vocabulary is."""
     n = len(tokens)
     if token < tokens[0] or token > tokens[n - 1]:
         return -1
@@ -139,7 +140,7 @@ def _place_of(tokens, token):
 
 @njit(inline="always")
 def _starting_with(row, token):
-    """The interval of `order` whose suffixes begin with a token, which is not negative."""
+    """Return the interval of `order` whose suffixes begin with a token, which is not negative."""
     starts = _int32_array(row, _STARTS, _NUM_STARTS)
     place = int64(token) + 1
     if row[_NUM_TOKENS]:
@@ -151,7 +152,7 @@ def _starting_with(row, token):
 
 @njit(inline="always")
 def _may_match(row, context, num_tokens):
-    """Whether the last `MIN` tokens may occur."""
+    """Return whether the last `MIN` tokens may occur."""
     if row[N] == 0 or num_tokens < row[MIN]:
         return False
     words = carray(_int64_pointer(row[_SIEVE]), (row[_NUM_WORDS],), np.int64)
@@ -160,11 +161,13 @@ def _may_match(row, context, num_tokens):
 
 @njit
 def first_tokens_of(table, slots, token_ids, num_tokens, windows):
-    """Intervals of `order` with the first of the last `MIN` tokens of each row, in each of its
-    indexes; int64 [rows, indexes, 2], empty if they cannot match.
+    """Return, for each row and each of its indexes, the interval of `order` that starts with the
+    first of the last `MIN` tokens; int64 [rows, indexes, 2], empty if they cannot match.
 
-    All rows go through one stage after the other, so that their reads of far memory overlap, and
-    what the searches to come read is near. `slots`: int32 [rows or 1, indexes].
+    `slots`: int32 [rows or 1, indexes].
+
+    All rows pass one stage before the next begins. So their cache misses overlap, and later
+    searches find their data in the cache.
     """
     num_rows, num_slots = len(windows), slots.shape[1]
     found = np.zeros((num_rows, num_slots, 2), np.int64)
@@ -188,7 +191,7 @@ def first_tokens_of(table, slots, token_ids, num_tokens, windows):
 
 @njit(inline="always")
 def _bring(row, low, high, stage):
-    """Bring near what is read of an interval."""
+    """Prefetch the data that a search of this interval reads."""
     if stage == 1:
         _prefetch(row[_WEIGHT] + 8 * low)
         _prefetch(row[_ORDER] + 4 * low)
@@ -197,21 +200,23 @@ def _bring(row, low, high, stage):
     order = _int32_array(row, _ORDER, N)
     for j in range(low, high):
         place = row[_TEXT] + 4 * int64(order[j])
-        # A longer match begins before it, mostly in the line of memory before.
+        # A longer match begins earlier, mostly in the cache line before.
         _prefetch(place - 4 * (row[MAX] - row[MIN]))
         _prefetch(place)
 
 
 @njit
 def match(row, context, num_tokens, length):
-    """The interval of `order` whose suffixes begin with the last `length` tokens, at least 1."""
+    """Return the interval of `order` whose suffixes begin with the last `length` tokens. `length`
+    is at least 1."""
     low, high = _starting_with(row, context[num_tokens - length])
     return _match_within(row, context, num_tokens, length, low, high)
 
 
 @njit
 def _match_within(row, context, num_tokens, length, low, high):
-    """The same within the interval of those that begin with the first of these tokens."""
+    """Do the same as `match`, within the interval of suffixes that begin with the first of these
+    tokens."""
     text, order, _ = arrays_of(row)
     pattern = context[num_tokens - length : num_tokens]
     end = high
@@ -224,7 +229,7 @@ def _match_within(row, context, num_tokens, length, low, high):
     start = low
     if start == end or _compare(text, order[start], pattern, length) != 0:
         return start, start
-    # Most intervals are short: galloping, then halving.
+    # Gallop, then bisect, because most intervals are short.
     step = 1
     while low + step < end and _compare(text, order[low + step], pattern, length) == 0:
         low += step
@@ -241,8 +246,8 @@ def _match_within(row, context, num_tokens, length, low, high):
 
 @njit
 def match_of(row, context, num_tokens, most, enough):
-    """The longest match of at most `most` tokens that occurs `enough` times, as the fewest tokens
-    do: how many tokens, and the interval."""
+    """Return the longest match of at most `most` tokens that occurs `enough` times: its length and
+    its interval. The caller ensures that a match of `MIN` tokens occurs that often."""
     length = int64(row[MIN])
     low, high = match(row, context, num_tokens, length)
     least = length + 1
@@ -258,14 +263,16 @@ def match_of(row, context, num_tokens, most, enough):
 
 @njit
 def few_matches():
-    """Room for few matches: where they begin, int32 [FEW], and prefix sums of their weight, int64
-    [FEW + 1], as order and weight have them; and how many tokens match, int64 [FEW]."""
+    """Return buffers for up to `FEW` matches: where each begins, int32 [FEW], prefix sums of
+    weights, int64 [FEW + 1], and how many tokens match, int64 [FEW]. The first two take the place
+    of `order` and `weight`."""
     return np.zeros(FEW, np.int32), np.zeros(FEW + 1, np.int64), np.zeros(FEW, np.int64)
 
 
 @njit
 def _longest_of(row, low, high, context, num_tokens, length, most, few):
-    """The longest of few matches of `length` tokens: how many tokens, and how many matches."""
+    """Extend a few matches of `length` tokens; return the greatest length, and how many matches
+    have it."""
     text, order, weight = arrays_of(row)
     places, sums, lengths = few
     longest, count = length, 0
@@ -285,8 +292,8 @@ def _longest_of(row, low, high, context, num_tokens, length, most, few):
 
 @njit
 def often_of_few(row, low, high, most, enough, few):
-    """The same as `match_of`, of few that were looked at by `longest_match`: how many tokens, and
-    how many matches."""
+    """Do the same as `match_of` on the few matches that `longest_match` has extended. Return the
+    length, and how many matches have it."""
     _, order, weight = arrays_of(row)
     places, sums, lengths = few
     length, least = most, int64(row[MIN])
@@ -303,11 +310,13 @@ def often_of_few(row, low, high, most, enough, few):
 
 @njit
 def longest_match(row, context, num_tokens, first, at_least, few):
-    """How many of the last tokens match, and the interval of the matches; whether it is one of
-    `few`, and not of order and weight; and the interval, of these, that the fewest tokens match.
-    0: nothing matches, or, as far as there are many, less than `at_least`.
+    """Find the longest match of the last tokens. Return its length, the two ends of its interval,
+    whether that interval is of `few` (else of `order`), and the interval of `order` of the shortest
+    match. The length is 0 if nothing matches.
 
-    `first`: int64 [2], see `first_tokens_of`. `few`: see `few_matches`.
+    `first`: int64 [2], see `first_tokens_of`.
+    `at_least`: length at which the search begins; any value gives the same match.
+    `few`: see `few_matches`.
     """
     least, most = row[MIN], min(row[MAX], num_tokens)
     low, high = first
@@ -319,7 +328,7 @@ def longest_match(row, context, num_tokens, first, at_least, few):
     if high - low <= FEW:
         matched, count = _longest_of(row, low, high, context, num_tokens, least, most, few)
         return matched, int64(0), int64(count), True, fewest
-    # Whatever follows a longer match follows the shorter ones: the most first, then between them.
+    # What matches longer also matches shorter, so bisect. The first try is the length to beat.
     matched, length, least = least, most, max(least + 1, at_least)
     while least <= most:
         begin, end = match(row, context, num_tokens, length)

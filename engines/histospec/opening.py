@@ -1,8 +1,8 @@
-"""Index files opened ahead of the steps that draft from them.
+"""Open index files before the steps that draft from them.
 
-A file is checked from its first byte to its last when it is opened, which brings it into memory as
-well. A thread does so from when a request is submitted; one that nobody announced is opened when
-it begins.
+Opening a file verifies its checksum over all bytes, which also reads the file into memory. A thread
+does this from the moment a request is submitted. A file that was not announced is opened when its
+request begins.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,28 +15,28 @@ from engines.histospec.index_file import DamagedIndex, index_path, open_index
 from engines.histospec.shared import SharedReader
 
 MOST_AHEAD = 4096
-"""Files that are held open for requests that have not begun, at most."""
+"""Most files kept open for requests that have not begun."""
 
 
 class OpenedIndex(NamedTuple):
-    """The index of a prompt, or why there is none."""
+    """Index of a prompt, or the reason why there is none."""
 
     index: HistoryIndex | None
     is_damaged: bool = False
 
 
 class SharedIndexes(NamedTuple):
-    """The indexes that all prompts share."""
+    """Indexes that all prompts share."""
 
     indexes: Mapping[str, HistoryIndex]
     num_damaged: int = 0
 
 
 class IndexOpener:
-    """Opener of one engine's index files."""
+    """Opens the index files of one engine."""
 
     def __init__(self, directory: Path, *, shares: bool) -> None:
-        """`shares`: whether the shared indexes are read too."""
+        """`shares`: whether to read the shared indexes too."""
         self._directory = directory
         self._reader = SharedReader(directory) if shares else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="histories")
@@ -44,10 +44,11 @@ class IndexOpener:
         self._shared: Future[SharedIndexes | None] | None = None
 
     def expect(self, keys: Iterable[str]) -> None:
-        """Requests for these prompts are about to begin."""
+        """Start to open the indexes of these prompts, whose requests are about to begin."""
         for key in keys:
             opening = self._ahead.get(key)
-            # One that was opened for a request that never began may be of an earlier epoch.
+            # An index opened for a request that never began may be of an earlier epoch, so open it
+            # again.
             if key and (opening is None or opening.done()):
                 self._ahead[key] = self._thread.submit(self._open, key)
         for key in list(self._ahead)[:-MOST_AHEAD]:
@@ -55,16 +56,16 @@ class IndexOpener:
         self.look_for_shared()
 
     def look_for_shared(self) -> None:
-        """Open the shared indexes that are new."""
+        """Start to open new shared indexes."""
         if self._reader and self._shared is None:
             self._shared = self._thread.submit(self._read_shared)
 
     def settle(self) -> None:
-        """Wait until all of it is open, as long as that takes."""
+        """Wait without a limit until all files are open."""
         wait([*self._ahead.values(), *([self._shared] if self._shared else [])])
 
     def take(self, key: str) -> OpenedIndex | None:
-        """The index of a prompt; None: it is being opened, ask again."""
+        """Return the index of a prompt, or None while it is being opened: call again later."""
         opening = self._ahead.get(key)
         if opening is None:
             return self._open(key)
@@ -73,7 +74,7 @@ class IndexOpener:
         return self._ahead.pop(key).result()
 
     def take_shared(self) -> SharedIndexes | None:
-        """The shared indexes, where there are others than the last time."""
+        """Return the shared indexes if they have changed since the last call."""
         if self._shared is None or not self._shared.done():
             return None
         shared, self._shared = self._shared.result(), None
@@ -88,7 +89,8 @@ class IndexOpener:
         except FileNotFoundError:
             return OpenedIndex(None)
         except DamagedIndex:
-            # Drafts are optional; whoever owns the files finds and replaces it.
+            # Drafts are optional, and the history worker that owns the file will find and replace
+            # it.
             return OpenedIndex(None, is_damaged=True)
 
     def _read_shared(self) -> SharedIndexes | None:

@@ -1,7 +1,7 @@
-"""Replay of responses that are known: what a drafter and a window policy would have done. Pure.
+"""Replay of known responses: what a drafter and a window policy would have done. Pure.
 
-Sampling is exact, so a draft token would have been accepted exactly when it is the token that was
-generated there. The responses go in lockstep through the same compiled call as in an engine.
+Sampling is exact, so a draft token would have been accepted exactly if it equals the token that was
+generated there. All responses advance in lockstep through the compiled call that engines use.
 """
 
 from collections.abc import Sequence
@@ -41,13 +41,15 @@ def replay(
     acceptance: Acceptance | None = None,
     sample_keys: np.ndarray | None = None,
 ) -> Replay:
-    """Generate every response again, from its first token to its last.
+    """Generate every response again, from its first token to its last. No response may be empty.
 
-    No response is empty. `table`: `IndexTable.rows`. `slots`: int32 [responses], the index of each,
-    or `NO_INDEX`. `gate`: keeps what pays in the batch of unfinished responses; None: everything is
-    verified. `acceptance`: what the gate and the choice of a match go by, learning from every pass;
-    None: a fresh one for the gate, and the longest match drafts. `sample_keys`: int64 [responses],
-    of the noise that each was drawn with, so that what it draws is drafted; None: it is not known.
+    `table`: `IndexTable.rows`.
+    `slots`: int32 [responses], index of each, or `NO_INDEX`.
+    `gate`: keeps what pays in the batch of unfinished responses. None: every draft is verified.
+    `acceptance`: estimate for the gate and for the choice of a match; it learns from every pass.
+        None: a new one for the gate, and the longest match drafts.
+    `sample_keys`: int64 [responses], keys of the noise that sampled each, to draft what the noise
+        draws. None: unknown.
     """
     token_ids, at, ends = known_sequences(prompts, responses, policy.cap)
     longest_alone = acceptance is None
@@ -60,7 +62,7 @@ def replay(
         num_tokens = at[live]
         drafted = accepted = np.zeros(len(live), np.int32)
         if (slots[live] != NO_INDEX).any() and gate.looks(len(live)):
-            # The pass itself yields one token, so the last one is never worth drafting.
+            # The pass itself yields one token, so drafting the last one never pays.
             wanted = np.minimum(windows[live], ends[live] - num_tokens - 1)
             drafts = np.zeros((len(live), policy.cap), np.int32)
             evidence = np.zeros(drafts.shape, np.uint16)
@@ -84,8 +86,8 @@ def replay(
 def known_sequences(
     prompts: Sequence[Tokens], responses: Sequence[Tokens], room: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """int32 [responses, any] tokens of both, with room after them; int32 [responses] where the
-    responses begin and end."""
+    """Return the tokens of prompts and responses, int32 [responses, any], with `room` free columns
+    at the end. Also return where each response begins and ends, int32 [responses]."""
     at = np.array([len(prompt) for prompt in prompts], np.int32)
     ends = at + np.array([len(response) for response in responses], np.int32)
     assert (at < ends).all()
@@ -99,7 +101,8 @@ def known_sequences(
 def count_accepted(
     drafts: np.ndarray, num_drafted: np.ndarray, token_ids: np.ndarray, at: np.ndarray
 ) -> np.ndarray:
-    """int32 [rows]: how many draft tokens are those at `at`, up to the first that is not."""
+    """Return how many draft tokens equal the tokens from `at` on, up to the first that differs;
+    int32 [rows]."""
     columns = np.arange(drafts.shape[1])
     right = drafts == np.take_along_axis(token_ids, at[:, None] + columns, axis=1)
     right &= columns < num_drafted[:, None]

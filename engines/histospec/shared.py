@@ -1,14 +1,14 @@
-"""The last epochs of all prompts in one index: for what a prompt's own history does not know.
+"""Shared indexes: the last epochs of all prompts, for what a prompt's own history does not know.
 
     histories of a batch ─► a new file, merged with the last ones of about its size ─► list of files
                                                                                           │
-                                                            engines map what is new ◄─────┘
+                                                            engines map new files ◄───────┘
 
-Each file is an index that never changes (`engines.histospec.index_file`), so what is new
-costs what it is long, and with merging a few times as much, whatever there is already. The list
-says which files count, and of which steps each of their parts is. What is older than
-`SHARED_EPOCHS`, or more than `drafting.shared_tokens`, goes. A file that is lost or damaged is left
-out: the index fills again as the epoch goes on.
+Files are indexes that never change (`engines.histospec.index_file`). So the cost of new histories
+depends on their length alone; merging makes it a few times as much. The list names the current
+files and the steps of each of their parts. Histories older than `SHARED_EPOCHS` are dropped, and so
+are the oldest beyond `drafting.shared_tokens`. Lost or damaged files are skipped: the indexes fill
+again during the epoch.
 """
 
 import json
@@ -36,36 +36,38 @@ from engines.histospec.library import PromptHistory, index_sizes
 from schemas.drafting import DraftingConfig
 
 SHARED_EPOCHS = 2
-"""Epochs that are kept: two drafted best (`refrain bench drafting`)."""
+"""Number of epochs kept. Two drafted best (`refrain bench drafting`)."""
 MERGED = 4
-"""A file is merged with a new one that has at least so small a part of its tokens."""
+"""Largest ratio of an old file's tokens to the new tokens at which the two are merged."""
 MOST_IN_ONE = 4
-"""Part of all tokens that one file may have, as a divisor: so much goes when it grows too old."""
+"""Divisor of all tokens that gives the most tokens of one file. Whole files are dropped when room
+runs out, so this bounds how much is dropped at once."""
 _MAX_WEIGHT = 2**40
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file."""
+    """One shared file."""
 
     name: str
     spans: tuple[tuple[int, int], ...]
-    """(step, tokens) of the parts of its text, in turn."""
+    """(step, tokens) of each part of the text, in order."""
 
     @property
     def num_tokens(self) -> int:
         return sum(num_tokens for _, num_tokens in self.spans)
 
     def num_since(self, step: int) -> int:
-        """Tokens from this step on."""
+        """Return the number of tokens from this step on."""
         return sum(num_tokens for of, num_tokens in self.spans if of >= step)
 
 
 def num_merged(shards: Sequence[Shard], num_new: int, since: int, most: int) -> int:
-    """How many of the last files a new one takes in: those that are not much larger, so that a
-    token is written anew a few times at most, and those of which half is too old.
+    """Return how many of the last files a new one takes in. These are files that are not much
+    larger than the new one, so that tokens are rewritten only a few times, and files of which over
+    half is too old.
 
-    `since`: first step that is kept. `most`: tokens of one file, at most.
+    `since`: first step that is kept. `most`: most tokens of one file.
     """
     for i, shard in enumerate(reversed(shards)):
         kept = shard.num_since(since)
@@ -86,13 +88,13 @@ class _Part:
 
 
 class SharedLibrary:
-    """Shared files of one history worker, in the directory of all. One call at a time."""
+    """Shared files of one history worker, in the common directory. Make one call at a time."""
 
     def __init__(
         self, directory: Path, config: DraftingConfig, epoch_steps: int = 0, share: int = 0
     ) -> None:
-        """`epoch_steps`: steps of an epoch; 0: as many as there is room for are kept. `share`: the
-        worker's number, told apart by which several share a directory."""
+        """`epoch_steps`: steps of an epoch. With 0, histories are dropped for want of room alone.
+        `share`: number of the worker. Its files carry it, so workers may share a directory."""
         self._directory = shared_dir(directory)
         self._max_tokens = config.shared_tokens
         self._kept_steps = SHARED_EPOCHS * epoch_steps
@@ -106,7 +108,7 @@ class SharedLibrary:
         self._delete_others()
 
     def add(self, histories: Sequence[PromptHistory]) -> None:
-        """Take in these histories; those of steps that are too old are passed over."""
+        """Add these histories, except those of steps that are too old."""
         self._newest = max([self._newest, *(history.step for history in histories)])
         since = self._newest - self._kept_steps + 1 if self._kept_steps else 0
         most = self._max_tokens // MOST_IN_ONE
@@ -123,7 +125,7 @@ class SharedLibrary:
 
     @property
     def listed(self) -> str:
-        """Text of the list; empty where there is none."""
+        """Text of the list of files, empty if there are none."""
         return _list_text(self._shards) if self._shards else ""
 
     def _write(self, parts: Sequence[_Part], before: Sequence[Shard]) -> None:
@@ -147,7 +149,7 @@ class SharedLibrary:
         self._delete_others()
 
     def _parts_of(self, shard: Shard, since: int) -> Iterator[_Part]:
-        """Parts of a file that are recent enough; none when it is damaged."""
+        """Yield the recent parts of a file, or nothing if it is damaged."""
         try:
             index = open_index(index_path(self._directory, shard.name), shard.name)
         except (OSError, DamagedIndex):
@@ -167,7 +169,8 @@ class SharedLibrary:
 
 
 def missing_shared(directory: Path, listed: str) -> Iterator[Path]:
-    """Shared files in a list of another directory that are not in this one; names from there."""
+    """Yield the paths of files in another directory's list that this directory lacks, relative to
+    it."""
     for shard in _parse_list(listed):
         path = index_path(shared_dir(Path()), shard.name)
         if not (directory / path).exists():
@@ -175,7 +178,7 @@ def missing_shared(directory: Path, listed: str) -> Iterator[Path]:
 
 
 def follow_list(directory: Path, share: int, listed: str) -> None:
-    """Have engines read the files of a worker by this list, and delete its others."""
+    """Make engines read a worker's files by this list, and delete its other files."""
     path = shared_dir(directory) / f"{share}{LIST}"
     if listed and (not path.exists() or path.read_text() != listed):
         write_durably(path, listed)
@@ -183,7 +186,7 @@ def follow_list(directory: Path, share: int, listed: str) -> None:
 
 
 def _fitting(histories: Sequence[PromptHistory], tail_tokens: int, most: int) -> Iterator[_Part]:
-    """One response of each prompt, then a second one of each, as far as there is room."""
+    """Yield one response of each prompt, then a second one of each, until the room is used up."""
     for part in chain.from_iterable(zip_longest(*(_samples(h, tail_tokens) for h in histories))):
         if part:
             most -= len(part.text)
@@ -201,20 +204,20 @@ def _samples(history: PromptHistory, tail_tokens: int) -> Iterator[_Part]:
 
 
 class SharedReader:
-    """The shared files as an engine holds them."""
+    """Shared files as one engine reads them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = shared_dir(directory)
         self._seen: dict[Path, int] = {}
-        """Time of each list when it was read."""
+        """Modification time of each list when it was last read."""
         self._indexes: dict[str, HistoryIndex] = {}
 
     def changed(self) -> bool:
-        """Whether there is anything else than was read last."""
+        """Return whether any list has changed since the last read."""
         return self._times() != self._seen
 
     def read(self) -> tuple[dict[str, HistoryIndex], int]:
-        """Indexes that count now by name, and how many files were refused."""
+        """Return the current indexes by name, and the number of damaged files."""
         self._seen = self._times()
         names = [shard.name for path in self._seen for shard in _read_list(path)]
         indexes, num_refused = {}, 0
@@ -223,7 +226,7 @@ class SharedReader:
                 known = self._indexes.get(name)
                 indexes[name] = known or open_index(index_path(self._directory, name), name)
             except FileNotFoundError:
-                continue  # It has just been merged into another one: the list says so soon.
+                continue  # The file was just merged into another; the list will follow.
             except (OSError, DamagedIndex):
                 num_refused += 1
         self._indexes = indexes
@@ -238,7 +241,8 @@ class SharedReader:
 
 
 def _delete_unlisted(directory: Path, share: int, shards: Sequence[Shard]) -> None:
-    """Delete a worker's files that are in no list; what engines have mapped stays readable."""
+    """Delete a worker's files that its list does not name. Engines can still read what they have
+    mapped."""
     listed = {shard.name for shard in shards}
     for path in directory.glob(f"{share}-*{SUFFIX}*"):
         if path.suffix != SUFFIX or path.stem not in listed:
@@ -250,13 +254,13 @@ def _list_text(shards: Sequence[Shard]) -> str:
 
 
 def _read_list(path: Path) -> Iterator[Shard]:
-    """Files of a list; none where there is no list, or one that cannot be read."""
+    """Yield the files in a list, or nothing if the list is missing or cannot be read."""
     with suppress(OSError, ValueError):
         yield from _parse_list(path.read_text())
 
 
 def _parse_list(text: str) -> Iterator[Shard]:
-    """Files of a list; none of one that says nothing, or something else."""
+    """Yield the files in a list, or nothing if the text is not a list of files."""
     try:
         for file in json.loads(text):
             spans = tuple((int(step), int(num_tokens)) for step, num_tokens in file["spans"])

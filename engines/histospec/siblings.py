@@ -1,14 +1,14 @@
-"""Samples of one prompt draft for each other while they run. Pure.
+"""Running samples of one prompt draft for each other. Pure.
 
     text:   pages of 64 tokens, those of one response linked both ways; -1 where nothing is yet
     tables: one per length of match: hash of that many tokens -> place of the token after them,
             where they were last seen
 
-A match is entered when the token after it is known. So whatever is found drafts at least one token,
-no row finds its own end, and a row draws from those that passed here in an earlier step: of two
-that come by in the same step neither is ahead. A draft follows the links, which never lead into
-another response. What a table says is compared with the tokens, so hashes may collide. Each group
-has an array of its own, which doubles when it is full; the compiled code gets its address.
+A match is stored when the token after it is known. So every match found drafts at least one token,
+and no row finds its own end. A row drafts from samples that passed here in an earlier step: of two
+that pass in the same step, neither is ahead. A draft follows the page links, which never lead into
+another response. Each match is compared with the tokens, so hashes may collide. Each group has its
+own array, which doubles when it is full. The compiled code gets the address of the array.
 """
 
 from dataclasses import dataclass, field
@@ -21,17 +21,17 @@ from engines.histospec.matching import int32_pointer
 NO_SLOT = -1
 PAGE = 64  # tokens
 GROWN_TOKENS = 2**15
-"""After so many were moved to larger arrays in one call, further groups wait for the next: all
-groups fill up in the same step, and to move a token takes 0.2 us."""
+"""Number of tokens moved to larger arrays in one call, after which other groups wait for the next
+call. All groups fill up in the same step, and moving a token takes 0.2 us."""
 _FIRST_PAGES = 12
-"""Three times a power of two, so that tables of a power of two are three quarters full at most."""
+"""Three times a power of two, so that tables of a power of two are at most three quarters full."""
 _NONE = -1
 _GROUP, _START, _TAKEN, _LAST = range(4)
-"""Columns of a slot: row of its group; where in the sequence its text starts; how much of the
-sequence was taken in; place of the token taken in last."""
+"""Columns of a slot: row of its group, position in the sequence where its text starts, number of
+tokens of the sequence stored so far, place of the last stored token."""
 _ARRAY, _PAGES, _USED, _WANTED, _MIN, _MAX = range(6)
-"""Columns of a group: address of its array; pages that there are, are used, are wanted besides;
-least and largest number of tokens that match."""
+"""Columns of a group: address of its array, number of pages that exist, are used, and are needed in
+addition, least and largest number of matching tokens."""
 
 
 @dataclass(slots=True)
@@ -43,13 +43,13 @@ class _Group:
 
 
 class SiblingIndex:
-    """Texts of one engine's running samples, by group. A group is kept when its last request ends,
-    for those of it that wait, until it is forgotten or its bytes are needed."""
+    """Texts of one engine's running samples, by group. A group without requests is kept, because
+    more of its requests may be waiting. It is freed by `forget`, or when its memory is needed."""
 
     def __init__(self, *, max_match: int = 7, min_match: int = 3, max_bytes: int = 2**30) -> None:
-        """Nothing is drafted from less than `min_match` tokens, or told apart by more than
-        `max_match`. Beyond `max_bytes`, groups without requests go, oldest first; when there are
-        none, groups keep what they have and take in nothing more until there is room again."""
+        """A draft needs a match of at least `min_match` tokens; longer matches count up to
+        `max_match`. Beyond `max_bytes`, groups without requests are freed, oldest first. If there
+        are none, the other groups store nothing more until there is room again."""
         assert 1 <= min_match <= max_match
         assert max_bytes < 2**35, "places are int32"
         self.max_bytes = max_bytes
@@ -65,7 +65,7 @@ class SiblingIndex:
         return sum(group.array.nbytes for group in self._groups.values())
 
     def add(self, group: str, num_prompt_tokens: int) -> int:
-        """The slot of a request that begins, until it is removed."""
+        """Add a new request and return its slot. The slot is valid until `remove`."""
         if group not in self._groups:
             self._group_rows, row = _with_free_row(self._group_rows)
             self._group_rows[row] = [0, 0, 0, 0, *self._matches]
@@ -78,7 +78,7 @@ class SiblingIndex:
         return slot
 
     def remove(self, slot: int) -> None:
-        """The request has ended; its text stays with the group."""
+        """Remove a finished request. Its text stays with the group."""
         name = self._slots.pop(slot)
         self._slot_rows[slot] = _NONE
         group = self._groups[name]
@@ -87,16 +87,17 @@ class SiblingIndex:
             self._free_idle(name)
 
     def forget(self, group: str) -> None:
-        """Free the group: at once, or when the last of its requests is removed."""
+        """Free the group, at once or when its last request is removed."""
         if group in self._groups:
             self._groups[group].forgotten = True
             self._free_idle(group)
 
     def extend(self, slots: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Take in what is new since the last call.
+        """Store the tokens that are new since the last call.
 
-        `slots`: int32 [rows], `NO_SLOT` where there is none. `token_ids`: int32 [rows, any], prompt
-        and response so far, no token negative. `num_tokens`: int32 [rows], of them.
+        `slots`: int32 [rows], `NO_SLOT` where a row has none.
+        `token_ids`: int32 [rows, any], prompt and response so far, no token negative.
+        `num_tokens`: int32 [rows], how many of `token_ids` are valid.
         """
         assert len(slots) == len(token_ids) == len(num_tokens)
         rows = (self._group_rows, self._slot_rows, slots, token_ids, num_tokens)
@@ -113,11 +114,14 @@ class SiblingIndex:
         drafts: np.ndarray,
         matched: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Draft what came last after the longest match; int32 [rows], tokens drafted of each.
+        """Draft the most recent tokens after the longest match; return int32 [rows], the number of
+        tokens drafted for each.
 
-        `slots`, `token_ids`, `num_tokens`: as in `extend`. `windows`: int32 [rows], tokens to draft
-        at most; 0 drafts nothing. `drafts`: int32 [rows, largest window], filled from the left.
-        `matched`: int32 [rows], filled with how many matched; 0 where nothing is drafted.
+        `slots`, `token_ids`, `num_tokens`: as in `extend`.
+        `windows`: int32 [rows], most tokens to draft; 0 drafts nothing.
+        `drafts`: int32 [rows, largest window], filled from the left.
+        `matched`: int32 [rows], filled with the number of matching tokens; 0 where nothing is
+            drafted.
         """
         matched = np.zeros(len(slots), np.int32) if matched is None else matched
         lengths = map(len, (slots, token_ids, num_tokens, windows, drafts, matched))
@@ -130,9 +134,9 @@ class SiblingIndex:
             self._group_rows[self._groups.pop(name).row] = _NONE
 
     def _make_room(self) -> None:
-        """Grow the groups that want it, as far as time and memory go."""
+        """Grow the groups that need more pages, as far as time and memory allow."""
         num_moved = 0
-        # Those without requests want nothing, and may be freed on the way.
+        # Groups without requests need nothing, and may be freed during the loop.
         for group in [group for group in self._groups.values() if group.num_live]:
             row = self._group_rows[group.row]
             if row[_USED] + row[_WANTED] <= row[_PAGES] or num_moved >= GROWN_TOKENS:
@@ -148,7 +152,8 @@ class SiblingIndex:
                 num_moved += int(row[_USED]) * PAGE
 
     def _have_bytes(self, num_bytes: int) -> bool:
-        """Whether so many more are allowed, after freeing groups that have no requests."""
+        """Return whether this many more bytes are allowed, after freeing groups without
+        requests."""
         num_bytes += self.num_bytes
         for name, group in list(self._groups.items()):
             if num_bytes > self.max_bytes and group.num_live == 0:
@@ -158,7 +163,7 @@ class SiblingIndex:
 
 
 def _with_free_row(rows: np.ndarray) -> tuple[np.ndarray, int]:
-    """The rows, more of them if all are taken, and one that is free."""
+    """Return the rows, with more of them if all are in use, and the number of a free row."""
     if not (rows[:, 0] == _NONE).any():
         rows = np.pad(rows, ((0, max(16, len(rows))), (0, 0)), constant_values=_NONE)
     return rows, int(np.argmax(rows[:, 0] == _NONE))
@@ -166,13 +171,14 @@ def _with_free_row(rows: np.ndarray) -> tuple[np.ndarray, int]:
 
 @njit(int64(int64, int64, int64), cache=True)
 def _size(num_pages, min_match, max_match):
-    """Elements of a group's array."""
+    """Return the number of elements of a group's array."""
     return num_pages * (PAGE + 2) + (max_match - min_match + 1) * num_pages * PAGE * 4 // 3
 
 
 @njit(inline="always")
 def _parts(array, num_pages, min_match, max_match):
-    """Text, the page before each page, the page after, and the tables [lengths, cells]."""
+    """Return the text, the page before each page, the page after, and the tables [lengths,
+    cells]."""
     text, back = array[: num_pages * PAGE], array[num_pages * PAGE : num_pages * (PAGE + 1)]
     forth = array[num_pages * (PAGE + 1) : num_pages * (PAGE + 2)]
     shape = (max_match - min_match + 1, num_pages * PAGE * 4 // 3)
@@ -188,7 +194,8 @@ def _parts_of(group):
 
 @njit(inline="always")
 def _beside(links, place, step):
-    """The place of the token before or after; negative where the text starts or its pages end."""
+    """Return the place of the token before or after; negative where the text starts or its pages
+    end."""
     if (place + step) // PAGE == place // PAGE:
         return place + step
     page = int64(links[place // PAGE])
@@ -197,14 +204,14 @@ def _beside(links, place, step):
 
 @njit(inline="always")
 def _mixed(key, token):
-    """The hash with one more token."""
+    """Return the hash with one more token."""
     key = (key + token + 1) * int64(0x1E3779B97F4A7C15)
     return key ^ (key >> 29)
 
 
 @njit
 def _follows(text, back, place, tokens, end, length):
-    """Whether the token at `place` follows the `length` tokens before `end`."""
+    """Return whether the token at `place` follows the `length` tokens before `end`."""
     for i in range(end - 1, end - 1 - length, -1):
         place = _beside(back, place, -1)
         if place < 0 or text[place] != tokens[i]:
@@ -214,7 +221,7 @@ def _follows(text, back, place, tokens, end, length):
 
 @njit
 def _cell(text, back, table, key, tokens, end, length):
-    """The cell of the `length` tokens before `end`, empty if they are not there."""
+    """Return the cell of the `length` tokens before `end`, an empty one if they are not stored."""
     last = len(table) - 1
     cell = key & last
     while table[cell] >= 0 and not _follows(text, back, table[cell], tokens, end, length):
@@ -224,7 +231,7 @@ def _cell(text, back, table, key, tokens, end, length):
 
 @njit(void(int32[::1], int64, int32[::1], int64, int64, int64), cache=True)
 def _move(old_array, old_pages, array, num_pages, min_match, max_match):
-    """Move everything of a group into a larger array."""
+    """Copy a group into a larger array."""
     old_text, old_back, old_forth, old = _parts(old_array, old_pages, min_match, max_match)
     text, back, forth, tables = _parts(array, num_pages, min_match, max_match)
     text[: len(old_text)], back[:old_pages], forth[:old_pages] = old_text, old_back, old_forth
@@ -243,7 +250,7 @@ def _move(old_array, old_pages, array, num_pages, min_match, max_match):
 
 @njit
 def _next_place(group, back, forth, last):
-    """Place of the text's next token, on a new page if it must be."""
+    """Return the place of the text's next token, on a new page if needed."""
     if (last + 1) % PAGE:
         return last + 1
     page = group[_USED]
@@ -257,7 +264,7 @@ def _next_place(group, back, forth, last):
 
 @njit
 def _take(slot, group, tokens, num_tokens):
-    """The tokens of a row that are new; each is entered for what precedes it in the row's text."""
+    """Store the new tokens of a row, each under the tokens before it."""
     text, back, forth, tables = _parts_of(group)
     for end in range(slot[_TAKEN], num_tokens):
         place = _next_place(group, back, forth, slot[_LAST])
@@ -274,7 +281,7 @@ def _take(slot, group, tokens, num_tokens):
 
 @njit(inline="always")
 def _group_of(slot_rows, slot):
-    """Row of the group; negative if there is no such request."""
+    """Return the row of the group, negative if the slot is of no request."""
     return slot_rows[slot, _GROUP] if 0 <= slot < len(slot_rows) else int64(_NONE)
 
 
@@ -283,10 +290,11 @@ _ROWS = (int64[:, ::1], int64[:, ::1], int32[::1], int32[:, :], int32[::1])
 
 @njit(boolean(*_ROWS), cache=True)
 def _extend_batch(group_rows, slot_rows, slots, token_ids, num_tokens):
-    """Take in what is new of the groups that have the pages; returns whether any has too few."""
+    """Store the new tokens of the groups that have enough pages; return whether any group has too
+    few."""
     group_rows[:, _WANTED] = 0
     short = False
-    # First all that is wanted, then the tokens: a group takes in all of its rows or none.
+    # Count the needed pages first, because a group stores all of its rows or none.
     for takes in (False, True):
         for i in range(len(slots)):
             row = _group_of(slot_rows, slots[i])
@@ -306,10 +314,11 @@ def _extend_batch(group_rows, slot_rows, slots, token_ids, num_tokens):
 
 @njit
 def _draft_row(group, tokens, num_tokens, window, draft):
-    """Draft for one row into `draft`; returns how many tokens it got, and how many matched."""
+    """Draft for one row into `draft`; return the number of tokens drafted, and the number that
+    matched."""
     text, back, forth, tables = _parts_of(group)
     place, matched, key = int64(_NONE), 0, int64(0)
-    # Whatever follows a longer match follows the shorter ones too: a miss ends the search.
+    # What matches longer also matches shorter, so the first miss ends the search.
     for length in range(1, min(group[_MAX], num_tokens) + 1):
         key = _mixed(key, tokens[num_tokens - length])
         if length >= group[_MIN]:

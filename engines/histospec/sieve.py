@@ -1,7 +1,7 @@
-"""A Bloom filter of the runs of `min_match` tokens of a text: what it lacks is told by one look.
+"""Bloom filter of the runs of `min_match` tokens in a text. One read rules out most missing runs.
 
-Most of what a row asks an index for is not there, and a search finds out by a dozen reads of memory
-that is far away. Each run sets two bits of one word; a run with a bit unset occurs nowhere.
+Most runs that a row looks up are not in the index, and a search needs a dozen cache misses to find
+that out. Each run sets two bits of one word. If either bit is unset, the run occurs nowhere.
 """
 
 import numpy as np
@@ -10,13 +10,13 @@ from numba import int32, int64, njit
 from engines.histospec.index import END
 
 _BITS = 3
-"""Bits for each token of the text. Where seven of ten tokens repeat others, 1 in 20 of the runs
-that do not occur passes."""
+"""Bits for each token of the text. If seven of ten tokens repeat others, the filter passes 1 in 20
+of the runs that do not occur."""
 
 
 @njit(inline="always")
 def _place_and_bits(words, tokens, end, length):
-    """The word of the run of `length` tokens before `end`, and its bits there."""
+    """Return the word for the `length` tokens before `end`, by position, and their bits in it."""
     key = int64(0)
     for i in range(end - length, end):
         key = (key + tokens[i] + 1) * int64(0x1E3779B97F4A7C15)
@@ -27,14 +27,15 @@ def _place_and_bits(words, tokens, end, length):
 
 @njit(inline="always")
 def may_hold(words, tokens, end, length):
-    """Whether the run of `length` tokens before `end` may occur; False: it does not."""
+    """Return whether the `length` tokens before `end` may occur. If False, they do not."""
     place, bits = _place_and_bits(words, tokens, end, length)
     return words[place] & bits == bits
 
 
 @njit(int64[::1](int32[::1], int64), cache=True, nogil=True)
 def build_sieve(text: np.ndarray, length: int) -> np.ndarray:
-    """Words for the runs of `length` tokens of a text; int64 [any]. No run goes over an end."""
+    """Return the filter for the runs of `length` tokens of a text; int64 [any]. No run crosses an
+    end."""
     words = np.zeros(len(text) * _BITS // 64 + 1, np.int64)
     since_end = 0
     for i in range(len(text)):

@@ -1,19 +1,22 @@
-"""How long a forward pass takes, learnt from those that were. Pure.
+"""Time of a forward pass, learnt from past ones. Pure.
 
     seconds = speed (a + f few rows + b rows beyond + c context + p prompt tokens)   without drafts
             + d rows that draft + e draft tokens                                     what they add
 
-Coefficients come from recursive least squares of the relative error, with slow forgetting: a, f,
-b, c and p from passes without drafts alone, d and e from what the other passes take beyond that. So
-what a pass without drafts costs does not drift while hardly any is made; `speed` is how those of
-late compare with the many of a first epoch. To know it there are slots of the clock in which
-nothing is drafted (`plain_is_due`), the same for all engines of a machine: where they share its
-cores, one takes longer while another verifies. For the same reason the first pass after drafts
-teaches nothing: the host is still at their many tokens. The coefficients begin with a prior, which
-a few dozen passes outweigh. The prior of drafts is a share of what a row takes without them, as
-then known: a draft token of a large model on a CPU takes a thousand times what one of a small model
-takes. It is never taken to cost less than `LEAST_SHARE` of that: while passes without drafts are
-few, an error in what they take would make drafts look free.
+Recursive least squares of the relative error, with slow forgetting, gives the coefficients. a, f,
+b, c and p come from passes without drafts alone; d and e from the time that other passes take
+beyond that. So the cost of a pass without drafts does not drift while such passes are rare. `speed`
+compares recent passes without drafts with the many of the first epoch.
+
+To keep measuring `speed`, nothing is drafted in some slots of the clock (`plain_is_due`). The slots
+are the same for all engines of a machine: engines that share cores slow each other down when one
+verifies. The first pass after drafts teaches nothing, because the host still works on their many
+tokens.
+
+The coefficients start from a prior that a few dozen passes outweigh. The prior of drafts is a share
+of a row's time without drafts, because a draft token of a large model on a CPU takes a thousand
+times as long as one of a small model. It never costs less than `LEAST_SHARE` of that time. While
+passes without drafts are few, errors in their cost would otherwise make drafts look free.
 """
 
 from collections.abc import Mapping
@@ -24,38 +27,40 @@ import numpy as np
 from engines.latency.measured import FEW_ROWS
 
 FORGET = 1.0 - 2.0**-9
-"""Weight that earlier passes of a kind keep at each one."""
+"""Weight that earlier passes of a kind keep at each new one."""
 SPEED_PASSES, SPEED_PLAIN_PASSES = 512, 64
-"""Passes, of any kind and without drafts, after which what was known of the speed counts a third:
-a few laps without any drafts must not outweigh what is seen in the slots of many."""
+"""Number of passes, of any kind and without drafts, after which older observations of the speed
+weigh a third. Passes that happen to have no drafts must not outweigh those of many slots."""
 PLAIN_PERIOD_S = 1.0
-"""Seconds from one slot without drafts to the next: a rollout stage of seconds has several, and one
-of them a few passes."""
+"""Seconds from one slot without drafts to the next. A rollout stage of seconds has several slots,
+with a few passes each."""
 MODEL_ERROR = 0.03
-"""Share by which passes without drafts differ from what the formula can say."""
+"""Relative error of the formula for passes without drafts."""
 PRIOR_S = 0.1
-"""Seconds of passes without drafts that the speed of 1 stands for before the first one."""
+"""Seconds of passes without drafts that the initial speed of 1 counts as."""
 OUTLIER = 4.0
-"""A pass that took so many times what was expected was interrupted, and teaches nothing."""
+"""Ratio of measured to expected time above which a pass was interrupted and teaches nothing."""
 LASTING = 8
-"""Outliers of one kind in a row from which on they are no interruption: the machine is slower."""
+"""Number of outliers of one kind in a row that are no interruption: the machine has become
+slower."""
 WARM_UP_STEPS = 16
-"""Passes before outliers are told from others."""
+"""Passes before outliers are detected."""
 _PRIOR = np.array([2e-3, 5e-5, 5e-5, 1e-8, 5e-6, 0.0, 0.0])
+"""Prior of the coefficients in seconds."""
 _PRIOR_SCALE = np.array([1e-2, 2e-4, 2e-4, 1e-7, 3e-5, 0.0, 0.0])
-"""Prior of the coefficients in seconds, and how far they may be off; of drafts see below."""
+"""Prior of the coefficients in seconds, and its standard deviation. Drafts have their own below."""
 _DRAFTS_PRIOR = np.array([0.02, 0.5])
 _DRAFTS_PRIOR_SCALE = np.array([0.4, 0.3])
-"""The same of a row that drafts and of a draft token, as shares of a row's time."""
+"""The same for a row that drafts and for a draft token, as shares of a row's time."""
 LEAST_SHARE = 0.2
-"""Least cost of a draft token, as a share of a row's time: that of a pass of `FULL_BATCH` rows
-without drafts over their number."""
+"""Least cost of a draft token, as a share of a row's time. That time is the duration of a pass of
+`FULL_BATCH` rows without drafts, divided by `FULL_BATCH`."""
 FULL_BATCH = 128
 OPTIMISM = 0.5
-"""Standard deviations below what drafts are expected to cost."""
+"""Standard deviations by which the cost of drafts is taken below its expectation."""
 _NOISE, _LEAST_NOISE, _NOISE_PASSES = 0.2, 0.02, 32
-"""Relative standard deviation of a pass's time, before it is measured over about so many passes
-without drafts, and at least."""
+"""Relative standard deviation of a pass's time: the first guess, the least value, and the number of
+passes without drafts that its average covers."""
 _PROMPTS = np.eye(7)[4]
 _PLAIN, _DRAFTS = slice(0, 5), slice(5, 7)
 
@@ -63,11 +68,12 @@ _PLAIN, _DRAFTS = slice(0, 5), slice(5, 7)
 def pass_content(
     num_scheduled: np.ndarray, num_computed: np.ndarray, num_prompt: np.ndarray
 ) -> np.ndarray:
-    """Factors of the coefficients for one pass: 1, the first rows that decode, those beyond, their
-    context, prompt tokens, rows that verify drafts, draft tokens.
+    """Return the factors of the coefficients for one pass: 1, the first decoding rows, the rows
+    beyond those, their context, prompt tokens, rows that verify drafts, draft tokens.
 
-    All int [rows]: tokens of each request in the pass, with keys and values before it, of its
-    prompt.
+    `num_scheduled`: int [rows], tokens of each request in the pass.
+    `num_computed`: int [rows], tokens whose keys and values are already computed.
+    `num_prompt`: int [rows], tokens of the prompt.
     """
     decoding = num_computed >= num_prompt
     scheduled = num_scheduled[decoding]
@@ -91,25 +97,25 @@ class MeasuredStepTimes:
     """Step times learnt while the engine runs; implements `engines.histospec.gate.StepTimes`."""
 
     def __init__(self, plain_share: float = 0.0) -> None:
-        """`plain_share`: of the time, for passes without drafts."""
+        """`plain_share`: share of the time that is reserved for passes without drafts."""
         self.coefficients = _PRIOR.copy()
         self.num_learnt = 0
         self._plain_share = plain_share
         self._covariance = np.diag(_PRIOR_SCALE**2)
         self._speed = np.array([PRIOR_S, PRIOR_S, PRIOR_S**2])
-        """Sums over passes without drafts, the earlier ones with less weight: seconds that they
-        took, seconds that were expected, squared errors."""
+        """Sums over passes without drafts, earlier ones with less weight: measured seconds,
+        expected seconds, squared errors."""
         self._noise = _NOISE**2
         """Relative variance of the time of passes without drafts."""
         self._num_drafted = 0
-        """Passes with drafts that were learnt from."""
+        """Number of passes with drafts that were learnt from."""
         self._num_since_plain = 0
         self._after_drafts = False
-        """The last pass had drafts."""
+        """Whether the last pass had drafts."""
         self._num_outliers = {True: 0, False: 0}
-        """Outliers in a row among the latest passes with drafts, and without."""
+        """Current run of outliers among passes with drafts, and among those without."""
         self._drafting = np.ones(2)
-        """Rows that drafted of late, and all rows of their passes."""
+        """Recent rows that drafted, and all rows of their passes."""
         self._began_s: float | None = None
         self._seconds = {"decode_s": 0.0, "verify_s": 0.0}
 
@@ -120,7 +126,7 @@ class MeasuredStepTimes:
         if not self._num_drafted:
             self._suppose(row_s)
         d, e = np.maximum(self.coefficients[_DRAFTS], 0.0)
-        # What drafts cost is taken at its lower bound: what is not known is tried, and so learnt.
+        # Use the lower bound of the cost of drafts, so that unknown costs are tried and learnt.
         (dd, de), (_, ee) = self._covariance[_DRAFTS, _DRAFTS]
         variance = dd * num_rows**2 + 2.0 * de * num_rows * num_tokens + ee * num_tokens**2
         drafts_s = d * num_rows + e * num_tokens - OPTIMISM * np.sqrt(np.maximum(variance, 0.0))
@@ -129,7 +135,7 @@ class MeasuredStepTimes:
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """Seconds as `schemas.counts.DraftingCounts.step_costs` has them; none while they are
+        """Seconds in the order of `schemas.counts.DraftingCounts.step_costs`; empty while they are
         little more than the prior."""
         if self.num_learnt < WARM_UP_STEPS:
             return ()
@@ -139,7 +145,7 @@ class MeasuredStepTimes:
 
     @property
     def speed(self) -> float:
-        """Time of passes without drafts of late, as a multiple of what the coefficients say."""
+        """Time of recent passes without drafts, as a multiple of what the coefficients predict."""
         return float(self._speed[0] / self._speed[1])
 
     @property
@@ -148,11 +154,12 @@ class MeasuredStepTimes:
         return hypot(MODEL_ERROR, float(np.sqrt(self._speed[2]) / self._speed[1]))
 
     def plain_is_due(self, now_s: float) -> bool:
-        """Whether this is a time to draft nothing, by the clock of the machine's engines."""
+        """Return whether to draft nothing now. `now_s` is of a clock that the machine's engines
+        share."""
         return now_s % PLAIN_PERIOD_S < self._plain_share * PLAIN_PERIOD_S
 
     def state(self) -> dict[str, list]:
-        """State that `restore` takes."""
+        """Return the state that `restore` takes."""
         return {
             "coefficients": self.coefficients.tolist(),
             "covariance": self._covariance.tolist(),
@@ -161,7 +168,7 @@ class MeasuredStepTimes:
         }
 
     def restore(self, state: Mapping[str, list]) -> None:
-        """Begin with what another one has learnt. Raises ValueError when it is of another kind."""
+        """Start from the state of another instance. Raise ValueError if it has another format."""
         own = {name: np.array(values) for name, values in self.state().items()}
         given = {name: np.array(state.get(name, ()), float) for name in own}
         if any(given[name].shape != own[name].shape for name in own):
@@ -170,8 +177,8 @@ class MeasuredStepTimes:
         self._num_drafted, self._noise = int(drafts[0]), float(drafts[1])
 
     def take(self) -> dict[str, float]:
-        """Seconds of passes since the last call, those that decode and those that verify, without
-        the part of them that went into prompts."""
+        """Return the seconds of passes since the last call, by whether they decode or verify. The
+        time spent on prompts is subtracted."""
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
 
@@ -179,8 +186,8 @@ class MeasuredStepTimes:
         self._began_s = now_s
 
     def pass_ended(self, now_s: float, content: np.ndarray) -> None:
-        """`content`: see `pass_content`. One that decodes nothing teaches nothing: the engine may
-        have had nothing to do before it."""
+        """Learn from a finished pass. `content`: see `pass_content`. A pass that decodes nothing
+        teaches nothing, because the engine may have been idle before it."""
         began_s, self._began_s = self._began_s, None
         if began_s is None or not content[1]:
             return
@@ -201,8 +208,9 @@ class MeasuredStepTimes:
         self._after_drafts = drafted
 
     def _teaches(self, drafted: bool, outlier: bool) -> bool:
-        """Whether to learn from a pass: not from outliers, unless they last. While passes without
-        drafts are outliers too, it is not the drafts that are slow."""
+        """Return whether to learn from a pass. Outliers teach nothing unless they last. Lasting
+        outliers with drafts still teach nothing while passes without drafts are outliers too: then
+        the machine is slow, not the drafts."""
         if self.num_learnt < WARM_UP_STEPS:
             return True
         if self._after_drafts and not drafted:
@@ -215,7 +223,7 @@ class MeasuredStepTimes:
         return self._plain_s(np.array([1.0, *_few_and_beyond(batch), context_tokens, 0.0]))
 
     def _row_s(self, context_tokens: float) -> float:
-        """Return the time of a row in a full batch of rows with so long a context."""
+        """Return the time of a row in a full batch of rows with this context."""
         return self._decoding_s(FULL_BATCH, FULL_BATCH * context_tokens) / FULL_BATCH
 
     def _plain_s(self, content: np.ndarray) -> float:
@@ -246,11 +254,12 @@ class MeasuredStepTimes:
                 (seconds - plain_s) ** 2,
             ]
         self._num_since_plain = 0
-        # What is common to all passes is speed, so that their shape stays that of the many.
+        # Changes common to all passes go into `speed`, so the coefficients keep the shape of many
+        # passes.
         self._fit(_PLAIN, content, seconds / self.speed, noise_s / self.speed)
 
     def _suppose(self, row_s: float) -> None:
-        """Set the prior of drafts, of which no pass has told anything yet."""
+        """Set the prior of drafts before the first pass with drafts."""
         self.coefficients = self.coefficients.copy()
         self.coefficients[_DRAFTS] = row_s * _DRAFTS_PRIOR
         self._covariance[_DRAFTS, _DRAFTS] = np.diag((row_s * _DRAFTS_PRIOR_SCALE) ** 2)

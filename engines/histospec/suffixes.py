@@ -1,4 +1,4 @@
-"""Suffixes of a text in sorted order, as far as drafting looks, in linear passes."""
+"""Sort the suffixes of a text, as deep as drafting looks, in linear passes."""
 
 import numpy as np
 from numba import int32, njit
@@ -6,7 +6,8 @@ from numba import int32, njit
 
 @njit
 def _sort_by_first(rank, num_ranks, by_second, starts, order):
-    """A stable counting sort by the first half of what is compared; the second is in order."""
+    """Sort by the first half, with a stable counting sort. `by_second` is sorted by the second
+    half."""
     starts[: num_ranks + 1] = 0
     for r in rank:
         starts[r + 1] += 1
@@ -19,7 +20,7 @@ def _sort_by_first(rank, num_ranks, by_second, starts, order):
 
 @njit
 def _rank_pairs(rank, order, half, new_rank):
-    """Ranks by both halves; returns how many there are. `half` is 0 in the first pass."""
+    """Rank suffixes by both halves; return the number of ranks. `half` is 0 in the first pass."""
     n = len(rank)
     new_rank[order[0]] = 0
     count = 0
@@ -38,7 +39,7 @@ def _rank_pairs(rank, order, half, new_rank):
 
 @njit
 def _order_by_second(order, length, by_second):
-    """Those without a second half come first, then by their second half's order."""
+    """Put positions without a second half first, then the others ordered by second half."""
     n = len(order)
     j = 0
     for i in range(n - length, n):
@@ -52,9 +53,11 @@ def _order_by_second(order, length, by_second):
 
 @njit(int32[::1](int32[::1], int32, int32), cache=True, nogil=True)
 def sort_suffixes(ranks: np.ndarray, num_ranks: int, depth: int) -> np.ndarray:
-    """Positions of `ranks` in the order of the `depth` ranks that follow each, at least 1; prefix
-    doubling. int32 [n], as `ranks` are, in 0..num_ranks - 1. Suffixes that are the same so far are
-    in no particular order.
+    """Return the positions of `ranks`, sorted by the `depth` ranks from each position on; int32
+    [n].
+
+    Uses prefix doubling. `ranks`: int32 [n], in 0..num_ranks - 1. `depth`: at least 1. Suffixes
+    that are equal that far are in no particular order.
     """
     n = len(ranks)
     if n == 0:

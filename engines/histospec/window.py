@@ -1,6 +1,6 @@
-"""How many tokens to draft for each request (RhymeRL 5.4). Pure, for all rows of a batch at once.
+"""Number of tokens to draft for each request (RhymeRL 5.4). Pure, for all rows of a batch at once.
 
-The windows are the only state; they live with their requests.
+The windows are the only state, and the caller stores them with their requests.
 """
 
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 
 DEFAULT = "goodput"
-"""Window policy that measured best (`refrain bench drafting`)."""
+"""The window policy that measured best (`refrain bench drafting`)."""
 
 
 @dataclass(frozen=True)
 class WindowPolicy:
-    """Windows, int32 [rows], that stay as they begin."""
+    """Policy that never changes a window. Windows are int32 [rows]."""
 
     start: int
-    """Window of a request that begins, at least 1."""
+    """Window of a new request, at least 1."""
     cap: int
-    """The longest draft, in tokens."""
+    """Longest draft, in tokens."""
 
     def first(self, num_rows: int) -> np.ndarray:
         return np.full(num_rows, self.start, np.int32)
@@ -26,19 +26,19 @@ class WindowPolicy:
     def next(
         self, windows: np.ndarray, num_drafted: np.ndarray, num_accepted: np.ndarray
     ) -> np.ndarray:
-        """Windows after a verification. A row for which nothing was drafted keeps its window; one
-        whose draft was shorter than its window and right counts as fully accepted."""
+        """Return the windows after a verification. A row without a draft keeps its window. A draft
+        that was shorter than its window and fully accepted counts as full acceptance."""
         moved = np.where(num_accepted == num_drafted, *self._moves(windows))
         return np.where(num_drafted > 0, moved, windows).astype(np.int32)
 
     def _moves(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Windows after full acceptance, and after any rejection."""
+        """Return the windows after full acceptance, and those after any rejection."""
         return windows, windows
 
 
 @dataclass(frozen=True)
 class AIMD(WindowPolicy):
-    """Additive increase after full acceptance, back to the start after any rejection."""
+    """Additive increase after full acceptance; back to the start after any rejection."""
 
     start: int = 2
     cap: int = 32
@@ -50,8 +50,8 @@ class AIMD(WindowPolicy):
 
 @dataclass(frozen=True)
 class Doubling(WindowPolicy):
-    """Doubled after full acceptance, halved after a rejection, as the paper's public recipe has
-    it. A match in a repetitive history goes on for long, or breaks at once."""
+    """Twice the window after full acceptance, half of it after a rejection, like the paper's public
+    recipe. In a repetitive history a match either goes on for long or breaks at once."""
 
     start: int = 2
     cap: int = 32
@@ -68,8 +68,8 @@ class Fixed(WindowPolicy):
 
 
 def window_policy(name: str, cap: int) -> WindowPolicy:
-    """Window policy by its name. `goodput` drafts as far as it may: the gate keeps what pays
-    (`engines.histospec.gate`)."""
+    """Return the window policy of this name. `goodput` always drafts up to the cap, and the gate
+    keeps what pays (`engines.histospec.gate`)."""
     match name:
         case "paper":
             return AIMD(cap=cap)

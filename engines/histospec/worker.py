@@ -1,8 +1,10 @@
-"""The history worker of one node: the index files of its prompts, and copies of the others'.
+"""History worker of one node. It manages the index files of its prompts, and copies of other
+workers'.
 
     rows of the store ─► own files ─pack─► object store ─take─► files on nodes that do not see them
 
-Each worker leaves a mark beside its files: who sees the mark sees the files, and needs no copy.
+Each worker writes a mark beside its files. A worker that sees the mark sees the files too, for
+example on a network drive, and needs no copy.
 """
 
 import os
@@ -23,24 +25,24 @@ from schemas.counts import LibraryCounts
 from schemas.drafting import DraftingConfig
 
 SHARING_WORKERS = 4
-"""Workers that write shared indexes, at most: engines ask each of their files."""
+"""Most workers that write shared indexes. Engines search the files of each one."""
 PART_BYTES = 16 * 2**20
-"""Bytes of one object of Ray's with index files, about."""
+"""Approximate bytes of index files in one Ray object."""
 _NICENESS = 10
-"""Niceness of a worker: building gives way to whatever else the node does."""
+"""Niceness of a worker, so that building yields to everything else on the node."""
 
 
 class Offer(NamedTuple):
-    """Files of a worker, for nodes that do not see them."""
+    """Files of one worker, offered to nodes that do not see them."""
 
     mark: str
-    """Text that is beside its files."""
+    """Text of the mark beside the files."""
     shared: str
-    """Text of its list of shared files; empty: it has none."""
+    """Text of the list of shared files, empty if there are none."""
 
 
 class HistoryWorker:
-    """A process of its own, at low priority and on few cores."""
+    """Worker in its own process, at low priority and on few cores."""
 
     def __init__(
         self,
@@ -51,8 +53,8 @@ class HistoryWorker:
         epoch_steps: int = 0,
         begun: str = "",
     ) -> None:
-        """`epoch_steps`: see `SharedLibrary`; `begun`: name of a start with nothing to go on from,
-        at which indexes are of an earlier run."""
+        """`epoch_steps`: see `SharedLibrary`.
+        `begun`: name of a fresh start, which deletes the indexes of an earlier run."""
         self._num_threads = keep_to(config.index_cpus)
         num_sharing = min(num_shares, SHARING_WORKERS)
         own_bytes = {
@@ -66,7 +68,8 @@ class HistoryWorker:
             delete_indexes(directory)
             replace_file(directory / f"run{MARK}", begun.encode())
         self._libraries: dict[int, IndexLibrary] = {}
-        """Libraries by share: of its own files, and of those of workers that it does not see."""
+        """Library of the worker's own files, and of each worker whose files it does not see, by
+        share."""
         self._own = self._library_of(share)
         self._shared = SharedLibrary(directory, self._config, epoch_steps, share)
 
@@ -80,28 +83,28 @@ class HistoryWorker:
         return self.counts()
 
     def counts(self) -> LibraryCounts:
-        """Counts of all files on this node that are in its charge."""
+        """Return counts of all files on this node that this worker manages."""
         return sum((it.counts() for it in self._libraries.values()), LibraryCounts())
 
     def offer(self) -> Offer:
-        """Leave the mark, and tell it."""
+        """Write the mark and return it, with the list of shared files."""
         replace_file(self._mark_of(self._share), self._mark.encode())
         return Offer(self._mark, self._shared.listed)
 
     def sees(self, marks: Mapping[int, str]) -> set[int]:
-        """Those of these workers, by their marks, whose files are on this node."""
+        """Return those of these workers whose files are on this node. `marks`: mark of each."""
         return {share for share, mark in marks.items() if _text(self._mark_of(share)) == mark}
 
     def lacking(self, share: int, wanted: Mapping[str, int], listed: str) -> list[str]:
-        """Names of the files of another worker that are not here: of these prompts, from the step
-        given for each, and those that its list of shared files names."""
+        """Return the names of another worker's files that this node lacks: the files of these
+        prompts from the given steps on, and those in `listed`, the list of shared files."""
         missing = self._library_of(share).missing(wanted)
         prompts = [index_path(Path(), key) for key in missing]
         return [str(path) for path in (*prompts, *missing_shared(self._directory, listed))]
 
     def pack(self, names: Sequence[str]) -> tuple[int, dict[str, np.ndarray]]:
-        """How many of these names of its files, from the first on, fill one object, and the files.
-        One that has gone meanwhile is left out."""
+        """Read this worker's files of these names, from the first on, until one object is full.
+        Return how many names were done, and the files. Files deleted meanwhile are left out."""
         files: dict[str, np.ndarray] = {}
         num_names = 0
         while num_names < len(names) and sum(map(len, files.values())) < PART_BYTES:
@@ -114,7 +117,7 @@ class HistoryWorker:
     def take(
         self, share: int, files: Mapping[str, np.ndarray], names: Collection[str]
     ) -> LibraryCounts:
-        """Keep those of another worker's files that have these names."""
+        """Store those of another worker's files that have these names."""
         for name in files.keys() & set(names):
             path = self._directory / name
             if path.parent == shared_dir(self._directory):
@@ -124,7 +127,7 @@ class HistoryWorker:
         return self.counts()
 
     def share_files(self, share: int, listed: str) -> LibraryCounts:
-        """Have engines read another worker's shared files by its list, now that they are here."""
+        """Make engines read another worker's shared files by its list. The files must be here."""
         follow_list(self._directory, share, listed)
         return self.counts()
 
@@ -142,8 +145,8 @@ class HistoryWorker:
 
 
 def keep_to(num_cpus: int | None) -> int:
-    """Have this thread, and those that it starts, use the last cores that it may use, at low
-    priority: so many or, with None, a quarter of them. Returns how many."""
+    """Pin this thread, and the threads that it starts, to the last of its allowed cores at low
+    priority. Return the number of cores: `num_cpus`, or a quarter of the allowed ones if None."""
     cores = sorted(os.sched_getaffinity(0))
     kept = cores[-(num_cpus or max(1, len(cores) // 4)) :]
     os.sched_setaffinity(0, kept)
@@ -156,14 +159,14 @@ def share_of(prompt_key: str, num_shares: int) -> int:
 
 
 def _text(path: Path) -> str:
-    """Text of a file; empty where there is none."""
+    """Return the text of a file, empty if there is none."""
     with suppress(FileNotFoundError):
         return path.read_text()
     return ""
 
 
 def histories(rows: pa.Table) -> list[PromptHistory]:
-    """One for each prompt; its rows are next to each other."""
+    """Return one history for each prompt. The rows of a prompt must be adjacent."""
     keys = rows["prompt_key"].to_pylist()
     starts = [i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
     responses = _lists(rows["response_token_ids"])

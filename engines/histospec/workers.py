@@ -1,15 +1,15 @@
-"""History workers: Ray CPU actors, one a node, that keep the index files of a run.
+"""History workers: Ray CPU actors, one for each node, that maintain the index files of a run.
 
     wanted {prompt: step} ─► missing? ─► rows of the store ─► build ─► files ◄─ mapped by engines
                                                                         │
                                        nodes that do not see the files ◄┘ copies
 
-There is one call, `ensure`, for everything: rollouts that were just scored, prompts that return
-after an eviction, files that were damaged or deleted, a restart. Each worker looks after the
-prompts whose key falls to it; where nodes have no directory in common, their workers pass each
-other what is missing, by reference. Histories are optional: a worker that dies or hangs is started
-again and finds its files, one that does not come back is given up, and what fails is reported and
-costs speed only.
+One call, `ensure`, covers all cases: newly scored rollouts, prompts that return after an eviction,
+damaged or deleted files, a restart. Each worker builds for the prompts whose key hashes to it. If
+nodes share no directory, workers copy missing files to each other by reference.
+
+Histories are optional, so a failure is reported and costs speed only. A worker that dies or hangs
+is restarted and finds its files. A worker that does not come back is given up.
 """
 
 import asyncio
@@ -29,23 +29,22 @@ from schemas.counts import LibraryCounts
 from schemas.drafting import DraftingConfig
 
 ANSWER_S = 120.0
-"""Longest time for one call to a worker, its start included: one that takes longer hangs, and is
-started again."""
+"""Timeout of one call to a worker, its start included. A worker that exceeds it is restarted."""
 RESTART_S = 30.0
-"""Longest time in which Ray restarts a worker that has died."""
+"""Longest wait for Ray to restart a dead worker."""
 MAX_RESTARTS = 20
-"""Times in a run that a worker is started again."""
+"""Most restarts of one worker in a run."""
 _RETRY_S = 0.5
 BUILD_PROMPTS = 32
-"""Prompts whose rollouts are read from the store and indexed at a time."""
+"""Number of prompts whose rollouts are read from the store and indexed at a time."""
 
 ReadRows = Callable[[Mapping[str, int]], Awaitable[Any]]
-"""{prompt key: step} -> a table `engines.store.tables.INDEXED` of these rollouts, by prompt, or a
-Ray object reference to it."""
+"""Reads rollouts from the store. {prompt key: step} -> a table `engines.store.tables.INDEXED`,
+sorted by prompt, or a Ray object reference to it."""
 
 
 class HistoryWorkers:
-    """History workers as the driver holds them. Needs Ray."""
+    """Handle of the history workers in the driver. Needs Ray."""
 
     def __init__(
         self,
@@ -54,7 +53,8 @@ class HistoryWorkers:
         on_trouble: Callable[[str], None],
         name: str | None = None,
     ) -> None:
-        """`name`: what other processes find the actors by; their numbers are added to it."""
+        """`name`: prefix of the names by which other processes find the actors; their numbers
+        follow."""
         self._directory, self._config, self._on_trouble = directory, config, on_trouble
         self._name = name
         self._actors: list[RemoteActor] = []
@@ -66,8 +66,11 @@ class HistoryWorkers:
         self._tasks: set[asyncio.Task] = set()
 
     def start(self, epoch_steps: int = 0, *, anew: bool = False) -> None:
-        """`epoch_steps`: steps of an epoch, where it is known; `anew`: there is nothing to go on
-        from, and indexes on any node are of an earlier run."""
+        """Start the workers.
+
+        `epoch_steps`: steps of an epoch, if known.
+        `anew`: whether the run starts fresh. Then the workers delete the indexes of an earlier run.
+        """
         import ray
 
         begun = secrets.token_hex(16) if anew else ""
@@ -94,7 +97,7 @@ class HistoryWorkers:
         self._take(actors)
 
     def adopt(self, actors: Sequence[Any]) -> None:
-        """Take the workers that another process has started."""
+        """Use the workers that another process has started."""
         self._take(
             [RemoteActor.of(f"history worker {share}", actor) for share, actor in enumerate(actors)]
         )
@@ -104,7 +107,8 @@ class HistoryWorkers:
         self._locks = [asyncio.Lock() for _ in actors]
 
     def prepare(self, wanted: Mapping[str, int], read_rows: ReadRows) -> asyncio.Task[int]:
-        """Start `ensure` in the background; it goes on for somebody who waits no longer."""
+        """Start `ensure` in the background. The task goes on when the caller stops waiting for
+        it."""
         task = asyncio.create_task(self.ensure(wanted, read_rows))
         self._tasks.add(task)
         task.add_done_callback(self._note_end)
@@ -113,12 +117,12 @@ class HistoryWorkers:
     def _note_end(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            self._on_trouble(f"histories were not indexed: {error!r}")
+            self._on_trouble(f"the histories could not be indexed: {error!r}")
 
     async def ensure(self, wanted: Mapping[str, int], read_rows: ReadRows) -> int:
-        """Have an index of each prompt, from the step given for it; returns how many there are.
+        """Build an index of each prompt from its given step; return how many prompts have one.
 
-        A worker builds for one call at a time: what two calls want is built once.
+        A worker builds for one call at a time, so an index that two calls want is built once.
         """
         shares = range(len(self._actors))
         wanted_of = {
@@ -132,7 +136,7 @@ class HistoryWorkers:
         return sum(num_there)
 
     def counts(self) -> LibraryCounts:
-        """Counts of all workers together, as each of them last told."""
+        """Return the counts of all workers together, as last reported by each."""
         return reduce(add, self._counts.values(), LibraryCounts())
 
     async def shutdown(self) -> None:
@@ -163,7 +167,8 @@ class HistoryWorkers:
             return num_there
 
     async def _copy(self, wanted_of: Mapping[int, Mapping[str, int]]) -> None:
-        """Have the files on every node; nodes that see each other's are given them once."""
+        """Copy the files to every node. Of the nodes that see each other's files, one gets the
+        copy."""
         offers: dict[int, Offer] = await self._ask_all(wanted_of, "offer")
         marks = {share: offer.mark for share, offer in offers.items()}
         seen: dict[int, set[int]] = await self._ask_all(offers, "sees", marks)
@@ -178,7 +183,7 @@ class HistoryWorkers:
     async def _spread(
         self, share: int, takers: Sequence[int], wanted: Mapping[str, int], offer: Offer
     ) -> None:
-        """Have the files of one worker on the nodes of others."""
+        """Copy the files of one worker to the nodes of others."""
         shared = offer.shared
         lacking: dict[int, list[str]]
         lacking = await self._ask_all(takers, "lacking", share, dict(wanted), shared)
@@ -195,17 +200,17 @@ class HistoryWorkers:
             await all_of(self._tell(t, "share_files", share, shared) for t in lacking)
 
     async def _tell(self, share: int, method: str, *args: Any) -> None:
-        """Have a worker do what it answers with its counts."""
+        """Call a method that returns the worker's counts, and store these."""
         if counts := await self._ask(share, method, *args):
             self._counts[share] = counts
 
     async def _ask_all(self, shares: Collection[int], method: str, *args: Any) -> dict[int, Any]:
-        """Answers of these workers, where there was no trouble."""
+        """Return the answers of these workers by share, without those that failed."""
         answers = await all_of(self._ask(share, method, *args) for share in shares)
         return {s: answer for s, answer in zip(shares, answers, strict=True) if answer is not None}
 
     async def _ask(self, share: int, method: str, *args: Any) -> Any:
-        """The answer of a worker that is there; None when there was trouble."""
+        """Return the answer of a worker, or None if the worker was given up or failed."""
         if share in self._given_up:
             return None
         try:
@@ -215,7 +220,8 @@ class HistoryWorkers:
             return self._not_copied(error)
 
     async def _pack(self, share: int, names: Sequence[str]) -> tuple[int, Any] | None:
-        """How many names' files these are, and a reference to the files."""
+        """Return how many of these files were packed, and a reference to them. None if the worker
+        failed."""
         try:
             async with self._locks[share]:
                 return await self._actors[share].call_aside("pack", names, timeout_s=ANSWER_S)
@@ -223,31 +229,31 @@ class HistoryWorkers:
             return self._not_copied(error)
 
     def _not_copied(self, error: ActorError) -> None:
-        """Raises what is no trouble but a mistake. A worker that hangs is started again when it is
-        next to build."""
+        """Report a failure to copy. Raise errors that are bugs. `_call` restarts a worker that
+        hangs when it is next to build."""
         if error.cause and not isinstance(error.cause, (OSError, DamagedIndex)):
             raise error
-        self._on_trouble(f"histories were not copied to all nodes: {error}")
+        self._on_trouble(f"the histories could not be copied to all nodes: {error}")
 
     async def _call(self, share: int, method: str, *args: Any) -> Any:
-        """The answer; None when there was trouble. A worker that has died is asked again until Ray
-        has restarted it, one that hangs is started again."""
+        """Return the answer of a worker, or None if it failed. Retry a dead worker until Ray has
+        restarted it. Restart one that hangs."""
         actor, deadline_s = self._actors[share], time.monotonic() + RESTART_S
         while share not in self._given_up:
             try:
                 return await actor.call(method, *args, timeout_s=ANSWER_S)
             except NoAnswer as error:
                 actor.restart()
-                self._on_trouble(f"no histories: {error}; it is started again")
+                self._on_trouble(f"prompts have no new histories: {error}; the worker is restarted")
                 return None
             except ActorGone as error:
                 if time.monotonic() > deadline_s:
                     self._given_up.add(share)
-                    self._on_trouble(f"no more histories from a worker: {error}; it is given up")
+                    self._on_trouble(f"a history worker did not come back and is given up: {error}")
                 await asyncio.sleep(_RETRY_S)
             except ActorError as error:
                 if error.cause and not isinstance(error.cause, OSError):
                     raise
-                self._on_trouble(f"no histories: {error}")
+                self._on_trouble(f"prompts have no new histories: {error}")
                 return None
         return None

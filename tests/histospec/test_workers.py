@@ -89,7 +89,7 @@ async def test_a_worker_that_hangs_is_started_again_and_holds_up_nobody(held):
     hung.fails = NoAnswer("history worker 0", "gave no answer")
     assert await held.ensure({KEYS[0]: 1, f"{1:08x}": 1}, no_rows) == 1
     assert (hung.num_restarts, other.num_restarts) == (1, 0)
-    assert "it is started again" in held.trouble[0]
+    assert "the worker is restarted" in held.trouble[0]
     assert await held.ensure({KEYS[0]: 1, f"{1:08x}": 1}, no_rows) == 2
     async with held._locks[0], asyncio.timeout(5):
         # Whatever a worker is doing: counts are what it told last.
