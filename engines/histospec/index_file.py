@@ -121,7 +121,7 @@ def open_index(path: Path, prompt_key: str) -> HistoryIndex:
         end += size
         end += -(end - start) % _ALIGNMENT
     if end != len(data) or zlib.crc32(data[start:].data) != header["checksum"]:
-        raise DamagedIndex(f"{path} is damaged: the checksum of its arrays is wrong")
+        raise DamagedIndex(f"{path} is damaged: the checksum of its arrays or its size is wrong")
     return HistoryIndex(**arrays, **{name: header[name] for name in _NUMBERS})
 
 

@@ -1,1 +1,1 @@
-"""One latency model for every decision: fitted from profiles, or from a data sheet. Pure."""
+"""Latency models for every decision: fitted from a profile, or computed from a data sheet. Pure."""

@@ -1,11 +1,12 @@
-"""How well the fit predicts what it did not see (the figures of PAT 5.5: 3 to 4 % there).
+"""Error of the fit on points that it did not see (PAT 5.5 reports 3 to 4 %).
 
-Two questions, both deterministic:
-- `held_out_accuracy`: every n-th inner point of each curve is withheld: is the curve right between
-  its knots? First and last points stay, so that withheld points are never extrapolated.
-- `between_batches_accuracy`: each inner batch size is withheld in turn with all its points: is the
+Two deterministic tests:
+- `held_out_accuracy` withholds every fourth inner point of the curves. Is a curve right between its
+  knots? First and last points stay, so withheld points are never extrapolated.
+- `between_batches_accuracy` withholds each inner batch size in turn, with all its points. Is the
   interpolation between batch sizes right?
-PAT compares throughput along real trajectories instead; here both sides are measured points.
+
+PAT compares throughput along real trajectories; here both sides are measured points.
 """
 
 from collections import defaultdict
@@ -22,12 +23,13 @@ Pairs = list[tuple[ProfilePoint, FittedLatency]]
 
 
 def held_out_accuracy(profile: Profile) -> tuple[Accuracy, ...]:
-    """Accuracy by kind on every fourth inner point; kinds without inner points are left out."""
+    """Return the accuracy by kind on every fourth inner point. Kinds without inner points are left
+    out."""
     return _summarize(_pairs(profile, *split_points(profile)))
 
 
 def between_batches_accuracy(profile: Profile) -> tuple[Accuracy, ...]:
-    """Accuracy of decode and prefill at batch sizes that were left out one at a time."""
+    """Return the accuracy of decode and prefill at batch sizes that are withheld one at a time."""
     pairs: Pairs = []
     for kind in (PointKind.DECODE, PointKind.PREFILL):
         batches = defaultdict(set)
@@ -41,10 +43,8 @@ def between_batches_accuracy(profile: Profile) -> tuple[Accuracy, ...]:
 
 
 def split_points(profile: Profile) -> tuple[Points, Points]:
-    """Points to fit on and points to compare with, by position only: the same for equal grids.
-
-    Repeats of one point stay together.
-    """
+    """Split the points into those to fit and those to compare with. The split depends only on
+    position, so equal grids split alike. Repeats of one point stay together."""
     curves = defaultdict(set)
     for point in profile.points:
         curves[_curve_key(point)].add(_position(point))
@@ -56,7 +56,7 @@ def split_points(profile: Profile) -> tuple[Points, Points]:
 
 
 def _pairs(profile: Profile, kept: Points, left_out: Points) -> Pairs:
-    """Points that were left out, each with the model fitted without them."""
+    """Return each withheld point with the model fitted without all of them."""
     latency = FittedLatency(profile.model_copy(update={"points": kept}))
     return [(point, latency) for point in left_out]
 

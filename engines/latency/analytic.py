@@ -1,4 +1,4 @@
-"""A latency model from first principles, for machines that nobody here has.
+"""Latency model from first principles, for hardware that was not measured.
 
 A forward pass of n tokens on t GPUs (P layer parameters, P' output ones, e bytes each, D layers):
 
@@ -7,21 +7,22 @@ A forward pass of n tokens on t GPUs (P layer parameters, P' output ones, e byte
     collective 2 D max(floor, 2 (t - 1) hop + 2 (t - 1) / t  n hidden e / link)   0 for t = 1
     pass       linear + attention + collective + overhead + D layer          [seconds]
 
-A step that decodes or verifies B requests takes the host B times `request_s` more.
+BW, F and link are the peaks times the shares of them that are reached (`hardware.py`). A step that
+decodes or verifies B requests takes the host B times `request_s` more.
 
-with BW, F and link the shares of the peaks that are reached (`hardware.py`). Weights and KV are
-read once per pass, of a mixture the experts that n tokens go through; P n counts a token's own
-experts. Two ring all-reduces per layer, after attention and after the MLP (Megatron-LM).
+A pass reads weights and KV once. In a mixture of experts it reads the experts that its n tokens
+use, and P n counts each token's own experts. Each layer has two ring all-reduces, after attention
+and after the MLP (Megatron-LM).
 
     decode   n = B         outputs = B         tokens_read = T     pairs = T
     verify   n = B (w+1)   outputs = B (w+1)   tokens_read = T     pairs = T (w+1)
     prefill  n = B L       outputs = B         tokens_read = B L   pairs = B L^2 / 2
     draft    w decoding steps of the draft model on one GPU (SpecActor 4.1), or w B lookups
 
-Deviations: the printed sources fit measurements, which bend at kernel tiles (PAT figure 6b); a
-formula does not. Communication is not overlapped with anything; traffic of activations, chunks of
-prefill, the all-gather of logits and pairs among draft tokens are left out. PAT's L is a root mean
-square (equation 3), exact for pairs; for n it is an upper bound.
+Deviations: the printed sources fit measurements, which have kinks at kernel tiles (PAT figure 6b);
+a formula has none. Communication overlaps with nothing. Left out are activation traffic, chunked
+prefill, the all-gather of logits and pairs among draft tokens. PAT's L is a root mean square
+(equation 3): exact for pairs, an upper bound for n.
 """
 
 from collections.abc import Mapping
@@ -34,11 +35,11 @@ LOOKUP_S = 2e-7
 _DRAFT_CONTEXT_TOKENS = 4096.0
 """Mean context per sequence that a draft model reads."""
 _ENGINE_SHARE = 0.9
-"""Share of each GPU's memory that weights and KV may take together."""
+"""Share of each GPU's memory that weights and KV may use together."""
 
 
 class AnalyticLatency:
-    """Predicted times of a model on hardware known by its data sheet; implements `Latency`."""
+    """Predicted times of a model on hardware with a data sheet; implements `Latency`."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class AnalyticLatency:
         return model * window * batch
 
     def collective_s(self, tp_degree: int, tokens: float) -> float:
-        """One ring all-reduce of the hidden states of `tokens` tokens."""
+        """Return the time of one ring all-reduce of the hidden states of `tokens` tokens."""
         size = tokens * self.model_shape.hidden_size * self.model_shape.element_bytes
         link = self.hardware.link_bytes_per_s * self.hardware.link_share
         num_hops = 2 * (tp_degree - 1)
@@ -96,11 +97,12 @@ class AnalyticLatency:
         return max(ring_s, self.hardware.collective_s) if num_hops else 0.0
 
     def all_reduces_s(self, tp_degree: int, tokens: float) -> float:
-        """All all-reduces of a pass of `tokens` tokens."""
+        """Return the time of all all-reduces in a pass of `tokens` tokens."""
         return 2 * self.model_shape.num_layers * self.collective_s(tp_degree, tokens)
 
     def kv_capacity_tokens(self, tp_degree: int) -> int:
-        """Tokens that the KV cache of one engine holds beside the weights; 0 if they do not fit."""
+        """Return how many tokens fit in the KV cache of one engine beside the weights; 0 if the
+        weights do not fit."""
         self._require_layout(tp_degree)
         per_gpu = self.hardware.memory_bytes * _ENGINE_SHARE
         free = per_gpu - self.model_shape.weight_bytes / tp_degree

@@ -1,7 +1,7 @@
-"""The shapes of which a fitted latency model is made: curves, surfaces, affine functions.
+"""Building blocks of a fitted latency model: curves, surfaces, affine functions.
 
-Fits go through numpy and scipy: `numpy.interp` between knots, `scipy.optimize.isotonic_regression`
-for curves that never fall, `scipy.optimize.nnls` for affine functions that never fall.
+Fits use numpy and scipy: `numpy.interp` between knots, `scipy.optimize.isotonic_regression` for
+curves that never fall, `scipy.optimize.nnls` for affine functions that never fall.
 """
 
 from bisect import bisect_right
@@ -13,18 +13,19 @@ from scipy.optimize import isotonic_regression, nnls
 
 
 class Estimate(NamedTuple):
-    """A predicted time."""
+    """Predicted time."""
 
     seconds: float
     extrapolated: bool
-    """Whether the question lies outside the region that was measured."""
+    """Whether the point lies outside the measured region."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds over x: linear between knots, level below the first, `end_slope` above the last.
+    """Seconds over x: linear between knots, constant below the first, slope `end_slope` above the
+    last.
 
-    With `log_log`, x and seconds are logarithms inside: pieces of power laws.
+    With `log_log`, knots and values are logarithms, so that the pieces are power laws.
     """
 
     low: float
@@ -43,20 +44,22 @@ class Curve:
         return float(np.exp(value)) if self.log_log else value
 
     def points(self) -> list[tuple[float, float]]:
-        """(x, seconds) of each knot."""
+        """Return (x, seconds) of each knot."""
         pairs = zip(self.knots.tolist(), self.values.tolist(), strict=True)
         return [(float(np.exp(u)), float(np.exp(v))) if self.log_log else (u, v) for u, v in pairs]
 
 
 def linear_curve(xs: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> Curve:
-    """Piecewise linear and never falling; beyond the last knot, the least-squares slope."""
+    """Fit a piecewise linear curve that never falls. Beyond the last knot it has the least-squares
+    slope."""
     values = isotonic_regression(seconds, weights=weights).x
     slope = float(np.polyfit(xs, values, 1)[0])
     return Curve(float(xs[0]), float(xs[-1]), xs, values, max(0.0, slope), log_log=False)
 
 
 def power_curve(xs: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> Curve:
-    """Piecewise power law and never falling; beyond the last knot, a power between 1 and 2."""
+    """Fit a piecewise power law that never falls. Beyond the last knot its power is between 1 and
+    2."""
     knots = np.log(xs)
     values = isotonic_regression(np.log(seconds), weights=weights).x
     slope = (values[-1] - values[-2]) / (knots[-1] - knots[-2])
@@ -66,12 +69,12 @@ def power_curve(xs: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> Cur
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """Seconds over (batch, x): between the curves of the two nearest batch sizes.
+    """Seconds over (batch, x), interpolated between the curves of the two nearest batch sizes.
 
-    Below the least batch its curve holds; above the largest, its curve is scaled by the growth from
-    the batch before, at least 0 and at most proportional to the batch. A question is extrapolated
-    when it lies outside the polygon of the points: its x beyond the ranges of the two curves,
-    themselves interpolated at its batch.
+    Below the least batch size, its curve holds. Above the largest, its curve is scaled by the
+    growth from the batch size before, at least 0 and at most proportional to the batch. An estimate
+    is extrapolated if its batch lies outside the batch sizes, or its x outside the ranges of the
+    two curves, which are interpolated at the batch.
     """
 
     batches: tuple[int, ...]
@@ -92,27 +95,29 @@ class Surface:
         return Estimate(seconds, share != inside or not low <= x <= high)
 
     def reaches(self, batch: int, x: float) -> bool:
-        """Whether neither lies beyond what was measured."""
+        """Return whether neither batch nor x lies above the measured range."""
         left, right, start, end = self._around(batch)
         share = max(0.0, (batch - start) / (end - start))
         return share <= 1.0 and x <= left.high + share * (right.high - left.high)
 
     def _around(self, batch: int) -> tuple[Curve, Curve, int, int]:
-        """The two nearest curves, and their batch sizes."""
+        """Return the two nearest curves, and their batch sizes."""
         index = min(max(bisect_right(self.batches, batch) - 1, 0), len(self.batches) - 2)
         left, right = self.curves[index : index + 2]
         start, end = self.batches[index : index + 2]
         return left, right, start, end
 
     def knots(self) -> list[tuple[int, int, float, float]]:
-        """(batch, window 0, x, seconds) of each knot."""
+        """Return (batch, window 0, x, seconds) of each knot."""
         curves = zip(self.batches, self.curves, strict=True)
         return [(batch, 0, *point) for batch, curve in curves for point in curve.points()]
 
     def _end_growth(self) -> float:
-        """Relative growth per sequence between the last two batches, midway along the last one.
+        """Return the relative growth per sequence between the last two batch sizes, midway along
+        the last curve.
 
-        One number for all x, so that times beyond the last batch still never fall along x.
+        The growth is the same for all x, so that times beyond the last batch size never fall along
+        x.
         """
         left, right = self.curves[-2:]
         middle = (right.low + right.high) / 2
@@ -125,8 +130,8 @@ class Surface:
 class WindowedAffine:
     """Seconds = intercept(window) + slope(window) * batch, both linear between windows.
 
-    Window 0 costs nothing. Beyond the largest window both grow as fast as over the last two windows
-    or as on average from 0, whichever is more.
+    Window 0 costs nothing. Beyond the largest window both keep growing, at the rate over the last
+    two windows or at the average rate from 0, whichever is larger.
     """
 
     windows: np.ndarray
@@ -146,7 +151,7 @@ class WindowedAffine:
         return Estimate(intercept + slope * batch, bool(outside))
 
     def knots(self) -> list[tuple[int, int, float, float]]:
-        """(batch, window, batch, seconds) at the ends of each window's line."""
+        """Return (batch, window, batch, seconds) at the ends of each window's line."""
         return [
             (batch, window, batch, self.at(batch, window).seconds)
             for window in map(int, self.windows[1:])
@@ -163,10 +168,11 @@ class WindowedAffine:
 def fit_windowed_affine(
     batches: np.ndarray, windows: np.ndarray, seconds: np.ndarray, weights: np.ndarray
 ) -> WindowedAffine:
-    """Weighted least squares whose cost never falls with batch or window (all arrays [num_points]).
+    """Fit by weighted least squares a cost that never falls with batch or window. All arrays are
+    [num_points].
 
-    The unknowns are the increments of intercept and slope from each window to the next; they are
-    non-negative, so one non-negative least-squares problem ensures both.
+    The unknowns are the increments of intercept and slope from each window to the next.
+    Non-negative least squares keeps all of them at least 0.
     """
     knots = np.unique(windows)
     reached = (windows[:, None] >= knots[None, :]).astype(float)

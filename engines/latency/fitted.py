@@ -1,4 +1,4 @@
-"""The latency model of a machine that was measured.
+"""Latency model fitted to a profile.
 
     decode(tp, B, T)     curve over T of each profiled batch size, interpolated along B
                          (PAT 4.2, Online Latency Predictor)
@@ -11,16 +11,18 @@
 B: sequences, T: context tokens of all of them, w: draft window, all times in seconds.
 
 Deviations:
-- Decode curves never fall along T (isotonic regression): a fall is noise, and would let a policy
-  believe that more context is cheaper. Along B nothing is forced: such jumps are real (PAT 5.5).
-- PAT reads prefill off its table; here it is a power law between lengths, since the cost bends from
-  linear to quadratic and straight pieces would overestimate it.
-- SpecActor's V holds for one context length. Here V is a surcharge on decoding, so that it follows
-  the context, and window 0 is a decoding step exactly. It is never negative.
-- SpecActor's D is the time of one drafted token; here each profiled window has its own line, so
-  that drafters whose cost is not proportional to the window fit as well. Window 0 costs nothing.
-- Drafting from history is not profiled: a lookup in an index costs about what n-gram drafting
-  costs, both less than 1 ms for 256 sequences. So without points of its own it takes as long.
+- Decode curves never fall along T (isotonic regression). A fall is noise, and would make a policy
+  believe that more context is cheaper. Along B falls are allowed, because such jumps are real (PAT
+  5.5).
+- PAT reads prefill off its table. Here it follows a power law between lengths, because the cost
+  bends from linear to quadratic and straight pieces would overestimate it.
+- SpecActor's V holds for one context length. Here V is added to decoding, so that verification
+  follows the context and window 0 is exactly a decoding step. V is never negative.
+- SpecActor's D is the time of one drafted token. Here each profiled window has its own line, which
+  also fits drafters whose cost is not proportional to the window. Window 0 costs nothing.
+- Drafting from history needs no profile. A lookup in an index costs about as much as n-gram
+  drafting, both less than 1 ms for 256 sequences. Without points of its own, history takes the time
+  of n-gram drafting.
 """
 
 from collections import defaultdict
@@ -46,7 +48,7 @@ CurveFit = Callable[[np.ndarray, np.ndarray, np.ndarray], Curve]
 
 
 class FittedLatency:
-    """Predicted times of one `Profile`; implements `Latency` and `Bounded`, and marks
+    """Predicted times from one `Profile`; implements `Latency` and `Bounded`, and marks
     extrapolation."""
 
     def __init__(self, profile: Profile):
@@ -118,7 +120,7 @@ class FittedLatency:
         return self.draft_estimate(drafter, batch, window).seconds
 
     def knots(self) -> list[FitKnot]:
-        """The fit as a table; of a verify or draft window the two ends of its line."""
+        """Return the fit as a table. A verify or draft window has the two ends of its line."""
         fits = (
             (PointKind.DECODE, self._decode),
             (PointKind.PREFILL, self._prefill),
@@ -153,7 +155,7 @@ class FittedLatency:
 
 
 def predict(latency: FittedLatency, point: ProfilePoint) -> Estimate:
-    """Prediction of a measured point."""
+    """Return the prediction of a measured point."""
     match point.kind:
         case PointKind.DECODE:
             return latency.decode_estimate(point.tp_degree, point.batch, point.context_tokens)
@@ -188,7 +190,7 @@ def _fit_surface(points: Sequence[ProfilePoint], fit_curve: CurveFit) -> Surface
 
 
 def _merge_repeats(points: Sequence[ProfilePoint]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ascending lengths, their mean seconds, and the number of steps behind each."""
+    """Return ascending lengths, their mean seconds, and the number of measured steps of each."""
     lengths = np.array([point.rms_tokens or point.context_tokens for point in points], dtype=float)
     repeats = np.array([point.num_repeats for point in points], dtype=float)
     xs, index = np.unique(lengths, return_inverse=True)
@@ -200,7 +202,8 @@ def _merge_repeats(points: Sequence[ProfilePoint]) -> tuple[np.ndarray, np.ndarr
 def _fit_affine(
     points: Sequence[ProfilePoint], label: str, base_s: Callable[[ProfilePoint], float]
 ) -> WindowedAffine:
-    """Least squares of the relative error of `base_s` plus the fit."""
+    """Fit an affine function by least squares of the relative error of `base_s` plus the
+    function."""
     for window in sorted({point.window for point in points}):
         num_batches = len({point.batch for point in points if point.window == window})
         if num_batches < 2:

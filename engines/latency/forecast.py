@@ -1,16 +1,16 @@
-"""When an engine will have finished what it has: the remaining time of PAT, Algorithm 1. Pure.
+"""Forecast of when an engine finishes its requests: the remaining time of PAT, Algorithm 1. Pure.
 
     requests ─► when each starts and ends, in steps
                  └─► segments from one end to the next: batch, context, window
                       └─latency─► seconds of a step ─► seconds of all
 
-A request with c tokens of context and r tokens to go takes r / rate steps, where rate is what one
-forward pass gains it, and has c + rate u tokens after u of them. A step costs
-`decode_s(tp, B, T)`, or `verify_s(tp, B, T, w)` with the mean window w of those in the batch.
+A request with c tokens of context and r remaining tokens takes r / rate steps, where rate is its
+tokens per forward pass. After u steps it has c + rate u tokens. A step costs `decode_s(tp, B, T)`,
+or `verify_s(tp, B, T, w)` with the mean window w of the batch.
 
-Deviations: the paper lets all samples run to the maximum length in one batch; here each has its
-own length (`remaining_tokens`), so that the batch shrinks as they end. Drafting costs what each
-request says (`draft_s`): nothing where it goes on while the GPU is busy.
+Deviations: in the paper all samples run to the maximum length in one batch. Here each has its own
+length (`remaining_tokens`), so the batch shrinks as they end. Drafting adds the `draft_s` of the
+requests, which is 0 if drafting overlaps with the GPU.
 """
 
 import heapq
@@ -25,13 +25,13 @@ import numpy as np
 from engines.latency.interface import Latency
 
 MAX_SEGMENTS = 32
-"""Segments of one forecast, at most."""
+"""Most segments of one forecast."""
 _ROUNDING = 1e-6
-"""Tokens below which a remainder is rounding."""
+"""Remaining tokens below which a request counts as finished: they are rounding errors."""
 
 
 class GoingOn(Protocol):
-    """A request of which there are forecasts, with the fields of `Unfinished`."""
+    """Unfinished request to forecast, with the fields of `Unfinished`."""
 
     @property
     def context_tokens(self) -> float: ...
@@ -49,28 +49,28 @@ class GoingOn(Protocol):
     def draft_s(self) -> float: ...
 
     def advanced(self, tokens: float) -> Self:
-        """The request with so many response tokens more."""
+        """Return the request with so many more response tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A request that goes on."""
+    """Unfinished request."""
 
     context_tokens: float
     """Tokens of prompt and response so far."""
     remaining_tokens: float
-    """Response tokens to come, above 0."""
+    """Expected further response tokens, above 0."""
     tokens_per_pass: float = 1.0
-    """Tokens that one forward pass gains: an acceptance length. 1 without speculation."""
+    """Tokens that one forward pass adds: an acceptance length. 1 without speculation."""
     window: float = 0
-    """Draft tokens that one forward pass verifies, in the mean."""
+    """Mean number of draft tokens that one forward pass verifies."""
     draft_s: float = 0.0
-    """Seconds by which every step is longer while this is in the batch, as it is drafted for
-    before. Those of a batch are drafted for together, so the longest counts."""
+    """Seconds of drafting before each step while this request is in the batch. A batch drafts for
+    all of its requests together, so the longest time counts."""
 
     def advanced(self, tokens: float) -> Self:
-        """The same with so many response tokens more."""
+        """Return the request with so many more response tokens."""
         context, remaining = self.context_tokens + tokens, self.remaining_tokens - tokens
         return replace(self, context_tokens=context, remaining_tokens=remaining)
 
@@ -80,43 +80,43 @@ R = TypeVar("R", bound=GoingOn)
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The batch of one engine, from now until it is empty. Axes: segments S, requests R."""
+    """Batch of one engine over time, from now until it is empty. Axes: segments S, requests R."""
 
     starts: np.ndarray
     """Step at which each request joins the batch, [R]."""
     passes: np.ndarray
-    """Steps that each request takes, not whole; [R]."""
+    """Number of steps that each request takes, fractional; [R]."""
     points: np.ndarray
-    """Steps at which segments begin, and the last one's end; [S + 1]."""
+    """Step at which each segment begins, and the end of the last one; [S + 1]."""
     presence_SR: np.ndarray
     """Share of a segment's steps in which a request is in the batch."""
     context_tokens: np.ndarray
-    """Context of the whole batch in each segment, on average over its steps, in tokens; [S]."""
+    """Context tokens of the whole batch, averaged over the steps of each segment; [S]."""
 
     @property
     def num_steps(self) -> np.ndarray:
-        """Steps of each segment, [S]."""
+        """Number of steps of each segment, [S]."""
         return self.points[1:] - self.points[:-1]
 
     @property
     def batches(self) -> np.ndarray:
-        """Requests in each segment, rounded; [S]."""
+        """Number of requests in each segment, rounded; [S]."""
         return np.maximum(1, np.rint(self.presence_SR.sum(axis=1))).astype(int)
 
     def means(self, of_requests: np.ndarray) -> np.ndarray:
-        """Mean of a value over the requests in each segment; [S]."""
+        """Return the mean of a value over the requests in each segment; [S]."""
         return self.presence_SR @ of_requests / self.presence_SR.sum(axis=1)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchForecast(Generic[R]):
-    """Course of one engine from now until it is empty."""
+    """Forecast of one engine, from now until it is empty."""
 
     requests: tuple[R, ...]
     """Requests in the order in which they start."""
     segments: Segments
     seconds: np.ndarray
-    """Seconds at which segments begin, and the last one's end; [S + 1]."""
+    """Seconds from now at which each segment begins, and the end of the last one; [S + 1]."""
 
     @property
     def finish_s(self) -> float:
@@ -124,13 +124,12 @@ class BatchForecast(Generic[R]):
 
     @property
     def ends_s(self) -> np.ndarray:
-        """Seconds until each request is finished, [R]. Between two ends that are kept, time runs
-        evenly."""
+        """Seconds until each request finishes, [R]. Linear within a segment."""
         ends = self.segments.starts + self.segments.passes
         return np.interp(ends, self.segments.points, self.seconds)
 
     def after(self, seconds: float) -> list[R]:
-        """Requests that are unfinished by then."""
+        """Return the requests that are still unfinished after so many seconds."""
         step = np.interp(seconds, self.seconds, self.segments.points)
         passes = np.minimum(np.maximum(step - self.segments.starts, 0.0), self.segments.passes)
         gained = (
@@ -147,7 +146,7 @@ class BatchForecast(Generic[R]):
 def finish_s(
     latency: Latency, tp_degree: int, requests: Sequence[Unfinished], *, max_num_seqs: int = 256
 ) -> float:
-    """Seconds until one engine has finished all these requests; 0.0 without any."""
+    """Return the seconds until one engine has finished all these requests; 0.0 without any."""
     if not requests:
         return 0.0
     return forecast(latency, tp_degree, requests, max_num_seqs=max_num_seqs).finish_s
@@ -161,8 +160,8 @@ def forecast(
     max_num_seqs: int = 256,
     max_segments: int = MAX_SEGMENTS,
 ) -> BatchForecast[R]:
-    """Forecast of at least one request. Beyond `max_num_seqs` those that take longest start first,
-    the others as places become free."""
+    """Return the forecast of at least one request. The first `max_num_seqs` to start are those that
+    take longest; the others start as places become free."""
     assert requests
     assert all(request.remaining_tokens > 0 for request in requests)
     fields_RF = np.array(
@@ -189,8 +188,8 @@ def forecast(
 def step_s(
     latency: Latency, tp_degree: int, batch: int, context_tokens: float, window: float
 ) -> float:
-    """One step of a batch whose requests verify `window` draft tokens on average; between whole
-    windows, linear."""
+    """Return the time of a step whose requests verify `window` draft tokens on average. It is
+    linear between whole windows."""
     below = math.floor(window)
     share = window - below
     seconds = _whole_step_s(latency, tp_degree, batch, context_tokens, below)
@@ -215,11 +214,12 @@ def plan_segments(
     max_num_seqs: int,
     max_segments: int,
 ) -> Segments:
-    """Segments from one end of a request to the next.
+    """Return the segments from one end of a request to the next.
 
-    `passes`: steps that each takes, the longest first. `context_tokens`: at its start. With more
-    ends than `max_segments` neighbours are merged, the fewer the closer to the last end: there the
-    batch changes most.
+    `passes`: steps of each request, the longest first.
+    `context_tokens`: context of each request at its start.
+    `max_segments`: if there are more ends, neighbours are merged. Fewer are merged near the last
+        end, where the batch changes most.
     """
     starts = _starts(passes, max_num_seqs)
     points = _merge(np.unique(np.concatenate(([0.0], starts + passes))), max_segments)
@@ -232,7 +232,8 @@ def plan_segments(
 
 
 def _starts(passes: np.ndarray, max_num_seqs: int) -> np.ndarray:
-    """The step at which each request joins the batch: a place that becomes free is filled."""
+    """Return the step at which each request joins the batch. Each takes the first place that
+    becomes free."""
     starts = np.zeros(len(passes))
     if len(passes) <= max_num_seqs:
         return starts
@@ -244,7 +245,7 @@ def _starts(passes: np.ndarray, max_num_seqs: int) -> np.ndarray:
 
 
 def _merge(points: np.ndarray, max_segments: int) -> np.ndarray:
-    """Points of which the first and the last stay, and some between."""
+    """Return the first and the last point, and some between."""
     if len(points) <= max_segments + 1:
         return points
     return points[_kept(len(points), max_segments)]

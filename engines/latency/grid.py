@@ -1,4 +1,4 @@
-"""Grid of the points that a profile measures: sparse, as far as the KV cache goes (PAT 4.2).
+"""Grid of the points that a profile measures: sparse, up to the size of the KV cache (PAT 4.2).
 
     batch 256 | x  x
           128 | x  x  x  x           every x holds batch * length <= max_active_tokens
@@ -6,8 +6,8 @@
             1 | x  x  x  x  x
               └──────────────── length of each sequence
 
-Deviation: PAT's grid has one fixed set of lengths; here the lengths of a batch size are spread over
-what fits, so that every batch size has a curve up to its own end.
+Deviation: PAT uses the same lengths for all batch sizes. Here each batch size spreads its lengths
+over the range that fits, so that its curve reaches its own end.
 """
 
 import random
@@ -20,19 +20,21 @@ from schemas.profile import Measurement
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 _LENGTH_SHARES = (0.05, 0.25, 0.5, 0.75, 1.0)
 _SHORT_LENGTHS = (32, 128, 384)
-"""Lengths below 512 that every batch size has beside these, as far as they lie below all of them:
-there times bend the most (PAT 4.2)."""
+"""Lengths below 512 that a batch size also has if they are shorter than all its others. Times bend
+most there (PAT 4.2)."""
 _EVERY_OTHER = 2
 
 
 def decode_grid(
     tp_degree: int, max_batch: int, max_context: int, max_active_tokens: int, decode_steps: int
 ) -> list[Measurement]:
-    """Measurements of decoding and, with the same prompts, prefill.
+    """Return measurements of decoding. Prefill is measured with the same prompts.
 
-    `max_context`: longest sequence, in tokens. `max_active_tokens`: tokens that the KV cache of an
-    engine holds. `decode_steps`: tokens that each sequence grows by while it is measured. Raises
-    ValueError when the sequences or the cache are too short for a curve.
+    `max_context`: longest sequence, in tokens.
+    `max_active_tokens`: tokens that the KV cache of an engine holds.
+    `decode_steps`: tokens by which each sequence grows during its measurement.
+
+    Raise ValueError if the sequences or the cache are too short for a curve.
     """
     decode = partial(Measurement, kind=PointKind.DECODE, tp_degree=tp_degree)
     grid = []
@@ -43,9 +45,9 @@ def decode_grid(
             grid += [decode(batch=batch, prompt_tokens=length) for length in lengths]
     if len({point.batch for point in grid}) < 2:
         raise ValueError(
-            f"no room to measure: {max_context} tokens of context and a KV cache of "
-            f"{max_active_tokens} tokens for {decode_steps} steps of two batch sizes; "
-            "raise max_context, max_batch or kv_cache_bytes, or lower decode_steps"
+            f"no room to measure {decode_steps} steps of two batch sizes: the context has "
+            f"{max_context} tokens and the KV cache {max_active_tokens}. "
+            "Raise max_context, max_batch or kv_cache_bytes, or lower decode_steps"
         )
     return grid
 
@@ -58,10 +60,11 @@ def _lengths_up_to(longest: int) -> list[int]:
 def verify_grid(
     decode: Sequence[Measurement], windows: Sequence[int], max_step_tokens: int
 ) -> list[Measurement]:
-    """Measurements of verification at the middle length of every other batch size of a decode grid.
+    """Return measurements of verification, at the middle length of every other batch size of a
+    decode grid.
 
-    Left out: what an engine would split into several steps, as `batch * (window + 1)` exceeds
-    `max_step_tokens`, and a window for which fewer than two batch sizes remain.
+    Left out are points with `batch * (window + 1)` above `max_step_tokens`, which an engine would
+    split into several steps, and windows for which fewer than two batch sizes remain.
     """
     by_batch: dict[int, list[Measurement]] = {}
     for point in decode:
@@ -83,20 +86,20 @@ def _middle(points: Sequence[Measurement]) -> Measurement:
 
 
 def draft_grid(verify: Sequence[Measurement], drafter: str) -> list[Measurement]:
-    """Measurements of drafting what a verify grid verifies. A drafter has no TP degree of its
-    own."""
+    """Return measurements that draft the tokens of a verify grid. Their TP degree is 1, as drafters
+    have none."""
     draft = {"kind": PointKind.DRAFT, "drafter": drafter, "tp_degree": 1}
     return [point.model_copy(update=draft) for point in verify]
 
 
 def num_draft_windows(num_steps: int, window: int) -> int:
-    """Windows that a draft model drafts, each after the one before, for one point: at least 2, and
-    together about `num_steps` tokens."""
+    """Return how many windows a draft model drafts one after the other for one point: at least 2,
+    and about `num_steps` tokens together."""
     return max(2, num_steps // window)
 
 
 def batches_up_to(max_batch: int) -> list[int]:
-    """About ten batch sizes, the largest one included; beyond 256 they double."""
+    """Return about ten batch sizes up to the largest one, included. Beyond 256 they double."""
     batches = [batch for batch in BATCHES if batch < max_batch]
     while batches and batches[-1] * 2 < max_batch:
         batches.append(batches[-1] * 2)
@@ -104,8 +107,8 @@ def batches_up_to(max_batch: int) -> list[int]:
 
 
 def shuffled(points: Sequence[Measurement], seed: int) -> list[Measurement]:
-    """Points in an order in which a machine that slows down for a while slows no one curve
-    alone."""
+    """Return the points in random order, so that a temporary slowdown of the machine affects all
+    curves rather than one."""
     order = list(points)
     random.Random(seed).shuffle(order)
     return order

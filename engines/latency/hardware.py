@@ -1,11 +1,10 @@
 """GPUs by data sheet, with the share of each peak that a rollout engine reaches.
 
 Peaks are the vendor's: dense bf16 tensor-core FLOPs, HBM or GDDR bandwidth, and the link of one GPU
-in one direction (half of NVLink's bidirectional figure). Shares, hop time and step overhead are not
-on any data sheet. Those of the A40 are set, by hand and to round values, on the four latencies of
-PAT figure 4; the Hopper presets keep its memory share, compute share and step overhead, and assume
-NVLink with all-reduces of about 10 us among 8 GPUs at small sizes and 0.75 of the link at large
-ones.
+in one direction (half of NVLink's bidirectional figure). Shares, hop time and step overhead are on
+no data sheet. Those of the A40 are fitted by hand, to round values, to the four latencies of PAT
+figure 4. The Hopper presets keep its memory share, compute share and step overhead. They assume
+NVLink with small all-reduces of about 10 us among 8 GPUs, and large ones at 0.75 of the link.
 """
 
 from typing import Annotated
@@ -18,7 +17,7 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class Hardware(Frozen):
-    """One node of equal GPUs."""
+    """One node of identical GPUs."""
 
     name: str
     memory_bytes: PositiveFloat
@@ -28,12 +27,12 @@ class Hardware(Frozen):
     flops_per_s: PositiveFloat
     """Peak of one GPU: dense, 16-bit."""
     link_bytes_per_s: PositiveFloat
-    """Peak between GPUs of a node: of one GPU, in one direction."""
+    """Peak bandwidth of one GPU to the others of its node, in one direction."""
     host_bytes_per_s: PositiveFloat = 50e9
-    """Between one GPU and page-locked host memory, in one direction. Assumed: what PCIe 5.0 x16
-    reaches of its 63 GB/s."""
+    """Bandwidth between one GPU and page-locked host memory, in one direction. The default is
+    assumed: PCIe 5.0 x16 reaches this of its 63 GB/s."""
     gpus_per_node: PositiveInt = 8
-    """Largest TP degree: TP stays inside a node (PAT 4.1)."""
+    """Largest TP degree, because TP stays inside a node (PAT 4.1)."""
     memory_share: Share = 0.85
     """Share of the peak memory bandwidth that decoding reaches."""
     flops_share: Share = 0.6
@@ -43,14 +42,14 @@ class Hardware(Frozen):
     hop_s: NonNegativeFloat = 0.7e-6
     """Seconds of one of the 2 (n - 1) hops of an all-reduce among n GPUs."""
     step_overhead_s: NonNegativeFloat = 2e-3
-    """Seconds that every step costs: scheduling, launches, small kernels, sampling."""
+    """Fixed seconds of every step: scheduling, launches, small kernels, sampling."""
     layer_s: NonNegativeFloat = 0.0
-    """Seconds that it costs for each layer besides: small kernels, launches."""
+    """Further fixed seconds of a step for each layer: small kernels, launches."""
     request_s: NonNegativeFloat = 0.0
     """Seconds of the host for each request in a decoding step: scheduling, sampling, detokenizing.
-    They are the engine's, so a profile measures them, and of the presets none assumes any."""
+    They depend on the engine, so a profile measures them, and all presets leave them at 0."""
     collective_s: NonNegativeFloat = 0.0
-    """Seconds that an all-reduce takes at least, of however few bytes."""
+    """Least seconds of an all-reduce, however small."""
 
 
 def _hopper(name: str, memory_gb: float, tb_per_s: float, link_gb_per_s: float) -> Hardware:

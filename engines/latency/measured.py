@@ -1,4 +1,4 @@
-"""The latency model of an engine that measured its own steps while a run went on."""
+"""Latency model of an engine that measured its own steps during a run."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,15 +7,16 @@ import numpy as np
 from schemas.step import EngineShare
 
 FEW_ROWS = 16
-"""Rows that cost otherwise than those beyond. On CPUs the first ones cost more, as they leave cores
-without work; on GPUs a pass reads the weights, and its first rows cost next to nothing."""
+"""Number of rows whose cost differs from that of further rows. On CPUs the first rows cost more,
+because they leave cores idle. On GPUs they cost next to nothing, because a pass mostly reads
+weights."""
 
 
 class MeasuredLatency:
-    """Linear in what a step holds beyond a few rows; implements `Latency` for decoding and
-    verifying.
+    """Latency model with one cost for the first `FEW_ROWS` rows and one for each further row.
+    Implements decoding and verification of `Latency`.
 
-    `step_costs` are those of `schemas.step.EngineShare`. They are of one engine at one TP degree.
+    `step_costs`: see `schemas.step.EngineShare`, of one engine at one TP degree.
     """
 
     def __init__(self, step_costs: Sequence[float]) -> None:
@@ -33,13 +34,14 @@ class MeasuredLatency:
         return self.decode_s(tp_degree, batch, context_tokens) + drafts_s
 
     def prefill_s(self, tp_degree: int, batch: int, rms_tokens: float) -> float:
-        raise NotImplementedError("an engine does not measure what a prefill takes")
+        raise NotImplementedError("an engine does not measure the time of a prefill")
 
     def draft_s(self, drafter: str, batch: int, window: int) -> float:
-        raise NotImplementedError("an engine measures drafting as seconds of all its steps")
+        raise NotImplementedError("an engine measures only the total drafting time of its steps")
 
 
 def measured_by(shares: Iterable[EngineShare]) -> MeasuredLatency | None:
-    """The median of each cost over the engines that know theirs; None where none does."""
+    """Return a model of the median costs of the engines that know theirs, or None if no engine
+    does."""
     costs = [share.drafting.step_costs for share in shares if share.drafting.step_costs]
     return MeasuredLatency(np.median(costs, axis=0).tolist()) if costs else None

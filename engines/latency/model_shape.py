@@ -1,4 +1,4 @@
-"""Sizes of a decoder-only transformer, as far as they decide its speed."""
+"""Sizes of a decoder-only transformer that determine its speed."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -11,14 +11,13 @@ from schemas.base import Frozen
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 EXPERT_FIELDS = ("num_experts", "num_local_experts")
 FURTHER_EXPERTS = ("n_routed_experts", "shared_expert_intermediate_size", "n_shared_experts")
-"""Mixtures whose layers have experts that all tokens go through."""
+"""Fields of mixtures whose layers have experts that all tokens use."""
 QK_NORMED = ("qwen3", "gemma3")
-"""Beginnings of the types of models that norm queries and keys."""
+"""Prefixes of the types of models that normalize queries and keys."""
 
 
 class ModelShape(Frozen):
-    """A model with grouped-query attention and a gated MLP, or experts: several, of which a token
-    goes through some."""
+    """Model with grouped-query attention and a gated MLP, or a mixture of experts."""
 
     name: str
     num_layers: PositiveInt
@@ -30,24 +29,27 @@ class ModelShape(Frozen):
     """Width of the MLP, or of one expert."""
     vocab_size: PositiveInt
     num_experts: NonNegativeInt = 0
-    """MLPs of a layer, where it is a mixture."""
+    """Experts of a layer; 0 for a dense model."""
     experts_per_token: PositiveInt = 1
     qk_norm: bool = False
-    """Queries and keys are normed, as in Qwen3."""
+    """Whether queries and keys are normalized, as in Qwen3."""
     tied_embeddings: bool = False
-    """Input and output embedding are one matrix."""
+    """Whether the input and output embeddings share one matrix."""
     element_bytes: PositiveInt = 2
     """Bytes of one weight, activation or KV entry."""
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], name: str = "") -> "ModelShape":
-        """Shape that a Hugging Face `config.json` tells, from its contents."""
+        """Return the shape in the contents of a Hugging Face `config.json`. Raise ValueError if it
+        lacks a field or is of an unsupported model."""
         required = ("num_hidden_layers", "hidden_size", "num_attention_heads")
         required += ("intermediate_size", "vocab_size")
         if missing := [field for field in required if config.get(field) is None]:
             raise ValueError(f"the model's configuration lacks {', '.join(missing)}")
         if experts := [field for field in FURTHER_EXPERTS if config.get(field)]:
-            raise ValueError(f"mixtures of such experts are not modelled ({experts[0]} is set)")
+            raise ValueError(
+                f"this kind of mixture of experts is not supported: {experts[0]} is set"
+            )
         num_experts = next((config[name] for name in EXPERT_FIELDS if config.get(name)), 0)
         inner = num_experts and config.get("moe_intermediate_size")
         heads = config["num_attention_heads"]
@@ -72,12 +74,12 @@ class ModelShape(Frozen):
 
     @cached_property
     def layer_params(self) -> int:
-        """Parameters of all layers: Q, K, V, O and three matrices of each MLP; norms left out."""
+        """Parameters of all layers: Q, K, V, O and three matrices of each MLP, without norms."""
         return int(self._layers(self.num_experts or 1))
 
     @cached_property
     def active_layer_params(self) -> int:
-        """Parameters of all layers that one token is multiplied with."""
+        """Parameters of all layers that each token is multiplied with."""
         return int(self._layers(self.experts_per_token if self.num_experts else 1))
 
     def _layers(self, num_mlps: float) -> float:
@@ -87,7 +89,7 @@ class ModelShape(Frozen):
 
     @cached_property
     def head_params(self) -> int:
-        """Parameters of the output projection; the input embedding has as many."""
+        """Parameters of the output projection. The input embedding has as many."""
         return self.hidden_size * self.vocab_size
 
     @property
@@ -100,9 +102,9 @@ class ModelShape(Frozen):
         return self.num_params * self.element_bytes
 
     def step_bytes(self, num_tokens: float) -> float:
-        """Bytes of weights that a step of so many tokens reads: the input embedding is looked up,
-        not read. Of a mixture those of the experts that some token goes through, in the mean; which
-        ones a token takes is independent of the others, each as likely as any."""
+        """Return the bytes of weights that a step of so many tokens reads. The input embedding is
+        looked up, not read. In a mixture, count the experts that the tokens use on average, if each
+        token chooses its experts uniformly and independently."""
         num_mlps: float = 1
         if self.num_experts:
             missed = (1 - self.experts_per_token / self.num_experts) ** num_tokens
@@ -155,4 +157,5 @@ SHAPES = {
         _dense("Qwen2.5-0.5B", 24, 896, 14, 4864, head_dim=64, **_SMALL),
     )
 }
-"""Models of the papers by name, smaller and larger ones, from their published configurations."""
+"""Models by name, from their published configurations: those of the papers, and smaller and larger
+ones."""

@@ -1,4 +1,4 @@
-"""Profiles on disk: found by name, and refused when they are not what is asked for."""
+"""Profile files: found by name, and refused if unfit for the purpose."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,12 +12,14 @@ from schemas.profile import PROFILE_FILE, PROFILES_DIR
 
 
 def model_hash(model: Path) -> str:
-    """Hash of the configuration in a Hugging Face directory: a profile is of one shape."""
+    """Return a hash of the configuration in a Hugging Face directory. A profile fits one
+    configuration."""
     return hashlib.blake2b((model / "config.json").read_bytes(), digest_size=8).hexdigest()
 
 
 def find_profile(name: str, runs_dir: Path) -> Path:
-    """A profile's file, by its path, its directory or its name. Raises ValueError."""
+    """Return a profile's file, given its path, its directory or its name. Raise ValueError if there
+    is none."""
     for path in (Path(name), runs_dir / PROFILES_DIR / name):
         if path.is_file():
             return path
@@ -30,7 +32,8 @@ def find_profile(name: str, runs_dir: Path) -> Path:
 
 
 def read_profile(path: Path) -> Profile:
-    """Profile in a file. Raises ValueError when it is none, or has no points."""
+    """Return the profile in a file. Raise ValueError if the file is not a profile, or has no
+    points."""
     try:
         profile = Profile.model_validate_json(read_text(path))
     except ValidationError as error:
@@ -48,8 +51,12 @@ def require_points(
     mend: str,
     drafters: Sequence[str] = (),
 ) -> None:
-    """Raises ValueError that names all points the profile lacks: of these kinds at each TP degree,
-    and of drafting by these drafters. `mend`: what to do about it."""
+    """Raise ValueError that names all points that the profile lacks.
+
+    `kinds`: kinds of points that every TP degree needs.
+    `mend`: how to fix the profile, for the message.
+    `drafters`: drafters that need draft points.
+    """
     missing = []
     for kind in kinds:
         known = sorted({point.tp_degree for point in profile.of_kind(kind)})

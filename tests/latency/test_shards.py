@@ -48,7 +48,7 @@ def test_a_vocabulary_that_is_not_divided_evenly_is_padded():
 @pytest.mark.parametrize(
     ("changes", "tp_degree", "message"),
     [
-        ({"model_type": "qwen2"}, 2, "a shard of qwen2 is no model of its own"),
+        ({"model_type": "qwen2"}, 2, "shards of qwen2 models cannot be measured"),
         ({}, 3, r"TP 3 does not divide num_attention_heads \(32\)"),
         ({"intermediate_size": 14_337}, 2, r"does not divide intermediate_size \(14337\)"),
         ({"num_key_value_heads": 6}, 4, r"does not divide num_key_value_heads \(6\)"),
