@@ -1,1 +1,1 @@
-"""Answers that can be checked: taken out of a response, and compared with the right one."""
+"""Verifiable answers: extracted from a response and compared with the right one."""

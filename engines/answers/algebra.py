@@ -1,22 +1,25 @@
-"""Whether two answers mean the same, by math-verify: `0.5` and `\\frac{1}{2}`, `1+x^2` and `x^2+1`,
-`5\\text{ cm}` and `5`, sets and intervals."""
+"""Comparison of two answers by value, with math-verify. Equal are, for example, `0.5` and
+`\\frac{1}{2}`, `1+x^2` and `x^2+1`, `5\\text{ cm}` and `5`; sets and intervals are compared too.
+"""
 
 import re
 
 MAX_CHARACTERS = 400
-"""Length of an answer that is looked at; what is longer is taken for another."""
+"""Longest answer that is compared. A longer one counts as wrong."""
 TIMEOUT_S = 5
-"""Longest time for each of reading an answer and comparing two, in seconds."""
+"""Timeout in seconds, for reading an answer and for comparing two."""
 DIGITS = 9
-"""Digits after the point in which numbers must agree: `0.333333` is no third."""
+"""Digits after the point in which numbers must agree: `0.333333` is not a third."""
 _BASE = re.compile(r"_\{?\d+\}?$")
 
 
 def same_value(answer: str, truth: str) -> bool:
-    """Whether an answer is the right one, in LaTeX or plain. What cannot be read, or not in time,
-    is another. Call it in a process's main thread: its time is bounded by a signal.
+    """Return whether an answer, in LaTeX or plain text, equals the right one. An answer that cannot
+    be read in time counts as wrong. Call this in the main thread of a process, because its timeout
+    uses a signal.
 
-    Numbers in another base must say so, which math-verify alone does not look at.
+    If one answer names a base, such as `101_2`, the other must name one too. math-verify alone
+    ignores bases.
     """
     from math_verify import verify
 
@@ -31,7 +34,8 @@ def same_value(answer: str, truth: str) -> bool:
 
 
 def _read(answer: str) -> list:
-    """Expressions that math-verify makes of it; none where that is not mathematics."""
+    """Return the expressions that math-verify reads in an answer, or none if it is not
+    mathematics."""
     from math_verify import LatexExtractionConfig, parse
 
     return parse(

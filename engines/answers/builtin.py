@@ -1,8 +1,8 @@
-"""Scorers that refrain ships: 1.0 when an answer is right, 0.0 when not.
+"""Built-in scorers: 1.0 if an answer is right, 0.0 if it is wrong.
 
-Two answers are equal when they are the same text after normalisation, or else the same value
+Two answers are equal if their normalised texts are equal, or else their values
 (`algebra.same_value`). A score comes with the extracted answer as `pred` (None if there was none),
-which majority voting needs. `compute_score` is called as a user's own function is.
+for majority voting. `compute_score` has the signature of a user's own reward function.
 """
 
 import json
@@ -23,7 +23,7 @@ from engines.answers.texts import (
 )
 
 Score = dict[str, Any]
-"""`score`, a float, and whatever else is worth keeping."""
+"""`score`, a float, and any other values to record."""
 
 GSM8K = ("openai/gsm8k", "refrain/arithmetic")
 MATH = (
@@ -36,29 +36,31 @@ AIME_PREFIX = "aime"
 
 
 MAX_PRED_CHARACTERS = 1000
-"""Length of an extracted answer in the record."""
+"""Longest extracted answer that is recorded."""
 KNOWN_DATA_SOURCES = (*GSM8K, *MATH, *DAPO, f"{AIME_PREFIX}*", f"{PREFIX}*")
-"""The data sources scored here; a trailing `*` stands for any ending."""
+"""Data sources with a built-in scorer. A trailing `*` stands for any ending."""
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
 ) -> Score:
-    """Score of a response, by its data source."""
+    """Return the score of a response, by its data source."""
     del extra_info
     return builtin_scorer(data_source)(solution_str, ground_truth)
 
 
 def builtin_scorer(data_source: str) -> Callable[[str, Any], Score]:
-    """The function of (response, ground truth) for this data source.
+    """Return the function (response, ground truth) -> score of this data source. Raise ValueError
+    if there is none.
 
-    GSM8K: the number after the last `####`, commas and $ aside; without that mark, the last box.
-    MATH: the last box. DAPO and AIME, whose prompts ask for a last line `Answer: ...`: that line,
-    or a box; veRL gives -1 to a wrong answer, this 0, which gives the same advantages within a
-    group. Sets of reasoning-gym: its own scorer, of the text between the last `<answer>` and
-    `</answer>`, or in the last box.
-
-    Raises ValueError when there is none.
+    - GSM8K: the number after the last `####`, without commas and $. Without that mark, the last
+      box.
+    - MATH: the last box.
+    - DAPO and AIME: the last line `Answer: ...`, which their prompts ask for, or the last box. veRL
+      gives -1 to a wrong answer and refrain 0, with the same advantages within a group.
+    - Sets of reasoning-gym: its own scorer, on the text between the last `<answer>` and
+      `</answer>`, or
+      in the last box.
     """
     if data_source in GSM8K:
         return partial(_compare, number_after_mark, normalise_number)
@@ -69,24 +71,22 @@ def builtin_scorer(data_source: str) -> Callable[[str, Any], Score]:
     if data_source.startswith(PREFIX):
         return puzzle_scorer(data_source.removeprefix(PREFIX))
     raise ValueError(
-        f"no built-in scorer for data_source {data_source!r}; there is one for "
-        f"{', '.join(KNOWN_DATA_SOURCES)}. For any other set reward.type=function, reward.path "
+        f"no built-in scorer for data_source {data_source!r}; supported: "
+        f"{', '.join(KNOWN_DATA_SOURCES)}. For other data, set reward.type=function, reward.path "
         "to a Python file and reward.function to its compute_score"
     )
 
 
 def accepted_answers(ground_truth: Any) -> list[str]:
-    """The right answers: one, a list of them, or a JSON list of them.
-
-    Raises ValueError for a text that begins as such a list and is none.
-    """
+    """Return the right answers, given one answer, a list of them, or a JSON list of them. Raise
+    ValueError if a text begins like a JSON list but is not one."""
     if isinstance(ground_truth, str) and ground_truth.lstrip().startswith('["'):
         try:
             ground_truth = json.loads(ground_truth)
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                "`reward_model.ground_truth` begins as a JSON list of answers and is none "
-                f"({error}): mend it, or make it a list"
+                "`reward_model.ground_truth` begins like a JSON list of answers but is not one "
+                f"({error}). Fix the text, or store a list"
             ) from error
     truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     return [boxed_answer(str(truth)) or str(truth) for truth in truths]

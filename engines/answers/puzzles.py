@@ -1,6 +1,6 @@
-"""Scores of reasoning-gym's own scorers, for its sets: https://github.com/open-thought/reasoning-gym.
+"""Scores of reasoning-gym data by its own scorers: https://github.com/open-thought/reasoning-gym.
 
-A row's ground truth is what that package's scorer wants of a question, as JSON:
+A row's ground truth is the JSON of what the scorer needs to know about a question:
 
     {"answer": "12", "metadata": {...}, "tuples": false}
 """
@@ -16,7 +16,7 @@ from typing import Any
 from engines.answers.texts import boxed_answer
 
 PREFIX = "reasoning_gym/"
-"""Beginning of the `data_source` of its sets; the set's name follows."""
+"""Prefix of the `data_source` of reasoning-gym sets; the name of the set follows."""
 VERSION = "0.1.25"
 INSTRUCTION = "Think step by step. Give the final answer between <answer> and </answer>."
 _OPEN, _CLOSE = "<answer>", "</answer>"
@@ -24,12 +24,11 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 
 @cache
 def reasoning_gym() -> Any:
-    """Return the package. Raises ValueError where it is not installed, or not whole, or another
-    version of it is."""
+    """Return the package. Raise ValueError if it cannot be imported, or has another version."""
     try:
         found = version("reasoning-gym")
         with warnings.catch_warnings():
-            # Of the syntax in packages that it needs.
+            # Ignore syntax warnings from the packages that it imports.
             warnings.simplefilter("ignore")
             package = importlib.import_module("reasoning_gym")
     except (PackageNotFoundError, ImportError) as error:
@@ -41,17 +40,17 @@ def reasoning_gym() -> Any:
 
 def _advice(why: str) -> str:
     return (
-        f"reasoning-gym {VERSION} makes and scores these questions, and {why}: "
-        f"run .venv/bin/python -m pip install reasoning-gym=={VERSION}"
+        f"these questions need reasoning-gym {VERSION}, but {why}. "
+        f"Run .venv/bin/python -m pip install reasoning-gym=={VERSION}"
     )
 
 
 @cache
 def puzzle_scorer(name: str) -> Callable[[str, Any], dict[str, Any]]:
-    """Return the function of (response, ground truth) of this set; `name`: without the prefix.
+    """Return the function (response, ground truth) -> score of a set. `name`: without the prefix.
 
-    Partly right answers of some sets score between 0 and 1. A response without an answer scores 0.
-    Raises ValueError when the package or the set is not there.
+    Some sets give scores between 0 and 1 for partly right answers. A response without an answer
+    scores 0. Raise ValueError if the package or the set is missing.
     """
     if name not in reasoning_gym().factory.DATASETS:
         raise ValueError(f"reasoning-gym {VERSION} has no set {name!r}")
@@ -67,7 +66,7 @@ def puzzle_scorer(name: str) -> Callable[[str, Any], dict[str, Any]]:
 
 
 def stated_answer(response: str) -> str | None:
-    """Return the text of the last answer in tags, or else in a box."""
+    """Return the text of the last answer in tags, or else in a box. None if there is neither."""
     before, found, last = response.rpartition(_OPEN)
     if found and _CLOSE in last:
         return last.partition(_CLOSE)[0].strip()
@@ -77,10 +76,12 @@ def stated_answer(response: str) -> str | None:
 
 
 def write_entry(entry: dict[str, Any], score: Callable[[str, Any], float]) -> str:
-    """Return a question's answer and metadata as a ground truth. JSON has no tuples and no
-    fractions, which some scorers compare with: the form is kept in which they score as they should.
+    """Return the ground truth of a question as JSON.
 
-    Raises ValueError when there is none.
+    JSON has no tuples and no fractions, and some scorers compare with them. So try lists, then
+    tuples, and keep the form with which the scorer gives the same scores as with the original.
+
+    Raise ValueError if neither form works.
     """
     tried = (entry["answer"], "", "7")
     expected = [_tried(score, answer, entry) for answer in tried]
@@ -93,7 +94,7 @@ def write_entry(entry: dict[str, Any], score: Callable[[str, Any], float]) -> st
 
 
 def _tried(score: Callable[[str, Any], float], answer: str, entry: dict[str, Any]) -> float | str:
-    """A score, or the name of the error that a malformed answer makes."""
+    """Return a score, or the name of the error that the scorer raises."""
     try:
         return float(score(answer, entry))
     except Exception as error:  # Whatever the set's own code raises.
@@ -101,15 +102,15 @@ def _tried(score: Callable[[str, Any], float], answer: str, entry: dict[str, Any
 
 
 def read_entry(ground_truth: Any) -> dict[str, Any]:
-    """Return what `write_entry` wrote. Raises ValueError for anything else."""
+    """Return the entry that `write_entry` wrote. Raise ValueError for anything else."""
     try:
         told = json.loads(ground_truth)
         entry = {"answer": told["answer"], "metadata": told["metadata"]}
         return _with_tuples(entry) if told["tuples"] else entry
     except (TypeError, ValueError, KeyError, RecursionError) as error:
         raise ValueError(
-            "`reward_model.ground_truth` is not what refrain data reasoning-gym writes: "
-            f"make the file again ({type(error).__name__}: {error})"
+            "`reward_model.ground_truth` was not written by `refrain data reasoning-gym` "
+            f"({type(error).__name__}: {error}). Write the data file again with that command"
         ) from error
 
 

@@ -1,5 +1,6 @@
-"""Answers in the text of a response, and one spelling for those that are only typeset in other
-ways."""
+"""Extraction of answers from a response, and normalisation of answers that differ only in
+typesetting.
+"""
 
 import re
 from decimal import Decimal
@@ -23,7 +24,8 @@ _NAMED = re.compile(r"^[a-zA-Z]=(?=.)")
 
 
 def number_after_mark(solution: str) -> str | None:
-    """The number right after the last `####`; without that mark, the last box; else None."""
+    """Return the number directly after the last `####`, or the last box without that mark, else
+    None."""
     _, mark, after = solution.rpartition("####")
     if not mark:
         return boxed_answer(solution)
@@ -32,7 +34,8 @@ def number_after_mark(solution: str) -> str | None:
 
 
 def answer_line(solution: str) -> str | None:
-    """Text after the last `Answer:` on its line, out of its box; without one, the last box."""
+    """Return the text after the last `Answer:` on its line, without its box. Without such a line,
+    return the last box."""
     lines = re.findall(r"(?i)\banswer\s*:[ \t]*([^\n]+)", solution)
     if not lines:
         return boxed_answer(solution)
@@ -40,7 +43,8 @@ def answer_line(solution: str) -> str | None:
 
 
 def boxed_answer(solution: str) -> str | None:
-    """Contents of the last `\\boxed{...}` or `\\fbox{...}`; None without a closing brace."""
+    """Return the contents of the last `\\boxed{...}` or `\\fbox{...}`, or None if it has no closing
+    brace."""
     start = max(solution.rfind("\\boxed{"), solution.rfind("\\fbox{"))
     if start < 0:
         return None
@@ -54,27 +58,28 @@ def boxed_answer(solution: str) -> str | None:
 
 
 def normalise_number(answer: str) -> str:
-    """A number without commas, dollars and blanks."""
+    """Return a number without commas, dollar signs and spaces."""
     return re.sub(r"[,$\s]", "", answer)
 
 
 def normalise_math(answer: str) -> str:
-    """One spelling for answers that differ only in how they are typeset."""
+    """Return one spelling for answers that differ only in typesetting."""
     for pattern, replacement in REWRITES:
         answer = re.sub(pattern, replacement, answer)
     return answer
 
 
 def same_number(one: str, other: str) -> bool | None:
-    """Whether two plain decimal numbers are the same; None where one is something else."""
+    """Return whether two plain decimal numbers are equal, or None if one of them is something
+    else."""
     if not (_NUMBER.match(one) and _NUMBER.match(other)):
         return None
     return Decimal(one) == Decimal(other)
 
 
 def same_text(one: str, other: str) -> bool:
-    """Whether two normalised answers are the same, where a name before `=` that one of them lacks
-    says nothing: `x=5` is `5`, and not `y=5`."""
+    """Return whether two normalised answers are equal. A name before `=` that only one of them has
+    is ignored: `x=5` equals `5`, but not `y=5`."""
     if bool(_NAMED.match(one)) != bool(_NAMED.match(other)):
         one, other = _NAMED.sub("", one), _NAMED.sub("", other)
     return bool(one) and one == other
