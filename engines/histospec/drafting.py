@@ -70,10 +70,10 @@ def evidence_shares() -> np.ndarray:
 
 
 def evidence_factors() -> tuple[np.ndarray, np.ndarray]:
-    """Return the factors of each class as ones and zeros, once for drafts by counts and once for
-    drafts by counts and noise; float64 [classes of the kind, factors]. The first column is 1 for
-    all classes. The others mark the class of each of the two numbers, of the match length, and of
-    the number of draft tokens before."""
+    """Return the factors of each class, as ones and zeros; float64 [classes of the kind, factors].
+    The first array is for drafts by counts, the second for drafts by counts and noise. The first
+    column is 1 for all classes. The other columns mark the class of each of the two numbers, of the
+    match length, and of the number of draft tokens before."""
     by_counts, by_noise = (_factors_of(shape) for shape in (_COUNTED, _FORESEEN))
     return by_counts, by_noise
 

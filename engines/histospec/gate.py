@@ -1,5 +1,4 @@
-"""Choice of the drafted tokens that are worth verifying in this step (RhymeRL 5.4, batch gate).
-Pure.
+"""The batch gate: which drafted tokens are worth verifying in this step (RhymeRL 5.4). Pure.
 
 A step of B requests that verifies a set S of draft tokens takes time(B, S). It yields B + sum over
 S of p tokens, where p is the probability that a token and all before it are accepted. The gate
@@ -7,11 +6,11 @@ keeps the tokens with the largest p, as many as give the most tokens per second.
 plain decoding is faster. So windows shrink as batches grow, request by request, and drafting is off
 where it does not pay.
 
-Drafting itself takes time, even when nothing is kept. So a look (drafting to see what pays) counts
-as paying only if the step gains more than the look took. While looks do not pay, they become rarer.
+Drafting itself takes time, even when nothing is kept. A step that drafts is called a look. A look
+pays only if the step gains more than drafting took. While looks do not pay, they become rarer.
 
-Deviation from the paper: the paper switches drafting off above a profiled batch size. Here that
-size is where this rule keeps nothing.
+Deviation from the paper: the paper switches drafting off above a profiled batch size. Here drafting
+is off at the batch sizes where the gate keeps nothing.
 """
 
 from collections.abc import Mapping

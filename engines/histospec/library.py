@@ -142,8 +142,8 @@ class IndexLibrary:
                 self._find(key, path)
 
     def missing(self, wanted: Mapping[str, int]) -> list[str]:
-        """Return the keys of prompts without a usable index of the given step. The index may be
-        missing, damaged, or of another step. Restore the wanted ones that are compressed."""
+        """Return the keys of prompts whose index is missing, damaged, or of another step than
+        `wanted` gives for it. Restore wanted indexes that are compressed."""
         newest = max(self._whole.newest, self._cold.newest)
         missing = [key for key, step in wanted.items() if not self._is_there(key, step)]
         lacking = set(missing)

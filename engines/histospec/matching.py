@@ -161,8 +161,8 @@ def _may_match(row, context, num_tokens):
 
 @njit
 def first_tokens_of(table, slots, token_ids, num_tokens, windows):
-    """Return, for each row and each of its indexes, the interval of `order` that starts with the
-    first of the last `MIN` tokens; int64 [rows, indexes, 2], empty if they cannot match.
+    """Return the interval of `order` that starts with the first of the last `MIN` tokens, for each
+    row and each of its indexes; int64 [rows, indexes, 2]. It is empty if the tokens cannot match.
 
     `slots`: int32 [rows or 1, indexes].
 

@@ -40,8 +40,8 @@ SHARED_EPOCHS = 2
 MERGED = 4
 """Largest ratio of an old file's tokens to the new tokens at which the two are merged."""
 MOST_IN_ONE = 4
-"""Divisor of all tokens that gives the most tokens of one file. Whole files are dropped when room
-runs out, so this bounds how much is dropped at once."""
+"""One file has at most one part in this many of all tokens. When room runs out, whole files are
+dropped, so this bounds how much is dropped at once."""
 _MAX_WEIGHT = 2**40
 
 
@@ -63,9 +63,9 @@ class Shard:
 
 
 def num_merged(shards: Sequence[Shard], num_new: int, since: int, most: int) -> int:
-    """Return how many of the last files a new one takes in. These are files that are not much
-    larger than the new one, so that tokens are rewritten only a few times, and files of which over
-    half is too old.
+    """Return how many of the last files a new one takes in. It takes in files that are not much
+    larger, so that tokens are rewritten only a few times. It also takes in files of which over half
+    is too old.
 
     `since`: first step that is kept. `most`: most tokens of one file.
     """

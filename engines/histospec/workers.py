@@ -117,7 +117,7 @@ class HistoryWorkers:
     def _note_end(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            self._on_trouble(f"the histories could not be indexed: {error!r}")
+            self._on_trouble(f"the histories were not indexed: {error!r}")
 
     async def ensure(self, wanted: Mapping[str, int], read_rows: ReadRows) -> int:
         """Build an index of each prompt from its given step; return how many prompts have one.
@@ -229,11 +229,11 @@ class HistoryWorkers:
             return self._not_copied(error)
 
     def _not_copied(self, error: ActorError) -> None:
-        """Report a failure to copy. Raise errors that are bugs. `_call` restarts a worker that
-        hangs when it is next to build."""
+        """Report a failure to copy, or raise an error that is a bug. A worker that hangs is
+        restarted at its next build, in `_call`."""
         if error.cause and not isinstance(error.cause, (OSError, DamagedIndex)):
             raise error
-        self._on_trouble(f"the histories could not be copied to all nodes: {error}")
+        self._on_trouble(f"the histories were not copied to all nodes: {error}")
 
     async def _call(self, share: int, method: str, *args: Any) -> Any:
         """Return the answer of a worker, or None if it failed. Retry a dead worker until Ray has

@@ -63,8 +63,8 @@ def verify_grid(
     """Return measurements of verification, at the middle length of every other batch size of a
     decode grid.
 
-    Left out are points with `batch * (window + 1)` above `max_step_tokens`, which an engine would
-    split into several steps, and windows for which fewer than two batch sizes remain.
+    Points with `batch * (window + 1)` above `max_step_tokens` are left out, because an engine would
+    split them into several steps. So are windows for which fewer than two batch sizes remain.
     """
     by_batch: dict[int, list[Measurement]] = {}
     for point in decode:
