@@ -1,1 +1,1 @@
-"""One controller that weighs all moves of a generation stage against each other."""
+"""A controller that compares all moves of a generation stage with each other."""

@@ -1,27 +1,30 @@
-"""One controller over all moves: raise TP, race, redraft, migrate, or leave alone. Pure.
+"""One controller for all moves: raise the TP degree, race, migrate, defer, or do nothing. Pure.
 
-    view ─outlook─► state ◄──────────────┐ as it would be
+    view ─outlook─► state ◄──────────────┐ predicted state
                       │                  │
-    techniques ─propose─► moves ─effects─┴─► gain ─► take the best, drop what it spoils, again
+    techniques ─propose─► moves ─effects─┴─► gain ─► take the best, drop what conflicts, repeat
 
-Techniques propose and never decide; a proposal that is not taken leaves no trace. All are compared
-by one latency model in one unit, the predicted end of the step (`objective`), each with what it
-costs: waking engines, moving or computing keys and values, a slower step for those that stay. When
-nothing pays, nothing is done. A single technique is this controller with the others left out.
+Techniques propose moves and the controller decides. A proposal that is not taken leaves no trace.
+The controller compares all proposals with one latency model and in one unit: the predicted end of
+the step (`objective`). Each proposal is charged its costs: waking engines, moving or recomputing
+keys and values, and a slower step for the requests that stay. When no proposal pays, the controller
+does nothing. To run a single technique, pass only that one.
 
-What is best for those whom it touches is taken, as long as something pays. That is done with all
-proposals, beginning with what brings the step's end forward most, and with those of each technique
-alone, and the best of these choices is made. So it is predicted to be no worse than any one
-proposal, than any technique by itself, and than nothing. It is not the best set of proposals: a
-move whose worth shows only after another one is found in the next round.
+A round takes the proposal with the largest gain for the requests that it touches, then the next, as
+long as one pays. The controller does so several times: with all proposals, with all of them but
+starting at the one that brings the step's end forward most, and with the proposals of each
+technique alone. The best result wins. So the prediction is never worse than any single proposal,
+any single technique, or doing nothing. It is not always the best set of proposals: a move that pays
+only after another move is found in the next round.
 
-Nobody knows how long which response will be. What the choice of one scenario of lengths brings is
-looked at in others, and what would cost time on average is left out. Where engines that become free
-are of use to others, whose requests they race, they are spent on nobody else than may be the last
-of the step: by forecasts of all that is at work, as of when it was looked at.
+The lengths of responses are not known in advance. The controller therefore checks its choice in
+further scenarios of the lengths, and drops proposals that would cost time on average. With
+`shares_engines`, free engines race the requests of other engines. A move that is not free must then
+touch a request that may be the last of the step. To tell, the controller keeps the last forecast of
+every engine that has requests.
 
-Rounds are few: when engines have become free, when so many requests have finished, and every so
-many seconds. What one takes at a time is bounded by `max_requests`.
+Rounds are rare. One starts when engines have become free, when enough requests have finished, or
+after `every_s` seconds. `max_requests` bounds the requests that one round looks at.
 """
 
 import math
@@ -40,15 +43,16 @@ from engines.control.state import StepState
 from engines.rollout.moves import EngineView, Move, Reshape, RolloutView
 
 MARGIN = 0.02
-"""Least gain of what is touched, as a share: forecasts are no better than that."""
+"""Least gain, as a share of the forecast for the touched requests. Forecasts are no better."""
 SCENARIOS = (1 / 3, 2 / 3)
-"""Further ways in which lengths may be among the requests (`engines.pat.remaining`): what is
-decided by one of them must pay on average over all."""
+"""Further ways to assign lengths to requests (`engines.pat.remaining`). A decision made in one
+scenario must pay on average over all of them."""
 NEAR = 0.1
-"""Share of the time to the step's end within which who ends sooner may yet be the last: about as
-far as forecasts by history are off (`forecast_error_history_*` of `simulate --paper pat`)."""
+"""Share of the time to the step's end. A request whose forecast is this close to the end may still
+be the last. Forecasts from history are about this far off (`forecast_error_history_*` of
+`simulate --paper pat`)."""
 FINISHED_SHARE = 1 / 16
-"""Share of the last round's requests that have finished when the next round begins."""
+"""Share of the last round's requests that must finish before the next round starts."""
 
 
 @dataclass(slots=True)
@@ -61,7 +65,7 @@ class _Weighed:
 
 @dataclass
 class Controller:
-    """Decides for one generation stage."""
+    """Decides on the moves of one generation stage."""
 
     techniques: Sequence[MoveTechnique]
     outlook: Outlook
@@ -69,27 +73,27 @@ class Controller:
     objective: Objective = field(default_factory=SoonestEnd)
     margin: float = MARGIN
     every_s: float = 5.0
-    """Between two rounds, at most."""
+    """Longest time between two rounds."""
     max_batch: int = 128
-    """Engines with more unfinished requests are not looked at: there is nothing to gain yet."""
+    """The controller skips engines with more unfinished requests: nothing to gain there yet."""
     max_requests: float = 192
-    """Requests that are looked at in one go; one pool at least. A round of more takes several."""
+    """Most requests per call, but at least one pool. A larger round takes several calls."""
     opening: Reshaping | None = None
-    """Chooses the layouts in which a stage begins; None: they stay as they are."""
+    """Chooses the layouts that a stage begins in. None: keep the layouts."""
     shares_engines: bool = False
-    """Whether an engine that becomes free is of use to others."""
+    """Whether an engine that becomes free can help the requests of other engines."""
     _ends_s: dict[int, float] = field(default_factory=dict)
-    """When each pool, or engine without one, was last forecast to have nothing left."""
+    """Last forecast of when each pool, or engine without a pool, runs out of requests."""
     _since_s: float = -math.inf
-    """When the last round began: pools looked at before have their turn."""
+    """When the last round began. Pools that were looked at before then are due."""
     _num_looked_at: float = math.inf
-    """Requests when it began, copies included."""
+    """Number of requests when the last round began, copies included."""
     _free: frozenset[int] = frozenset()
     _looked_at: dict[int, float] = field(default_factory=dict)
-    """When each pool, or engine without one, was looked at last."""
+    """When each pool, or engine without a pool, was last looked at."""
 
     def begin(self, view: RolloutView) -> Sequence[Reshape]:
-        """Layouts in which the stage begins, where something is known of lengths."""
+        """Return the layouts that the stage begins in. Empty while no lengths are known."""
         if self.opening is None or not self.outlook.remaining.is_known:
             return []
         states = [self.outlook.forecast(view, scenario) for scenario in (0.0, *SCENARIOS)]
@@ -97,7 +101,7 @@ class Controller:
         return [Reshape(pool, tp_degree) for pool in self.effects.pools if tp_degree]
 
     def decide(self, view: RolloutView) -> Sequence[Move]:
-        """Moves that follow from those before, then those that pay now."""
+        """Return the moves that follow from earlier moves, then the moves that pay now."""
         follows = [move for technique in self.techniques for move in technique.follow(view)]
         return [*follows, *self._weigh_all(view)]
 
@@ -132,8 +136,8 @@ class Controller:
         return moves
 
     def _small(self, view: RolloutView) -> tuple[EngineView, ...]:
-        """Engines that are looked at: free ones, and pools whose turn it is, as many as there is
-        time for, those not looked at for longest first."""
+        """Return the engines to look at: free engines, and as many due pools as `max_requests`
+        allows. The pools that have waited longest come first."""
         fitting = [e for e in view.engines if len(e.progress) <= self.max_batch]
         groups: dict[int, list[EngineView]] = {}
         for engine in fitting:
@@ -150,12 +154,12 @@ class Controller:
         return tuple(e for e in fitting if not e.progress or e.engine in looked)
 
     def _group(self, engine: int) -> int:
-        """The pool of an engine, or a number of its own."""
+        """Return the engine's pool, or a negative number of its own if it has no pool."""
         return self._group_of.get(engine, -1 - engine)
 
     @cached_property
     def _group_of(self) -> dict[int, int]:
-        """The pool of each engine."""
+        """Pool index by engine."""
         pools = self.effects.pools.values()
         return {i: pool.index for pool in pools for own in pool.engines.values() for i in own}
 
@@ -174,7 +178,7 @@ class Controller:
     def _weigh(
         self, technique: MoveTechnique, proposal: Proposal, state: StepState, effects: Effects
     ) -> _Weighed | None:
-        """None: it is not possible."""
+        """Return the proposal with its gain, or None when it is not possible."""
         effect = effects.of(state, proposal.moves)
         if effect is None:
             return None
@@ -183,7 +187,7 @@ class Controller:
     def _best_choice(
         self, paying: Sequence[_Weighed], state: StepState, effects: Effects
     ) -> list[_Weighed]:
-        """The best of several choices; of equal ones that of all proposals."""
+        """Return the best of several choices. In a tie, the choice from all proposals wins."""
         if not paying:
             return []
         names = sorted({one.proposal.technique for one in paying})
@@ -201,13 +205,13 @@ class Controller:
         effects: Effects,
         first: _Weighed | None = None,
     ) -> tuple[list[_Weighed], StepState]:
-        """One after the other, `first` before all, with the state after them.
+        """Take proposals one after the other, `first` before all. Return them with the final state.
 
-        What one that was taken has touched is weighed again when it would be next: others leave
-        less to gain as a rule.
+        When an earlier proposal has touched the engines of the next one, weigh the next one again:
+        there is usually less left to gain.
         """
         taken: list[_Weighed] = []
-        # Gain, its place among equal ones, itself, and how many were taken when it was weighed.
+        # (minus gain, place to break ties, proposal, number taken when it was weighed)
         left = [(-one.gain.own, place, one, 0) for place, one in enumerate(paying)]
         left = [entry for entry in left if entry[2] is not first]
         heapify(left)
@@ -227,7 +231,7 @@ class Controller:
         return taken, state
 
     def _note_ends(self, view: RolloutView, state: StepState) -> None:
-        """Note when what was looked at will have nothing left, and forget who has nothing."""
+        """Record when each engine in `state` runs out of requests. Forget the idle ones."""
         at_work = {self._group(engine.engine) for engine in view.engines if engine.progress}
         self._ends_s = {group: self._ends_s.get(group, math.inf) for group in at_work}
         looked = [engine.engine for engine in state.engines.values() if engine.copies]
@@ -239,13 +243,13 @@ class Controller:
     def _pays_in_all(
         self, weighed: _Weighed, others: Sequence[StepState], effects: Effects
     ) -> bool:
-        """Whether it pays on average over the scenarios, of which one was looked at."""
+        """Return whether the proposal pays on average, over its own scenario and `others`."""
         if weighed.proposal.free:
             return True
         gains = [weighed.gain.own]
         for state in others:
             effect = effects.of(state, weighed.proposal.moves)
-            # Where nobody is left once keys and values are saved, nothing is done.
+            # The requests may all end while keys and values are saved. Then nothing is done.
             gains.append(self.objective.gain(state, effect).own if effect else 0.0)
         return fmean(gains) > 0.0
 
@@ -255,8 +259,10 @@ class Controller:
 
 
 def _may_be_last(weighed: _Weighed, states: Sequence[StepState], last_s: float) -> bool:
-    """Whether what it touches may, left alone, end the step by one of these scenarios, or it costs
-    nobody anything. `last_s`: when the step would end."""
+    """Return whether the proposal is free, or touches a request that may be the last of the step.
+
+    The request must end near `last_s`, the step's end, in one of the scenarios without the move.
+    """
     rows = weighed.effect.requests
     ends_s = (max((state.ends_s[row] for row in rows), default=0.0) for state in states)
     return weighed.proposal.free or max(ends_s) >= (1 - NEAR) * last_s

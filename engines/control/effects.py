@@ -1,12 +1,12 @@
-"""Effects that moves would have on a generation stage. Pure.
+"""Predicts the effects of moves on a generation stage. Pure.
 
-    Race      one copy more, which computes its keys and values first, as on another node
-    Migrate   the copy goes to another engine, and computes them there
-    Defer     it leaves the step
-    Reshape   the pool's requests, merged, go to the engines of the other layout, dealt anew, once
-              their keys and values are saved ahead; those that end until then are not there
+    Race      another engine gets a copy; it computes the keys and values first, as on a new node
+    Migrate   the request moves to another engine, which computes its keys and values
+    Defer     the request leaves the step
+    Reshape   the pool's requests are dealt anew over the engines of another layout, once their keys
+              and values are saved ahead; requests that end before then are gone
 
-A move that is not possible has no effect, and spoils those that were weighed with it.
+An impossible move has no effect. The moves weighed together with it are then impossible too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,27 +29,28 @@ from schemas.layout import Pool
 from schemas.rollout import RequestId
 
 WeighedMove = Race | Migrate | Defer | Reshape
-"""Moves that a controller weighs: who is where. How to draft is decided beside it."""
+"""Moves that a controller weighs: they decide where requests run. `Redraft` decides how to draft
+and is made elsewhere."""
 Changes = dict[int, EngineState | None]
 
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of some moves on a state."""
+    """The predicted effect of some moves."""
 
     engines: frozenset[int]
-    """Engines that would have something else to do, or would take another time for it."""
+    """Engines whose requests change or end at another time."""
     requests: frozenset[int]
-    """Requests that may end at another time, by row."""
+    """Rows of the requests that may end at another time."""
     changes: Changes
-    """Engines as they would be; None: not at work any more."""
+    """Engines after the moves. None: the engine stops working."""
     times_s: Mapping[int, Times]
-    """When each copy on those would end."""
+    """End of each copy on the changed engines."""
     ends_s: Times
-    """When each of the requests would; those that leave the step are not there."""
+    """End of each touched request. Requests that leave the step are missing."""
 
     def after(self, state: StepState) -> StepState:
-        """The state with it. What it touches must be as it was when it was weighed."""
+        """Return the state after the moves. What they touch must not have changed since."""
         kept = [index for index in state.engines if index not in self.changes]
         engines = {index: state.engines[index] for index in kept}
         engines |= {index: engine for index, engine in self.changes.items() if engine}
@@ -66,14 +67,14 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Switched:
-    """A pool after a switch."""
+    """A pool after a switch to another layout."""
 
     sources: list[EngineState]
-    """Engines of the layout before, as they are when the switch is made."""
+    """Engines of the old layout at the moment of the switch."""
     targets: list[EngineState]
-    """Engines of the other layout."""
+    """Engines of the new layout."""
     ready_s: float
-    """Seconds from now until those decode."""
+    """Seconds from now until the targets decode."""
     move_kv: bool
 
 
@@ -83,14 +84,14 @@ class Effects:
 
     latency: Latency
     pools: Mapping[int, Pool] = field(default_factory=dict)
-    """Pools by their index."""
+    """Pools by index."""
     costs: SwitchCosts | None = None
-    """Costs of switches between the layouts of a pool; None where there are none."""
+    """Costs of switching a pool's layout. None without pools."""
     acceptances: Mapping[str, float] = field(default_factory=dict)
-    """Acceptance by drafter, for requests that do not have it yet."""
+    """Acceptance by drafter, for a request that gets another drafter."""
 
     def of(self, state: StepState, moves: Iterable[WeighedMove]) -> Effect | None:
-        """None: one of them is not possible."""
+        """Return the effect of all moves, or None if one of them is impossible."""
         changes: Changes = {}
         for move in moves:
             draft = _Draft(state, changes)
@@ -112,7 +113,7 @@ class Effects:
         found, target = draft.best(move.id), draft.engine(move.to_engine)
         if found is None or target is None or target.find(draft.row(move.id)):
             return None
-        # To two digits: there are few to look up.
+        # Rounded to two digits, so that lookups hit the cache.
         acceptance = round(self.acceptances.get(move.drafting.drafter, 0.0), 2)
         copy = found[1]._replace(drafting=move.drafting, acceptance=acceptance)
         return {target.engine: self._join(target, [copy])}
@@ -149,8 +150,9 @@ class Effects:
     def switches(
         self, courses: Sequence[Course], pool: Pool, tp_degree: int, wait_s: float = 0.0
     ) -> list[Switched]:
-        """Ways to switch that are decided so many seconds from now: keys and values are moved, or
-        computed again if that is over sooner. If not it is worse: moved, less is left by then."""
+        """Return the useful ways to switch, `wait_s` from now: move keys and values, or recompute
+        them. The second way is left out unless its targets decode earlier. When moved, fewer
+        requests are left by then."""
         assert self.costs is not None, "pools come with the costs of switching"
         ways = (self.switched(courses, pool, tp_degree, kv, wait_s) for kv in self.costs.ways)
         found = [made for made in ways if made]
@@ -165,8 +167,12 @@ class Effects:
         move_kv: bool,
         wait_s: float = 0.0,
     ) -> Switched | None:
-        """The pool after a switch that is decided so many seconds from now; one that moves keys and
-        values is made when what there is by then is saved ahead. None: nobody is left."""
+        """Return the pool after a switch that is decided `wait_s` from now. None if no request is
+        left.
+
+        To move keys and values, the engines first save those that exist when the switch is decided.
+        The requests go on meanwhile. Then the switch is made.
+        """
         assert self.costs is not None, "pools come with the costs of switching"
         sources = [course.later(wait_s) if wait_s else course.engine for course in courses]
         ahead_s = self.costs.ahead_s(sources[0].tp_degree, _contexts(sources)) if move_kv else 0.0
@@ -187,7 +193,7 @@ class Effects:
         return Switched(sources, targets, wait_s + (self.costs.control_s + state_s), move_kv)
 
     def _join(self, target: EngineState, copies: Sequence[PlacedRequest]) -> EngineState:
-        """Their keys and values are computed first, and everybody there waits for that."""
+        """Return the engine with the copies. All its requests wait while it prefills the copies."""
         rms = rms_tokens([copy.context_tokens for copy in copies])
         prefill_s = self.latency.prefill_s(target.tp_degree, len(copies), rms)
         delay_s = target.delay_s + prefill_s
@@ -196,7 +202,7 @@ class Effects:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A state with the changes so far."""
+    """A state with the changes of earlier moves."""
 
     state: StepState
     changes: Changes
@@ -208,8 +214,8 @@ class _Draft:
         return self.state.rows.get(id, -1)
 
     def best(self, id: RequestId) -> tuple[EngineState, PlacedRequest] | None:
-        """The engine that has most of the request, as the coordinator takes it from there, and the
-        request, as they are by now."""
+        """Return the engine with most tokens of the request, and the request there. The coordinator
+        picks the same engine. Both include the changes so far."""
         row = self.row(id)
         holders = (self.state.engines[index] for index in self.state.holders.get(row, ()))
         found = [(engine.engine, copy) for engine in holders if (copy := engine.find(row))]
@@ -220,8 +226,8 @@ class _Draft:
 
 
 def working(pool: Pool, state: StepState) -> list[EngineState] | None:
-    """The engines of the pool's present layout, if all of them are at this phase and have
-    something to do."""
+    """Return the engines of the pool's present layout. None unless all are in this stage and one
+    has a request."""
     for engines in pool.engines.values():
         if all(index in state.engines for index in engines):
             present = [state.engines[index] for index in engines]
@@ -232,7 +238,7 @@ def working(pool: Pool, state: StepState) -> list[EngineState] | None:
 def deal(
     copies: Sequence[PlacedRequest], engines: Sequence[int], tp_degree: int
 ) -> list[EngineState]:
-    """Requests dealt over engines by context tokens, as the coordinator deals them."""
+    """Deal requests over engines by context tokens, as the coordinator does."""
     shares = longest_first(copies, lambda copy: copy.context_tokens, len(engines))
     return [
         EngineState(index, tp_degree, tuple(share))
@@ -243,7 +249,7 @@ def deal(
 def deal_anew(
     present: Sequence[EngineState], engines: Sequence[int], tp_degree: int
 ) -> list[EngineState]:
-    """Requests that have not begun, as the coordinator deals them where a stage is to begin."""
+    """Deal requests that have not begun, as the coordinator does before a stage begins."""
     shares: list[list[PlacedRequest]] = [[] for _ in engines]
     for place, engine in enumerate(present):
         share_of = in_turn([shares[i] for i in places_after(place, len(present), len(engines))])
@@ -260,7 +266,7 @@ def _contexts(engines: Sequence[EngineState]) -> list[list[float]]:
 
 
 def _since(before: Sequence[EngineState], after: Sequence[EngineState]) -> float:
-    """Most tokens that came to one engine, of requests that it still has."""
+    """Return the most tokens that one engine has added, for requests that it still has."""
     return max(
         new.context_tokens - sum(c.context_tokens for c in old.copies if c.row in left)
         for old, new in zip(before, after, strict=True)

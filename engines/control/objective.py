@@ -1,11 +1,11 @@
-"""Gains of moves, by what is to be reached. Pure.
+"""The gain of moves, for two objectives. Pure.
 
-    SoonestEnd        the step ends sooner: nobody waits for anything but its last request
-    FewestGpuSeconds  engines are sooner free for the next step, each for itself
+    SoonestEnd        make the step end sooner: the next step waits for the last request
+    FewestGpuSeconds  free the engines sooner: each begins the next step when it is free
 
-A gain is looked at twice: for all of the step, and for what the moves touch alone. The first says
-which is the best; the second, whether it pays, since of two pools that would end at the same time
-neither could ever begin to be faster.
+Each gain is computed twice: for the whole step, and for the touched requests alone. The gain of the
+whole step tells which proposal is the best. The gain of the touched requests tells whether it pays:
+of two pools that end at the same time, neither could speed up first if only the whole step counted.
 """
 
 from collections import ChainMap
@@ -17,25 +17,25 @@ from engines.control.state import EngineState, StepState
 
 
 class Gain(NamedTuple):
-    """Seconds, or GPU-seconds, that moves save."""
+    """Seconds (or GPU-seconds) that moves save."""
 
     whole: float
     """Gain of the whole step."""
     own: float
-    """Gain of what is touched."""
+    """Gain of the touched requests or engines."""
     alone: float
-    """Total of what is touched, left alone."""
+    """Total of the touched requests or engines, without the moves."""
 
     def pays(self, margin: float) -> bool:
-        """`margin`: least gain, as a share of that."""
+        """Return whether `own` exceeds this share of `alone`."""
         return self.own > margin * self.alone
 
 
 class SoonestEnd:
-    """The next step waits for the last request: `mode: sync`."""
+    """Minimizes the time until the last request ends, for `mode: sync`."""
 
     idles = True
-    """An engine that has nothing left stays free until the step ends."""
+    """Whether an engine without requests stays free until the step ends."""
 
     def gain(self, before: StepState, effect: Effect) -> Gain:
         of_s = max((before.ends_s[row] for row in effect.requests), default=0.0)
@@ -45,18 +45,18 @@ class SoonestEnd:
         return Gain(max(of_s, others_s) - max(own_s, others_s), of_s - own_s, of_s)
 
     def total(self, state: StepState) -> float:
-        """The quantity that is to be small."""
+        """Return the quantity to minimize."""
         return state.end_s
 
     def of_layout(self, tp_degree: int, ends_s: Sequence[float]) -> float:
-        """The same of some engines alone, by when each has nothing left."""
+        """Return the same quantity for some engines. `ends_s`: when each runs out of requests."""
         del tp_degree
         return max(ends_s)
 
 
 class FewestGpuSeconds:
-    """An engine that has nothing left begins the next step at once: `mode: pipelined`. So a switch
-    that ties up the GPUs of a node must save time on all of them together."""
+    """Minimizes the engines' GPU time, for `mode: pipelined`. A free engine begins the next step at
+    once, so a switch that occupies a node's GPUs must save time over all of them."""
 
     idles = False
 
@@ -80,6 +80,7 @@ Objective = SoonestEnd | FewestGpuSeconds
 
 
 def _gpu_s(engine: EngineState, ends_s: Mapping[int, float]) -> float:
-    """GPU time until the engine has nothing left: losers of a race leave with the winner."""
+    """Return the GPU time until the engine runs out of requests. A race's losers stop with its
+    winner."""
     last_s = max((ends_s[copy.row] for copy in engine.copies), default=0.0)
     return engine.tp_degree * last_s

@@ -1,12 +1,12 @@
-"""How a generation stage will go on, as far as a view tells. Pure.
+"""Forecast of a generation stage, from what a view shows. Pure.
 
     progress ──remaining lengths──► tokens to come ─┐
     drafting ──acceptances────────► pace ───────────┴─► StepState
 
-A request that has just come to an engine is there with no tokens until that engine tells, and
-nothing is known of its drafting: what it was once seen with counts. Until enough was verified its
-acceptance is what its prompt's history makes expect of drafts from there, or the mean of what its
-drafter has elsewhere in the view, or what was expected of that.
+A request that has just come to an engine shows zero tokens there until the engine reports. The
+forecast then uses the most tokens that any earlier view showed. A request's acceptance is, in this
+order: its own, once enough draft tokens were verified; for drafts from history, its prompt's; the
+mean of its drafter in the view; the expected acceptance of its drafter.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,38 +21,38 @@ from schemas.drafting import HISTORY
 from schemas.rollout import DraftProgress, DraftSetting, RequestId
 
 MIN_VERIFIED = 64
-"""Draft tokens of a request that were accepted or rejected, before its acceptance counts."""
+"""Draft tokens of a request that must be accepted or rejected before its own acceptance counts."""
 
 
 @dataclass
 class Outlook:
-    """Makes the forecasts of one generation stage, and remembers what engines told."""
+    """Makes the forecasts of one generation stage. Remembers what engines have reported."""
 
     forecaster: Forecaster
     remaining: Remaining
     prompt_tokens: Mapping[str, int]
-    """Length of each prompt, by its key."""
+    """Prompt length in tokens, by prompt key."""
     expected_acceptance: Mapping[str, float] = field(default_factory=dict)
-    """Acceptance by drafter, where nothing was verified yet; of the others nothing is accepted."""
+    """Acceptance by drafter before anything is verified. 0 for drafters that are missing."""
     prompt_acceptance: Mapping[str, float] = field(default_factory=dict)
-    """Acceptance of drafts from history by prompt, as far as prompts differ."""
+    """Acceptance of drafts from history, by prompt. Empty if all prompts have the same."""
     acceptances: Mapping[str, float] = field(default_factory=dict)
-    """Mean acceptance by drafter, as of the last view."""
+    """Mean acceptance by drafter in the last view."""
     default_drafting: DraftSetting | None = None
-    """Setting of requests of which no engine has told."""
+    """Setting of requests that no engine has reported on yet."""
     _seen: RolloutView | None = None
     """The last view."""
     _generated: dict[RequestId, int] = field(default_factory=dict)
-    """Most response tokens that a request was seen with."""
+    """Most response tokens that a view showed for each request."""
     _settings: dict[RequestId, DraftSetting | None] = field(default_factory=dict)
-    """The last that was told of it."""
+    """Last reported setting of each request."""
     _asked: dict[tuple[int, RequestId], DraftSetting] = field(default_factory=dict)
-    """Settings that were asked for, by engine and request, until the engine tells of them."""
+    """Settings of races that the engine has not reported yet, by engine and request."""
     _rates: dict[tuple[RequestId, str], float] = field(default_factory=dict)
-    """Acceptance of a request with a drafter, as last known."""
+    """Last known acceptance, by request and drafter."""
 
     def forecast(self, view: RolloutView, scenario: float = 0.0) -> StepState:
-        """`scenario`: as of `Remaining`."""
+        """Return the predicted state. `scenario`: see `Remaining.tokens`."""
         self._look(view)
         generated = self._generated
         to_come = self.remaining.tokens(generated, scenario)
@@ -62,20 +62,20 @@ class Outlook:
         return StepState.of(self.forecaster, rows, engines)
 
     def _look(self, view: RolloutView) -> None:
-        """Once a view, of which there are several scenarios."""
+        """Read the view. Several scenarios share one view, so read each view once."""
         if view is not self._seen:
             self._seen, self._generated = view, self._count(view)
             self._hear(view)
             self.acceptances = {**self.expected_acceptance, **_means(view)}
 
     def note(self, moves: Iterable[Move]) -> None:
-        """They are asked for: engines tell of a race later."""
+        """Remember the races that were ordered. Engines report them only later."""
         for move in moves:
             if isinstance(move, Race):
                 self._asked[move.to_engine, move.id] = move.drafting
 
     def _count(self, view: RolloutView) -> dict[RequestId, int]:
-        """Tokens of every unfinished request."""
+        """Return the response tokens of every unfinished request."""
         generated: dict[RequestId, int] = {}
         for engine in view.engines:
             for id, num in engine.progress.items():
@@ -121,7 +121,8 @@ class Outlook:
 
 
 def _acceptance(told: DraftProgress) -> float | None:
-    """None until enough was verified. To two digits, as what follows from one is looked up."""
+    """Return the acceptance in two digits, so that lookups hit the cache. None if too little was
+    verified."""
     if told.num_accepted_tokens + told.num_rejections < MIN_VERIFIED:
         return None
     rate = request_acceptance(told)
@@ -129,7 +130,7 @@ def _acceptance(told: DraftProgress) -> float | None:
 
 
 def _means(view: RolloutView) -> dict[str, float]:
-    """Mean acceptance of each drafter over the requests that it drafts for."""
+    """Return each drafter's mean acceptance over the requests that it drafts for."""
     by_drafter: dict[str, list[float]] = {}
     for engine in view.engines:
         for told in engine.drafting.values():

@@ -1,8 +1,8 @@
-"""Proposals of techniques to the controller. None looks at whether its moves pay. Pure.
+"""Proposals that techniques make to the controller. The controller checks whether they pay. Pure.
 
 Reshaping    PAT: more tensor parallelism for a pool (`engines.control.reshaping`)
-Racing       SpecActor, Algorithm 3: a freed engine races requests with another drafter
-Outliers     HistoPipe: what has outgrown its ranking group leaves it
+Racing       SpecActor, Algorithm 3: a free engine races requests with another drafter
+Outliers     HistoPipe: a request that has outgrown its ranking group migrates
 """
 
 from collections.abc import Sequence
@@ -18,32 +18,32 @@ from engines.specactor.best_of_n import BestOfN
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Moves that belong together."""
+    """Moves that are made together or not at all."""
 
     technique: str
     moves: tuple[WeighedMove, ...]
     free: bool = False
-    """It costs nobody anything, so that it may be made where no gain is predicted either."""
+    """Whether the moves cost no request anything. They may then be made without a gain."""
 
 
 class MoveTechnique(Protocol):
-    """Knows moves of one kind."""
+    """Proposes moves of one kind."""
 
     def propose(
         self, view: RolloutView, state: StepState, effects: Effects
     ) -> Sequence[Proposal]: ...
 
     def note(self, proposal: Proposal) -> None:
-        """It was taken."""
+        """Record that the controller took the proposal."""
         ...
 
     def follow(self, view: RolloutView) -> Sequence[Move]:
-        """Moves that follow from those that were taken, and cost nobody anything."""
+        """Return free moves that follow from the moves taken earlier."""
         ...
 
 
 class Racing:
-    """One proposal for each freed engine."""
+    """Makes one proposal for each free engine."""
 
     def __init__(self, best_of_n: BestOfN) -> None:
         self._best_of_n = best_of_n
@@ -51,7 +51,7 @@ class Racing:
     def propose(self, view: RolloutView, state: StepState, effects: Effects) -> list[Proposal]:
         del effects
         by_engine: dict[int, list[Race]] = {}
-        # The others are looked at later.
+        # `state.rows` leaves out the requests that this round does not look at.
         for race in self._best_of_n.propose(view, state.rows):
             by_engine.setdefault(race.to_engine, []).append(race)
         return [Proposal("race", tuple(races), free=True) for races in by_engine.values()]
@@ -60,12 +60,12 @@ class Racing:
         self._best_of_n.note(move for move in proposal.moves if isinstance(move, Race))
 
     def follow(self, view: RolloutView) -> Sequence[Move]:
-        """Requests of which a copy leads leave the engine where they were."""
+        """Withdraw requests from their first engine where a copy is ahead."""
         return self._best_of_n.concede(view)
 
 
 class Outliers:
-    """HistoPipe's migration, a proposal for each move."""
+    """Makes one proposal for each of HistoPipe's migrations."""
 
     def __init__(self, migration: Migration) -> None:
         self._migration = migration
@@ -81,6 +81,6 @@ class Outliers:
         self._migration.note(self._view, proposal.moves)
 
     def follow(self, view: RolloutView) -> Sequence[Move]:
-        """Nothing follows."""
+        """Return nothing: a migration has no consequences."""
         del view
         return ()

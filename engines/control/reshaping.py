@@ -1,32 +1,34 @@
-"""When a pool's GPUs would be better off in another layout, as proposals (PAT, Algorithm 1). Pure.
+"""Proposes to reshape a pool when another layout would be faster (PAT, Algorithm 1). Pure.
 
-    T_cur    the slowest of the pool's engines, each with its own requests             (line 4)
-    TP'      of every higher layout: all requests, dealt anew over its engines         (line 7)
-             T_rem + T_switch, the slowest engine again                            (lines 8, 9)
-    switch   to the least of these, if it is below T_cur                             (line 15)
-             and going on for a while and switching then would be no better
+    T_cur    end of the slowest engine, each with its own requests                   (line 4)
+    TP'      for each higher layout: deal all requests anew over its engines         (line 7)
+             T_rem + T_switch, again of the slowest engine                       (lines 8, 9)
+    switch   to the layout with the least time, if that is below T_cur              (line 15)
+             and switching at a later moment would be no better
 
-The algorithm runs again after a switch, so that a stage may have several. Before a stage there is
-nothing to be moved, and it begins in the layout, lower ones too, from which all this is predicted
-to end the soonest, once what that would have saved so far is more than the change (`Forgone`).
+The algorithm runs again after a switch, so a stage may have several switches. Before a stage there
+are no keys and values to move, so any layout is considered, lower ones too. The stage begins in the
+layout with the earliest predicted end, once the savings forgone so far exceed the cost of the
+change (`Forgone`).
 
 Deviations:
-- The paper weighs a switch now against none at all. That is enough where all responses are taken
-  to run to the same end, as a higher TP degree then pays only once it decodes the present batch
-  faster. Who knows of the tail would switch from the start, as a switch pays at any time before it:
-  so it is weighed against later moments too (`wait_shares`; none gives the paper's rule).
-- Each response has an estimate of its own (`engines.pat.remaining`); `Maximum` is the paper's.
-- A stage may begin in any layout. In the paper it is in one that is tuned by hand.
-- Then only higher TP degrees are looked at. A batch that shrinks has no use for a lower one; by
-  lengths that are taken to be the maximum it may seem so, again and again.
-- Nobody switches on a guess: no layout is left or taken whose course goes beyond what its latencies
-  were measured at (`Forecaster.knows`).
-- A switch that moves keys and values is made once those that are there when it is decided have
-  been saved, while requests go on. It is weighed as it would be then.
-- Requests are dealt as they are when the switch is made: the longest context first, each to the
-  engine with the least. The paper says "merge and redistribute".
-- A raced request counts once, where it has the most tokens.
-- Another objective than the end of the step may be asked for (`engines.control.objective`).
+- The paper compares a switch now with no switch. This is enough if all responses are expected to
+  reach the same length: then a higher TP degree pays only once it decodes the present batch faster.
+  With a forecast of the tail, a switch would pay at any earlier time, and the rule would switch at
+  the start. So a switch now is also compared with later switches (`wait_shares`; empty for the
+  paper's rule).
+- Each response has its own estimated length (`engines.pat.remaining`). The paper uses `Maximum`.
+- A stage may begin in any layout. In the paper, people tune the first layout by hand.
+- During a stage only higher TP degrees are considered. A shrinking batch has no use for a lower
+  one, though with `Maximum` lengths it may look so again and again.
+- A pool never leaves or enters a layout if part of its forecast lies outside the measured latencies
+  (`Forecaster.knows`).
+- To move keys and values, the engines first save those that exist at the decision, while requests
+  go on. Then the switch is made, and the forecast is for that moment.
+- Requests are dealt anew when the switch is made: the longest context first, each to the engine
+  with the fewest tokens. The paper says "merge and redistribute".
+- A raced request counts once, with the copy that has the most tokens.
+- The objective need not be the end of the step (`engines.control.objective`).
 """
 
 import math
@@ -43,25 +45,26 @@ from engines.rollout.moves import Move, Reshape, RolloutView
 from schemas.layout import Pool
 
 LATER_SHARE = 0.03
-"""Share by which the forecast of a later switch must be better than that of none, where it is
-decided in which layout a stage begins."""
+"""Before a stage, a later switch must be better than no switch by this share."""
 WAIT_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 
 @dataclass
 class Forgone:
-    """Savings of other layouts that were forgone, stage after stage since pools begin as they do.
+    """Savings that each other layout would have brought, summed over the past stages.
 
-    Stages differ: who follows each one's forecast pays for changes there and back, and who asks a
-    change to pay in one stage never makes one that pays a little in all. Who changes once as much
-    was forgone as a change costs has lost no more by the change than by waiting, whatever comes.
+    Stages differ. Following each stage's forecast would pay for changes back and forth. A change
+    that pays a little in every stage would never be made if it had to pay for itself in one. So
+    change a layout once the forgone savings exceed the cost of the change: whatever comes next, the
+    change has then cost no more than waiting did.
     """
 
     totals: dict[int, float] = field(default_factory=dict)
-    """The objective that was forgone by TP degree, never below 0."""
+    """Forgone savings by TP degree, in the objective's unit, never below 0."""
 
     def add(self, present: int, of_stage: Mapping[int, float]) -> None:
-        """Count a stage that may yet begin anywhere. `of_stage`: the objective by TP degree."""
+        """Add the savings of a stage that may begin in any layout. `of_stage`: the objective by TP
+        degree."""
         for degree, total in of_stage.items():
             gain = of_stage[present] - total
             self.totals[degree] = max(0.0, self.totals.get(degree, 0.0) + gain)
@@ -69,13 +72,13 @@ class Forgone:
 
 @dataclass
 class Reshaping:
-    """The best higher layout of each pool."""
+    """Proposes the best higher layout of each pool."""
 
     objective: Objective = field(default_factory=SoonestEnd)
     wait_shares: Sequence[float] = WAIT_SHARES
-    """Later moments of a switch that are looked at, as shares of the time until the pool's end."""
+    """Later moments to compare with, as shares of the time until the pool's end."""
     forgone: Forgone = field(default_factory=Forgone)
-    """Savings forgone in the stages before; kept from stage to stage by who has the engines."""
+    """Savings forgone in earlier stages. The owner of the engines keeps them between stages."""
 
     def propose(self, view: RolloutView, state: StepState, effects: Effects) -> list[Proposal]:
         del view
@@ -87,18 +90,19 @@ class Reshaping:
         ]
 
     def note(self, proposal: Proposal) -> None:
-        """There is nothing to remember."""
+        """Do nothing: there is nothing to remember."""
 
     def follow(self, view: RolloutView) -> Sequence[Move]:
-        """Nothing follows."""
+        """Return nothing: a reshape has no consequences."""
         del view
         return ()
 
     def opening(self, states: Sequence[StepState], effects: Effects) -> int | None:
-        """TP degree for all pools to begin in, by requests that have not begun, on average over
-        scenarios of their lengths. None: they stay as they are, of equal ones too.
+        """Return the TP degree that all pools begin in, or None to keep it. A tie keeps it too.
 
-        The same for all, as prompts are dealt evenly over engines; the slowest pool counts.
+        Requests have not begun. `states` are scenarios of their lengths; the objective is the mean
+        over them. All pools get the same degree, because prompts are dealt evenly over engines. The
+        slowest pool counts.
         """
         found = [of for state in states if (of := self._openings(state, effects))]
         if not found:
@@ -116,13 +120,13 @@ class Reshaping:
         return None if all(of[0].tp_degree == best for of in begun) else best
 
     def _change(self, degree: int, effects: Effects) -> float:
-        """The objective of a pool that changes to this TP degree before a stage begins."""
+        """Return the objective of changing a pool to this TP degree before a stage."""
         assert effects.costs
         num_engines = max(len(pool.engines.get(degree, ())) for pool in effects.pools.values())
         return self.objective.of_layout(degree, [effects.costs.control_s] * num_engines)
 
     def _openings(self, state: StepState, effects: Effects) -> dict[int, float]:
-        """The objective by TP degree, the present one first."""
+        """Return the objective by TP degree, the present degree first."""
         pools = [pool for pool in effects.pools.values() if working(pool, state)]
         by_pool = [self._pool_openings(pool, state, effects) for pool in pools]
         if not by_pool:
@@ -147,9 +151,9 @@ class Reshaping:
     def least(
         self, pool: Pool, state: StepState, effects: Effects, later_share: float = 0.0
     ) -> float:
-        """The objective of a pool that is at work, left as it is or with the best later switch.
-        `later_share`: by which that must be better, as the best of many forecasts is better than it
-        will be."""
+        """Return the objective of a working pool: the better of no switch and the best later
+        switch. The later switch must be better by `later_share`, because the best of many forecasts
+        is too optimistic."""
         sources = working(pool, state)
         assert sources
         look = _PoolLook(self, pool, sources, state, effects)
@@ -158,7 +162,7 @@ class Reshaping:
 
 
 def _common(totals: Sequence[dict[int, float]]) -> list[int]:
-    """TP degrees that all have, in the order of the first."""
+    """Return the TP degrees that all have, in the order of the first."""
     return [degree for degree in totals[0] if all(degree in of for of in totals)]
 
 
@@ -173,7 +177,7 @@ class _PoolLook:
     effects: Effects
 
     def proposals(self) -> Iterator[Proposal]:
-        """The best switch that is no guess, if now is the moment."""
+        """Yield the best switch with known latencies, if now is the best moment for it."""
         for total, made in sorted(self._switched(), key=lambda at: at[0]):
             if total >= self.stays() or any(later < total for later in self._laters()):
                 return
@@ -186,17 +190,17 @@ class _PoolLook:
         return all(map(self.state.forecaster.knows, engines))
 
     def stays(self) -> float:
-        """The objective, left alone."""
+        """Return the objective without a switch."""
         return self.reshaping.objective.of_layout(self.sources[0].tp_degree, self._ends_s())
 
     def later(self) -> float:
-        """The best of going on first and switching then; infinite where there is nothing."""
+        """Return the best objective of a later switch, or infinity without one."""
         return min(self._laters(), default=math.inf)
 
     def _laters(self) -> Iterator[float]:
-        """The objective with later switches."""
+        """Yield the objective of each later switch."""
         end_s = max(self._ends_s())
-        # The last ones first: fewer requests are left, and what is better later mostly is late.
+        # Start with the latest: it has the fewest requests and is most often the better one.
         for share in reversed(self.reshaping.wait_shares):
             yield from (total for total, _ in self._switched(share * end_s))
 
@@ -204,8 +208,9 @@ class _PoolLook:
         return [self.state.engine_end_s(source.engine) for source in self.sources]
 
     def _switched(self, wait_s: float = 0.0) -> Iterator[tuple[float, Switched]]:
-        """Switches to higher TP degrees that are decided then, with the objective. Where engines
-        are freed for the next step, only while all are there that are now."""
+        """Yield the objective and result of each switch to a higher TP degree, `wait_s` from now.
+        If free engines start the next step, every engine that has requests now must still have some
+        then."""
         objective, course = self.reshaping.objective, self.state.forecaster.course
         present, found = self.sources[0].tp_degree, self.effects.switches
         for degree in [degree for degree in self.pool.engines if degree > present]:

@@ -1,13 +1,13 @@
-"""A generation stage as it is expected to go on: who is where, and when each request will be there.
+"""The predicted state of a generation stage: where each request is, and when it ends. Pure.
 
-    RolloutView ─outlook─► StepState ─effects─► StepState as it would be after some moves
+    RolloutView ─outlook─► StepState ─effects─► predicted StepState after some moves
                                └─ engine by engine ─forecast─► when each request ends
 
-A raced request ends with the first of its copies; the step ends with its last request. Times are
-seconds from the moment of the view. Pure.
+A raced request ends with the first of its copies. The step ends with its last request. Times are
+seconds from the moment of the view.
 
-Deviations: a copy that has lost its race counts in its engine's batch until its own end. The pace
-of a decoupled drafter, and what its drafts make of a step, are those of the batch as it is now.
+Deviations: a copy that has lost its race stays in its engine's batch until its own end. The pace of
+a decoupled drafter, and how its drafts slow a step, are those of the present batch.
 """
 
 import math
@@ -29,9 +29,9 @@ from engines.specactor.expectation import (
 from schemas.rollout import DraftSetting, RequestId
 
 Times = dict[int, float]
-"""Seconds until the end, by request."""
+"""Seconds until the end, by request row."""
 _Drafted = tuple[DraftSetting, float]
-"""How a copy is drafted for, and its acceptance."""
+"""Setting and acceptance of a copy."""
 _coupled_tokens = lru_cache(1 << 14)(expected_tokens)
 
 
@@ -39,20 +39,20 @@ class PlacedRequest(NamedTuple):
     """A request on one engine."""
 
     row: int
-    """The request's number, the same on every engine: looked up often, where its name is slow."""
+    """The request's number, the same on every engine. Lookups by number are faster than by `id`."""
     id: RequestId
     context_tokens: float
-    """Prompt and response so far."""
+    """Prompt and response tokens so far."""
     remaining_tokens: float
-    """Response tokens expected to come, above 0."""
+    """Expected response tokens to come, above 0."""
     drafting: DraftSetting | None = None
-    """None: not drafted for."""
+    """None: no drafts."""
     acceptance: float = 0.0
     """Probability that a draft token is accepted."""
 
 
 class _Going(NamedTuple):
-    """How fast a copy goes on; fields as of `Unfinished`."""
+    """A copy with its pace. Fields as in `Unfinished`."""
 
     context_tokens: float
     remaining_tokens: float
@@ -70,13 +70,13 @@ class _Going(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """An engine with the requests on it."""
+    """An engine with its requests."""
 
     engine: int
     tp_degree: int
     copies: tuple[PlacedRequest, ...]
     delay_s: float = 0.0
-    """Seconds until it decodes: it wakes, or computes keys and values first."""
+    """Seconds until the engine decodes, because it wakes or prefills first."""
 
     def find(self, row: int) -> PlacedRequest | None:
         return next((copy for copy in self.copies if copy.row == row), None)
@@ -88,17 +88,17 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How an engine goes on."""
+    """The predicted course of one engine."""
 
     engine: EngineState
     _batch: "BatchForecast[_Going] | None"
-    """Once it decodes; None: it has nothing."""
+    """Forecast from the moment the engine decodes. None: it has no requests."""
     _later: dict[float, EngineState] = field(default_factory=dict, compare=False)
-    """The engine at moments that were asked for, of which several switches begin."""
+    """Cache of later states, by seconds from now. Several switches start from the same one."""
 
     @property
     def end_s(self) -> float:
-        """Seconds until it has nothing left."""
+        """Seconds until the engine runs out of requests."""
         return self._batch.finish_s + self.engine.delay_s if self._batch else 0.0
 
     @property
@@ -112,7 +112,7 @@ class Course:
         }
 
     def later(self, wait_s: float) -> EngineState:
-        """The engine as it would be by then."""
+        """Return the predicted engine, `wait_s` from now."""
         engine, batch = self.engine, self._batch
         if batch is None:
             return engine
@@ -126,34 +126,34 @@ class Course:
 
 @dataclass(frozen=True)
 class Forecaster:
-    """When the requests of an engine end."""
+    """Predicts when the requests of an engine end."""
 
     latency: Latency
     max_num_seqs: int = 256
-    """Requests that one engine decodes at a time."""
+    """Most requests that an engine decodes at once."""
 
     def times_s(self, engine: EngineState) -> Times:
-        """Seconds until each request ends, by row."""
+        """Return the seconds until each request ends, by row."""
         return self.course(engine).times_s
 
     def course(self, engine: EngineState) -> "Course":
         return Course(engine, self._course(engine) if engine.copies else None)
 
     def knows(self, engine: EngineState) -> bool:
-        """Whether no step of its course lies beyond what the latency model was measured at; one
-        that is no measurement has no such end."""
+        """Return whether the latency model was measured for every step of the engine's course.
+        Latency models that are not `Bounded` are known everywhere."""
         if not engine.copies or not isinstance(self.latency, Bounded):
             return True
         segments = self._course(engine).segments
         steps = [*zip(segments.batches.tolist(), segments.context_tokens.tolist(), strict=True)]
-        # Segments have means: the longest may be alone at its end.
+        # Segments hold means, so also check the longest request, alone at its end.
         steps.append(
             (1, max(copy.context_tokens + copy.remaining_tokens for copy in engine.copies))
         )
         return all(self.latency.reaches(engine.tp_degree, *step) for step in steps)
 
     def _course(self, engine: EngineState) -> "BatchForecast[_Going]":
-        """How it goes on once it decodes."""
+        """Return the forecast from the moment the engine decodes."""
         groups: dict[_Drafted, int] = {}
         group_of = [
             groups.setdefault((copy.drafting, copy.acceptance), len(groups))
@@ -165,7 +165,7 @@ class Forecaster:
         alike = {key: counts[group] for key, group in groups.items()}
         costs_s = self._draft_s(alike)
         step = self._step_s(engine, alike, costs_s) if alike else 0.0
-        # The last one is of those that are not drafted for.
+        # The last pace, index -1, is for copies without drafts.
         paces = [*(_pace(*key, costs_s[key[0]], step) for key in groups), (1.0, 0, 0.0)]
         going = [
             _Going(copy.context_tokens, copy.remaining_tokens, *paces[group], copy)
@@ -174,8 +174,9 @@ class Forecaster:
         return forecast(self.latency, engine.tp_degree, going, max_num_seqs=self.max_num_seqs)
 
     def _draft_s(self, alike: Mapping[_Drafted, int]) -> dict[DraftSetting, float]:
-        """Drafting time by setting: of all its window if coupled, else of a token, for those that
-        share its drafter. `alike`: copies by how they are drafted for."""
+        """Return the drafting time by setting: of a whole window if coupled, else of one token. All
+        copies with the same drafter share its batch. `alike`: number of copies by setting and
+        acceptance."""
         sharing: Counter[tuple[str, bool]] = Counter()
         for (drafting, _), times in alike.items():
             sharing[drafting.drafter, drafting.coupled] += times
@@ -194,7 +195,7 @@ class Forecaster:
         alike: Mapping[_Drafted, int],
         costs_s: Mapping[DraftSetting, float],
     ) -> float:
-        """Seconds of a step that verifies what comes during one."""
+        """Return the seconds of a step that verifies the drafts arriving during one step."""
         num = len(engine.copies)
         batch = min(num, self.max_num_seqs)
         context = engine.context_tokens * batch / num
@@ -205,19 +206,19 @@ class Forecaster:
 
 @dataclass(frozen=True, eq=False)
 class StepState:
-    """All engines that are at this phase. Requests by row."""
+    """All engines that are in this stage. Requests are named by row."""
 
     forecaster: Forecaster
     rows: Mapping[RequestId, int]
     engines: Mapping[int, EngineState]
     times_s: Mapping[int, Times]
-    """When each copy would end, by engine."""
+    """Predicted end of each copy, by engine."""
     ends_s: Times
-    """When each request ends."""
+    """Predicted end of each request."""
     holders: Mapping[int, tuple[int, ...]]
-    """The engines that have each request."""
+    """Engines that have a copy of each request."""
     courses: Mapping[int, Course] = field(default_factory=dict)
-    """How engines go on, as far as that is kept."""
+    """Forecasts of engines, as far as they are kept."""
 
     @classmethod
     def of(
@@ -239,21 +240,21 @@ class StepState:
 
     @cached_property
     def ranked(self) -> list[tuple[float, int]]:
-        """Ends of all requests, the last one first."""
+        """Ends and rows of all requests, the last end first."""
         return sorted(((end_s, row) for row, end_s in self.ends_s.items()), reverse=True)
 
     @property
     def end_s(self) -> float:
-        """End of the step."""
+        """Seconds until the step ends."""
         return self.ranked[0][0] if self.ranked else 0.0
 
     def engine_end_s(self, index: int) -> float:
-        """When the engine has nothing left: losers of a race leave with the winner."""
+        """Return when the engine runs out of requests. A race's losers stop with its winner."""
         return max((self.ends_s[row] for row in self.times_s[index]), default=0.0)
 
 
 def first_s(times_s: Iterable[Times]) -> Times:
-    """The end of each request: the first of its copies' ends."""
+    """Return the end of each request: the first end of its copies."""
     ends_s: Times = {}
     for of_engine in times_s:
         for row, end_s in of_engine.items():
@@ -263,7 +264,7 @@ def first_s(times_s: Iterable[Times]) -> Times:
 
 
 def merge(states: Sequence[EngineState]) -> list[PlacedRequest]:
-    """Their requests; of several copies the one that has most."""
+    """Return all requests. Of several copies, return the one with most tokens."""
     most: dict[int, PlacedRequest] = {}
     for engine in states:
         for copy in engine.copies:
@@ -276,8 +277,8 @@ def merge(states: Sequence[EngineState]) -> list[PlacedRequest]:
 def _num_verified(
     alike: Mapping[_Drafted, int], costs_s: Mapping[DraftSetting, float], num_copies: int
 ) -> Callable[[float], float]:
-    """Mean draft tokens of a copy that a step of so many seconds verifies: counted once for all
-    seconds with the same rounded paces."""
+    """Return a function from a step's seconds to the mean draft tokens verified per copy. The
+    result is cached by the rounded paces."""
     coupled = sum(n * setting.window for (setting, _), n in alike.items() if setting.coupled)
     streamed = [
         (times, setting.window, acceptance, costs_s[setting])
@@ -304,7 +305,7 @@ def _num_verified(
 def _pace(
     drafting: DraftSetting, acceptance: float, draft_s: float, step_s: float
 ) -> tuple[float, float, float]:
-    """Tokens of a pass, draft tokens that it verifies, and seconds of drafting before it."""
+    """Return tokens per pass, draft tokens verified per pass, and seconds of drafting before it."""
     if drafting.coupled:
         return _coupled_tokens(drafting.window, acceptance), drafting.window, draft_s
     step = paced_step(drafting.window, acceptance, _drafts_per_step(step_s, draft_s))
@@ -312,5 +313,5 @@ def _pace(
 
 
 def _drafts_per_step(step_s: float, draft_s: float) -> float:
-    """Tokens drafted in a step."""
+    """Return the number of tokens drafted during one step."""
     return step_s / draft_s if draft_s else math.inf

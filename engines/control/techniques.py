@@ -1,11 +1,11 @@
-"""Techniques of a run, put together: which policies decide while a step is rolled out. Pure.
+"""Builds the policies that decide while a step is rolled out. Pure.
 
     config ─────────────────────────────────────────────┐
     plan, ladder, acceptances, latency model, lengths ──┴─► plan_policies ─► policies
 
-Several TP degrees make one controller, which weighs switches, outliers and races by one latency
-model. Without them each technique that is switched on decides for itself, as its paper has it.
-Real runs and simulated ones ask here: what is simulated is what runs.
+With several TP degrees, one controller compares reshapes, migrations and races by one latency
+model. Without them each technique that is on decides by itself, as in its paper. Real and simulated
+runs both call `plan_policies`, so a simulation shows what a run does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,53 +36,53 @@ from schemas.step import StepPlan
 
 @dataclass(frozen=True, kw_only=True)
 class MoveModel:
-    """Everything that moves are compared by."""
+    """The models that moves are compared with."""
 
     latency: Latency
     costs: SwitchCosts
-    """Costs of a switch between the layouts of a pool."""
+    """Costs of a switch between two layouts of a pool."""
     pools: Sequence[Pool]
     remaining: Remaining
     prompt_tokens: Mapping[str, int]
-    """Length of each prompt, by its key."""
+    """Prompt length in tokens, by prompt key."""
     forgone: Forgone = field(default_factory=Forgone)
-    """Savings that steps before have forgone; counted on in this one."""
+    """Savings that earlier steps have forgone. This step adds to them."""
     speculation: tuple[float, int] = (1.0, 0)
-    """Tokens that a request drafted for from history gains in a forward pass, and drafts that the
-    pass verifies, as in the step before."""
+    """Tokens per forward pass and draft tokens verified per pass, for a request that is drafted
+    from history. Measured in the step before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """Everything that is known when a step's rollouts begin."""
+    """Facts known when a step's rollouts begin."""
 
     plan: StepPlan
     ladder: Ladder | None = None
-    """None: what drafters cost is not known."""
+    """Costs of drafters. None: unknown."""
     acceptances: Mapping[str, float] = field(default_factory=dict)
-    """Probability that a draft token is accepted, by drafter, as far as it is known."""
+    """Probability that a draft token is accepted, by drafter. Unknown drafters are missing."""
     prompt_tokens: float = 0.0
-    """Mean length of the run's prompts."""
+    """Mean prompt length of the run."""
     to_come: TokensToCome | None = None
-    """How long responses are expected to go on, each by itself; None: nothing is known."""
+    """Expected remaining tokens of each response. None: unknown."""
     move_model: MoveModel | None = None
-    """None: moves cannot be compared."""
+    """None: moves cannot be compared, and there is no controller."""
 
 
 def plan_policies(config: TrainConfig, facts: StepFacts) -> tuple[Policy, ...]:
-    """All that is switched on."""
+    """Return the policies of all techniques that are switched on."""
     outliers = _migration(config, facts.plan)
     races = _best_of_n(config, facts)
     redrafts = _reconfiguration(config, facts)
     if not config.pat.tp_degrees or facts.move_model is None:
         return tuple(policy for policy in (outliers, redrafts, races) if policy)
     controller = _controller(config, facts, facts.move_model, outliers, races)
-    # Whatever else is decided, a request is drafted for as is best for itself.
+    # Redrafting needs no controller: each request gets the drafting that is best for itself.
     return (controller, redrafts) if redrafts else (controller,)
 
 
 def expected_lengths(config: TrainConfig, lengths: Mapping[str, LengthHistory]) -> Remaining:
-    """How long responses are taken to go on; `lengths`: of each prompt in its last epoch."""
+    """Return the estimate of remaining tokens. `lengths`: last epoch's lengths, by prompt."""
     max_tokens = config.data.max_response_tokens
     if config.pat.lengths == "maximum":
         return Maximum(max_tokens)
@@ -92,7 +92,7 @@ def expected_lengths(config: TrainConfig, lengths: Mapping[str, LengthHistory]) 
 def tokens_to_come(
     config: TrainConfig, lengths: Mapping[str, LengthHistory]
 ) -> TokensToCome | None:
-    """Expectation of each response by itself; `lengths`: likewise."""
+    """Return the estimate for single responses, or None without `lengths` (as above)."""
     if not lengths:
         return None
     max_tokens = config.data.max_response_tokens
@@ -102,7 +102,7 @@ def tokens_to_come(
 def draft_setting(
     config: TrainConfig, drafter: str, window: int | None = None
 ) -> DraftSetting | None:
-    """How this drafter drafts for a request; None for the history, whose windows are its own."""
+    """Return the drafter's setting for a request. None for history, which has its own windows."""
     specactor = config.specactor
     if drafter == HISTORY:
         return None
@@ -139,8 +139,11 @@ def _controller(
 
 
 def _opens(config: TrainConfig) -> bool:
-    """Whether a step begins in the best layout: not where engines go from step to step one by one,
-    nor where weights wait on the GPUs for those of the lowest TP degree."""
+    """Return whether a step may begin in the best layout.
+
+    Not in `pipelined` mode, where engines start the next step one by one. And not when the trainer
+    leaves the weights on the GPUs for the engines of the lowest TP degree.
+    """
     handed = config.takes_turns and config.rollout.weights == "ipc"
     return config.pat.opening == "best" and config.mode == "sync" and not handed
 
@@ -161,8 +164,8 @@ def _outlook(config: TrainConfig, facts: StepFacts, model: MoveModel) -> Outlook
 
 
 def _prompt_acceptance(plan: StepPlan, window: int) -> dict[str, float]:
-    """Acceptance of drafts from history by prompt. Rates are rounded to hundredths, so that most
-    are looked up; nothing where prompts are not told apart."""
+    """Return the acceptance of drafts from history by prompt. Empty if all prompts have the same.
+    Rates are rounded to two digits, so that most lookups hit the cache."""
     gained = plan.tokens_per_pass if window else {}
     if len(set(gained.values())) < 2:
         return {}
@@ -173,12 +176,12 @@ def _prompt_acceptance(plan: StepPlan, window: int) -> dict[str, float]:
 
 
 def _rate(window: int, tokens_per_pass: float) -> float:
-    """Accepted over drafted tokens where a pass that verifies so many gains that much."""
+    """Return accepted over drafted tokens. `window`: draft tokens that a pass verifies."""
     return min(1.0, (tokens_per_pass - 1.0) / window)
 
 
 def _migration(config: TrainConfig, plan: StepPlan) -> Migration | None:
-    """HistoPipe's, where prompts are ranked."""
+    """Return HistoPipe's migration, or None if it is off or prompts are not ranked."""
     histopipe = config.histopipe
     if not plan.ranking_groups or not histopipe.migrate:
         return None
@@ -186,7 +189,7 @@ def _migration(config: TrainConfig, plan: StepPlan) -> Migration | None:
 
 
 def _best_of_n(config: TrainConfig, facts: StepFacts) -> BestOfN | None:
-    """Algorithm 3 of SpecActor, where there are draft models."""
+    """Return Algorithm 3 of SpecActor, or None if races are off."""
     specactor = config.specactor
     if not specactor.races:
         return None
@@ -199,10 +202,13 @@ def _best_of_n(config: TrainConfig, facts: StepFacts) -> BestOfN | None:
 
 
 def _race_settings(config: TrainConfig, facts: StepFacts) -> list[DraftSetting]:
-    """Drafters to race with, each with the window that is the best by the ladder for a raced batch:
-    the fastest first, then those that were not measured, with the window for what the others have
-    on average. Of these, and without a ladder or any measurement, where each is as it is
-    configured: the history, draft models, n-grams."""
+    """Return the drafters to race with, the fastest first.
+
+    For a drafter in the ladder, the window is the best one for a raced batch. A drafter without a
+    measured acceptance gets the window for the mean acceptance, and comes after the measured ones.
+    Ties, and runs without a ladder or acceptances, keep this order: history, draft models, n-grams.
+    Without a ladder or acceptances, windows are the configured ones.
+    """
     specactor, ladder, known = config.specactor, facts.ladder, facts.acceptances
     history = [HISTORY] if config.drafting.enabled else []
     names = [*history, *(model.name for model in specactor.draft_models), NGRAM]
@@ -221,12 +227,12 @@ def _race_settings(config: TrainConfig, facts: StepFacts) -> list[DraftSetting]:
 
 
 def _raced_as(config: TrainConfig, drafter: str) -> DraftSetting:
-    """Setting as it is configured; the history's own windows are at most the one that is given."""
+    """Return the configured setting. History may draft up to `drafting.max_draft` tokens."""
     return draft_setting(config, drafter) or DraftSetting(drafter, config.drafting.max_draft)
 
 
 def _reconfiguration(config: TrainConfig, facts: StepFacts) -> Reconfiguration | None:
-    """Algorithm 2 of SpecActor, where there are draft models and a ladder."""
+    """Return Algorithm 2 of SpecActor, or None without draft models or a ladder."""
     specactor = config.specactor
     if not specactor.draft_models or facts.ladder is None or not specactor.reconfigure_tokens:
         return None
