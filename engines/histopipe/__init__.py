@@ -1,1 +1,1 @@
-"""Placement: which prompts go to which engine, by the lengths of earlier epochs. Pure."""
+"""Placement: assigns prompts to engines by the response lengths of earlier epochs. Pure."""

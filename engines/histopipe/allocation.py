@@ -1,19 +1,21 @@
-"""How many engines each ranking group gets: tier 2 of RhymeRL, section 6.4. Pure.
+"""Allocates engines to ranking groups: tier 2 of RhymeRL, section 6.4. Pure.
 
     ascending step    engine 0 ─ short ─┬─ .. ─┬─── longest ─── engine N - 1
     descending step   engine 0 ─ longest ──────┴─ .. ─┬─ short ─ engine N - 1
 
-Engine i has the group of engine N - 1 - i in the next step; where the times of the groups are close
-to a line, all engines need the same for two steps. The least number of engines with which group g
-ends by T * h_g on the line h_g = c + (1 - c) (g + 1) / G is found by binary search over T, for
-several intercepts c. What counts is then the period, the longest that an engine needs for two
-steps: from the even split and every line a beam search moves engines between groups. Of the
-allocations whose period is within `SLACK` of the smallest found, that one wins whose engines are
-busy for the fewest seconds: with the smallest period alone all are busy throughout, and one
-response that is longer than expected delays everybody.
+In the next step, engine i has the group that engine N - 1 - i has now. If the times of the groups
+lie near a line, all engines take the same time for two steps. So we look for allocations near a
+line h_g = c + (1 - c) (g + 1) / G, for several intercepts c: a binary search over T finds the
+fewest engines with which each group g ends by T * h_g. These allocations and the even split are the
+starts of a beam search, which moves engines between groups.
 
-Deviations: the paper prints neither its line nor how a plan is chosen among several; and it seeks a
-line where this seeks what the line is for, so it is never worse than the even split.
+The measure is the period: the longest time that an engine needs for two steps. Among the
+allocations with a period within `SLACK` of the smallest found, we take the one whose engines are
+busy for the fewest seconds. The smallest period alone would keep all engines busy throughout, and
+one response that is longer than expected would delay everything.
+
+Deviations: the paper gives neither its line nor how it chooses among plans. It looks for a line.
+Here the period counts, so the result is never worse than the even split.
 """
 
 from bisect import bisect_left
@@ -28,23 +30,24 @@ Times = Callable[[int, int], float]
 """(ranking group, engines) -> seconds."""
 
 INTERCEPTS = tuple(np.linspace(0.0, 1.0, 11).tolist())
-"""Intercepts of the lines that are tried; 1 gives every group the same time."""
+"""Intercepts of the lines to try. With 1, every group has the same time."""
 BEAM_WIDTH = 12
 PATIENCE = 3
-"""Rounds without gain after which the search ends."""
+"""Rounds without a gain before the search ends."""
 SLACK = 0.05
-"""Share of the smallest period that may be given up for engines with time to spare when a response
-is longer than expected."""
+"""Share of the smallest period to give up for spare time, in case a response is longer than
+expected."""
 MOVES = (1, 2, 4)
-"""Engines that go from one group to another at once."""
+"""Numbers of engines to move between two groups at once."""
 
 
 def allocate_engines(times: Times, num_groups: int, num_engines: int) -> tuple[int, ...]:
-    """Engines of each ranking group, from the shortest: each at least 1, `num_engines` in all.
+    """Return the engines of each ranking group, shortest first: at least 1 each, `num_engines` in
+    all.
 
-    Where `times` rises with the engines, by rounding, an engine more is taken to change nothing.
-    The period is never above that of the even split, and within `SLACK` of the smallest there is
-    wherever all allocations were tried (`tests/histopipe/test_allocation.py`).
+    If rounding makes `times` rise with the engines, the extra engine counts as no change. The
+    period is never above that of the even split. In all cases where every allocation was tried, it
+    was within `SLACK` of the smallest (`tests/histopipe/test_allocation.py`).
     """
     assert 0 < num_groups <= num_engines
     table = tabulate(times, num_groups, num_engines)
@@ -59,23 +62,23 @@ def allocate_engines(times: Times, num_groups: int, num_engines: int) -> tuple[i
 
 
 def tabulate(times: Times, num_groups: int, num_engines: int) -> np.ndarray:
-    """Seconds by [group, engines - 1], never rising with the engines."""
+    """Return seconds by [group, engines - 1], never rising with the engines."""
     most = num_engines - num_groups + 1
     rows = [[times(group, num) for num in range(1, most + 1)] for group in range(num_groups)]
     return np.minimum.accumulate(np.array(rows, dtype=float), axis=1)
 
 
 def line(intercept: float, num_groups: int) -> np.ndarray:
-    """h_g, which ends at 1."""
+    """Return h_g of each group. The last is 1."""
     return intercept + (1 - intercept) * np.arange(1, num_groups + 1) / num_groups
 
 
 def fit_line(table: np.ndarray, heights: np.ndarray, num_engines: int) -> tuple[int, ...]:
-    """The allocation with the smallest max_g t_g / h_g.
+    """Return the allocation with the smallest max_g t_g / h_g.
 
-    Exact: the optimum is one of the finitely many t_g(dp) / h_g, and as times fall, T is feasible
-    when the least engines that each group needs for T * h_g are no more than there are. Those left
-    over go one by one to where the maximum is.
+    The result is exact: the optimum is one of the finitely many t_g(dp) / h_g. Times fall with the
+    engines, so T is feasible if the fewest engines that the groups need for T * h_g are enough. The
+    engines left over go one by one to the group with the maximum.
     """
     ratios = table / heights[:, None]
     candidates = np.unique(ratios)
@@ -92,17 +95,16 @@ def fit_line(table: np.ndarray, heights: np.ndarray, num_engines: int) -> tuple[
 
 
 def cost(table: np.ndarray, allocation: Sequence[int]) -> tuple[float, float]:
-    """Objective, to be minimised: the period, then the seconds that all engines are busy in a
-    step."""
+    """Return (period, busy seconds of all engines in one step), to be minimized in that order."""
     of_group = table[np.arange(len(table)), np.asarray(allocation) - 1]
-    # Of every engine in an ascending step.
+    # Seconds of each engine in an ascending step.
     seconds = np.repeat(of_group, allocation)
     return float((seconds + seconds[::-1]).max()), float(seconds.sum())
 
 
 def _least_engines(ratios: np.ndarray, limit: float) -> np.ndarray:
-    """Engines that each group needs for a ratio within the limit; more than there are where nothing
-    is enough."""
+    """Return the fewest engines that keep each group's ratio within the limit. If none do, return
+    more than exist."""
     within = ratios <= limit
     return np.where(within.any(axis=1), within.argmax(axis=1), ratios.shape[1] * len(ratios)) + 1
 
@@ -110,11 +112,11 @@ def _least_engines(ratios: np.ndarray, limit: float) -> np.ndarray:
 def _search(
     table: np.ndarray, starts: Sequence[tuple[int, ...]]
 ) -> dict[tuple[int, ...], tuple[float, float]]:
-    """Cost of every allocation that a beam search from here came across, the starts included.
+    """Run a beam search and return the cost of every allocation found, including the starts.
 
-    Each round moves engines between two groups, in all ways and all allocations of the beam, and
-    keeps the cheapest that are new, be they dearer than before: often two moves help where neither
-    does alone.
+    A round moves engines between two groups of each allocation in the beam, in all ways, and keeps
+    the cheapest new ones. They may cost more than before: often two moves help where neither does
+    alone.
     """
     known = {start: cost(table, start) for start in starts}
     front, best, num_vain = list(known), min(known.values()), 0

@@ -1,11 +1,11 @@
-"""How long a ranking group takes on so many engines: t = f(l, dp) of RhymeRL, section 6.4. Pure.
+"""Predicts the time of a ranking group on n engines: t = f(l, dp) of RhymeRL, section 6.4. Pure.
 
-    passes ─dealt─► those of one engine ─► when each starts and ends, in decoding steps
+    passes ─dealt─► passes of one engine ─► start and end of each, in decoding steps
                                                 └─► batch and context ─latency─► seconds
 
-Deviation: the paper estimates from a group's representative length alone, the mean; here every
-response has its own, so that the batch shrinks as responses end. Prefill is left out: it is small
-beside decoding, and alike in groups of equal size.
+Deviation: the paper uses only a group's representative length, the mean. Here each response has its
+own length, so the batch shrinks as responses end. Prefill is left out: it is small beside decoding,
+and similar in groups of equal size.
 """
 
 import math
@@ -19,7 +19,7 @@ from engines.latency.interface import Latency
 from schemas.rollout import LengthHistory
 
 MAX_SEGMENTS = 64
-"""Latencies that one estimate asks for, at most."""
+"""Most latencies that one estimate looks up."""
 
 
 def estimate_rollout_s(
@@ -34,18 +34,19 @@ def estimate_rollout_s(
     window: int = 0,
     max_context_tokens: float = math.inf,
 ) -> float:
-    """Seconds until the slowest of `num_engines` engines has decoded its share of the responses.
+    """Return seconds until the slowest of `num_engines` engines has decoded its responses.
 
-    `lengths` are response tokens, [responses], dealt one by one, or [prompts, samples], where the
-    samples of a prompt stay together. Ranked from the most passes, the slowest engine has each
-    `num_engines`-th. With speculation a step verifies `window` draft tokens of each response,
-    which gains `tokens_per_pass` (an acceptance length; of all or of each, shaped as `lengths`);
-    drafting costs nothing, since engines draft from history while the GPU is busy. Of a batch with
-    more than `max_context_tokens`, which is what the KV cache holds, only a part runs at once: it
-    takes as many steps more.
+    `lengths`: response tokens. [responses] are dealt one by one; with [prompts, samples], the
+    samples of a prompt stay together. The slowest engine gets every `num_engines`-th, starting with
+    the most passes.
 
-    It falls with `num_engines` when the latency rises with batch and context. Not quite where
-    ends are merged or prompts have samples of unlike lengths.
+    `window`: draft tokens that a step verifies for each response. `tokens_per_pass`: the acceptance
+    length, one for all or shaped as `lengths`. Drafting takes no time, because engines draft from
+    history while the GPU is busy. `max_context_tokens`: tokens that the KV cache holds. A larger
+    batch runs in parts and takes proportionally more steps.
+
+    The result falls with `num_engines` if the latency rises with batch and context. There are small
+    exceptions where ends are merged or the samples of a prompt differ in length.
     """
     assert num_engines > 0
     assert lengths.size > 0
@@ -62,11 +63,11 @@ def estimate_rollout_s(
 def expected_lengths(
     prompt_keys: Sequence[str], history: Mapping[str, LengthHistory], group_size: int
 ) -> np.ndarray:
-    """Response tokens that a step may expect, [prompts, samples].
+    """Return the expected response tokens of a step, [prompts, samples].
 
-    A history has a prompt's median and longest response. Between them, and as far below the
-    median, the logarithms are spread evenly: length_k = median * (longest / median)^u_k with u_k
-    from -1 to 1. A prompt without history counts as typical, all its samples alike.
+    A history has a prompt's median and longest response. Lengths are spread evenly in logarithms
+    between the longest and as far below the median: length_k = median * (longest / median)^u_k with
+    u_k from -1 to 1. A prompt without history is typical: all its samples have the same length.
     """
     typical = typical_tokens(prompt_keys, history)
     unknown = LengthHistory(typical, 0)
@@ -80,7 +81,7 @@ def expected_lengths(
 def _slowest_share(
     passes: np.ndarray, rates: np.ndarray, num_engines: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Passes on the engine with the longest responses, the most first, and what each gains."""
+    """Return the passes on the slowest engine, most first, and their tokens per pass."""
     rows = passes.reshape(len(passes), -1)
     share = np.argsort(-rows.mean(axis=1), kind="stable")[::num_engines]
     taken = rows[share].ravel()

@@ -1,23 +1,22 @@
-"""Prompts, from the longest, cut up so that engines end together. Pure.
+"""Cuts the prompts, sorted by length, into shares that end together, one per engine. Pure.
 
     longest first   | 20K 20K | 20K 16K 12K | ... | 900 800 ... 100 |       one engine each
-    ends at         s 20K + c (passes of all its responses)      <= T       the least T there is
+    ends at         s 20K + c (passes of all its responses)      <= T       the least possible T
 
-An engine takes s seconds for a step whatever its batch, and c more for each request, so it ends s
-times its longest response and c times the passes of all after it began. Equal passes
-(`placement.deal_groups`) give every engine one of the longest responses and a full batch beside it;
-here the longest have engines with few others, and the short ones have large batches on the rest.
-For a given T each engine takes as many of the prompts as end in time, the longest first, so no
-split of that order has a smaller T; an engine fills up to s times 20K at least, as none need end
-before the longest alone.
+A step of an engine takes s seconds whatever the batch, plus c seconds for each request. So an
+engine ends after s times its longest response plus c times the passes of all its responses. Equal
+passes (`placement.deal_groups`) give every engine one of the longest responses and a full batch.
+Here the longest responses share their engines with few others, and the short ones form large
+batches elsewhere. For a given T, each engine takes the longest prompts left, as many as end in
+time. No split of that order has a smaller T. T is at least s times 20K, because the longest
+response takes that long even alone.
 
-That is for engines that race the others' responses when they have nothing left
-(`engines.specactor`): a prompt that was short and has become long is late in its large batch. Where
-nobody helps, simulated steps end later than with equal passes though forecasts have them end
-sooner.
+Use this for engines that race the responses of others once they are free (`engines.specactor`). If
+a short prompt has become long, it is late in its large batch and needs that help. Without races,
+simulated steps end later than with equal passes, although forecasts say that they end sooner.
 
-More responses than an engine runs at once wait for places, and while all places are taken its steps
-are as many as passes for each place: these count where they are more than the longest response's.
+An engine with more responses than it runs at once makes some wait. While all places are taken, its
+steps are its passes divided by its places. These count when they exceed the longest response's.
 """
 
 from bisect import bisect_right
@@ -26,12 +25,14 @@ from itertools import accumulate
 
 _HALVINGS = 40
 _LEAST_SHARE = 1e-6
-"""Least share of a step that the requests of a batch take: what is measured may say none."""
+"""Least share of a step that a batch's requests take. Measured latencies may say none."""
 
 
 def step_requests_of(seconds: Callable[[int], float], batch: int) -> float:
-    """Requests whose share of a step takes as long as what a step takes without any, s / c, near
-    this batch. `seconds`: of steps, by their batch."""
+    """Return s / c: the number of requests that add as much time as a step takes without any.
+
+    It is measured between `batch` and twice as many. `seconds`: time of a step, by batch.
+    """
     at_once_s = seconds(batch)
     each_s = max(seconds(2 * batch) - at_once_s, _LEAST_SHARE * at_once_s) / batch
     return max(0.0, at_once_s / each_s - batch)
@@ -45,16 +46,17 @@ def cut_evenly(
     group_size: int,
     max_num_seqs: int,
 ) -> list[int]:
-    """Engine of each prompt, none without one where there are enough.
+    """Return the engine of each prompt. No engine stays empty if there are enough prompts.
 
-    `passes`: of a response to each prompt, from the most, with `group_size` responses each;
-    `step_requests`: as of `step_requests_of`; `max_num_seqs`: responses that run at once, at most.
+    `passes`: passes of one response to each prompt, the most first; each prompt has `group_size`
+    responses. `step_requests`: see `step_requests_of`. `max_num_seqs`: most responses that run at
+    once.
     """
     assert num_engines > 0
     totals = [0.0, *accumulate(group_size * own for own in passes)]
 
     def filled(end: float) -> list[int]:
-        """Engine of each, as far as there are engines."""
+        """Return the engine of each prompt, until the engines are used up."""
         engines: list[int] = []
         for engine in range(num_engines):
             first, num_after = len(engines), num_engines - engine - 1

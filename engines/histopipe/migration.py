@@ -1,19 +1,19 @@
-"""Responses that outgrow their ranking group leave its engines (RhymeRL, section 6.3). Pure.
+"""Moves responses that outgrow their ranking group to other engines (RhymeRL, section 6.3). Pure.
 
-    outlier of a short group ──Migrate──► an engine of a longer group, busy for longest
-    outlier of a long group  ──Defer────► the next step, an engine of its longest group
+    outlier of a short group ──Migrate──► the busiest engine of a longer group
+    outlier of a long group  ──Defer────► the next step, on an engine of its longest group
 
 An outlier is (1) "within the last remaining 10 % of the rollouts in the group" and (2) longer than
-alpha times "the maximum historical response length of the prompts in the same group". Either kind
-stands in where the other is impossible; where both are, the response stays.
+alpha times "the maximum historical response length of the prompts in the same group". When the
+preferred kind of move is impossible, the other kind is made. When both are, the response stays.
 
 Deviations: the paper does not say which groups are long (`defer_share`), nor where a response goes.
-A small group's last response counts as its last 10 %, however small the group. A prompt without
-history has outgrown nothing: its responses stay. No response moves twice.
+At least one response counts as a group's last 10 %, however small the group. A prompt without
+history has no length to outgrow, so its responses stay. No response moves twice.
 
-A decision asks first how many requests each engine has, and looks at requests only when enough of
-a ranking group has finished. Hence it may miss, for as long as it lasts, that a foreign request
-came to an engine at the moment at which another ended; outliers then move later.
+To save time, a decision first counts the requests of each engine. It looks at single requests only
+when enough of a ranking group may have finished. If a request arrives at an engine just when
+another one ends, the count stays the same and the arrival is missed. Outliers then move later.
 """
 
 import math
@@ -29,18 +29,18 @@ _ROUNDING = 1e-9
 
 @dataclass(slots=True)
 class _Seen:
-    """An engine when its requests were last looked at."""
+    """An engine's requests when they were last looked at."""
 
     view: EngineView | None = None
     num_requests: int = -1
     by_rank: dict[int, list[RequestId]] = field(default_factory=dict)
     num_foreign: int = 0
-    """Requests of no ranking group that has this engine."""
+    """Requests that belong to no ranking group on this engine."""
 
 
 @dataclass(slots=True)
 class _Targets:
-    """Engines of the step during one decision: [expected passes to go, requests] of each."""
+    """Load of the engines during one decision: [expected passes to go, requests] of each."""
 
     load: dict[int, list[float]]
     num_deferrable: int
@@ -49,11 +49,15 @@ class _Targets:
 
 
 class Migration:
-    """Decides for one step. Remembers whom it moved, so that nobody moves twice."""
+    """Decides on the migrations of one step. Remembers moved requests, so that none moves twice."""
 
     def __init__(self, plan: StepPlan, *, last_share: float, defer_share: float) -> None:
-        """`last_share`: of a ranking group's planned samples; 0 moves nothing. `defer_share`: of
-        the ranking groups, rounded up; these, the longest, prefer to defer."""
+        """Prepare the limits of each ranking group.
+
+        `last_share`: share of a ranking group's planned samples that counts as its last ones; with
+        0 nothing moves. `defer_share`: share of the ranking groups, the longest ones, that prefer
+        to defer; rounded up.
+        """
         self._step, self._split = plan.step, plan.split
         self._groups = plan.ranking_groups
         self._engines = [frozenset(group.engines) for group in self._groups]
@@ -74,7 +78,7 @@ class Migration:
         self._first_deferring = len(self._groups) - num_deferring
         self._seen: dict[int, _Seen] = {}
         self._asked: dict[RequestId, int | None] = {}
-        """Engine that each request was to leave; None once it has."""
+        """Engine that each moved request was to leave. None once it has left."""
         self._num_deferred = dict.fromkeys(self._groups[0].engines if self._groups else (), 0)
 
     def decide(self, view: RolloutView) -> Sequence[Move]:
@@ -83,7 +87,7 @@ class Migration:
         return moves
 
     def propose(self, view: RolloutView) -> list[Migrate | Defer]:
-        """Moves that are to be noted where they are made."""
+        """Return moves. Call `note` for the moves that are made."""
         ranks = self._ending(view)
         if not ranks:
             return []
@@ -97,7 +101,7 @@ class Migration:
         return [move for move in moves if move]
 
     def note(self, view: RolloutView, moves: Iterable[Move]) -> None:
-        """Note that these moves are asked for."""
+        """Record that these moves are being made."""
         for move in moves:
             assert isinstance(move, (Migrate, Defer))
             at = (engine.engine for engine in view.engines if move.id in engine.progress)
@@ -106,9 +110,9 @@ class Migration:
                 self._num_deferred[move.to_engine] += 1
 
     def _ending(self, view: RolloutView) -> list[int]:
-        """Ranking groups of which no more than the last share may be left, the longest first.
+        """Return the ranking groups that may be down to their last share, the longest first.
 
-        A group has at least as many requests as are on its engines, without the foreign ones.
+        The count is a lower bound: the requests on the group's engines, without foreign ones.
         """
         least = [0] * len(self._groups)
         for engine in view.engines:
@@ -126,7 +130,7 @@ class Migration:
         ]
 
     def _look(self, engine: EngineView) -> _Seen:
-        """Requests of an engine by ranking group, looked up again only where they have changed."""
+        """Sort an engine's requests by ranking group. Skip this if nothing has changed."""
         seen = self._seen.setdefault(engine.engine, _Seen())
         num = len(engine.progress)
         if seen.view is engine and seen.num_requests == num:
@@ -141,12 +145,12 @@ class Migration:
         return seen
 
     def _rank(self, id: RequestId) -> int | None:
-        """Rank of a sample that this step planned; None for one that the step before left to it."""
+        """Return the rank of a sample of this step, or None for one deferred from the last step."""
         planned = id.sample_index >= 0 and id.step == self._step and id.split == self._split
         return self._rank_of_prompt.get(id.prompt_key) if planned else None
 
     def _outliers(self, view: RolloutView, rank: int) -> list[tuple[RequestId, int]]:
-        """(request, its engine), the longest first."""
+        """Return (request, its engine) of each outlier, the longest first."""
         by_engine = [
             (engine, self._seen[engine.engine].by_rank.get(rank)) for engine in view.engines
         ]
@@ -163,8 +167,8 @@ class Migration:
         return [(id, engine) for _, id, engine in found]
 
     def _may_move(self, id: RequestId, engine: int) -> bool:
-        """Whether a request may move: not once it has left the engine that it was asked to leave;
-        asked in vain, it may be again."""
+        """Return whether a request may move: it has a history and has not moved before. If a move
+        failed and the request is still on its engine, it may move again."""
         if self._asked.get(id, engine) != engine:
             self._asked[id] = None
         return self._expected[id.prompt_key] is not None and self._asked.get(id, engine) == engine
@@ -181,8 +185,7 @@ class Migration:
         return None
 
     def _defer(self, rank: int, id: RequestId, engine: int, targets: _Targets) -> Defer | None:
-        """Deferral to an engine of the shortest group, which has the longest one in the next
-        step."""
+        """Defer to an engine of the shortest group: it has the longest group in the next step."""
         del rank, engine
         if targets.num_deferrable <= 0:
             return None
@@ -193,8 +196,8 @@ class Migration:
         return Defer(id, to_engine)
 
     def _migrate(self, rank: int, id: RequestId, engine: int, targets: _Targets) -> Migrate | None:
-        """Migration to the engine of a longer group with the most passes to go, the least busy
-        among equal ones."""
+        """Migrate to the longer group's engine with the most passes to go. In a tie, take the one
+        with the fewest requests."""
         longer = [
             other
             for other in targets.load
@@ -207,8 +210,7 @@ class Migration:
         return Migrate(id, to_engine)
 
     def _loads(self, view: RolloutView) -> dict[int, list[float]]:
-        """Load of each engine: the longest that one of its requests is expected to go on, in
-        passes, and how many there are."""
+        """Return [passes until the engine's longest request is expected to end, requests]."""
         return {
             engine.engine: [max(self._to_go(engine), default=0.0), len(engine.progress)]
             for engine in view.engines
@@ -225,17 +227,17 @@ class Migration:
 
 
 def _passes_per_token(group: PromptGroup) -> float | None:
-    """None where the prompt was never seen."""
+    """Return passes per token, or None for a prompt without history."""
     if group.expected_tokens is None:
         return None
     return _share(group.expected_passes, group.expected_tokens)
 
 
 def _share(passes: float | None, tokens: float) -> float:
-    """Passes of a token: 1 where drafts are not reckoned with."""
+    """Return passes per token. 1 if drafts are not accounted for."""
     return passes / tokens if passes and tokens else 1.0
 
 
 def _limit(last_share: float, num_planned: int) -> int:
-    """Unfinished samples that are the last of a group: last_share * num_planned, at least one."""
+    """Return how many unfinished samples are the last of a group: at least one."""
     return max(1, math.floor(last_share * num_planned + _ROUNDING)) if last_share else 0

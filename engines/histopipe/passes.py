@@ -1,17 +1,17 @@
-"""Forward passes that responses are expected to take, which is what their time follows. Pure.
+"""Expected forward passes of responses. Decoding time follows passes, not tokens. Pure.
 
-    last epoch: tokens of each prompt, tokens that a pass gained it
-        └─ ln passes over ln tokens, one line for all prompts; half of what a prompt is off it
+    last epoch: tokens of each prompt, tokens per pass of each prompt
+        └─ fit ln passes to ln tokens with one line; keep half of each prompt's residual
              └─► passes of a response of n tokens to prompt p = scale n^slope own_p
 
-Without drafts every token takes a pass, and line and prompts give exactly that. With drafts a long
-response takes more passes for each of its tokens than a short one (slopes of 1.2 to 1.6 on the
-demo), and prompts whose answers change take more than others. What one prompt had is the luck of a
-few samples too, hence half: over the demo's epochs the passes of a prompt's responses are then
-foreseen with an error of 24 %, by tokens alone with 34 %, by the last epoch's passes with 26 %.
+Without drafts every token takes a pass, and the fit returns exactly that. With drafts, a long
+response takes more passes per token than a short one (slopes of 1.2 to 1.6 on the demo). Prompts
+whose answers change take more passes than others. Half of a residual is kept, because a few samples
+are partly luck. Over the demo's epochs this predicts the passes of a prompt's responses with an
+error of 24 %. Tokens alone give 34 %, the last epoch's passes 26 %.
 
-Deviation: RhymeRL ranks and allocates by tokens; where drafts from history are accepted, passes are
-no fixed share of them.
+Deviation: RhymeRL ranks and allocates by tokens. When drafts from history are accepted, passes are
+not a fixed share of tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,46 +22,46 @@ import numpy as np
 from schemas.rollout import LengthHistory
 
 OWN_SHARE = 0.5
-"""Share of a prompt's distance from the line, in logarithms, that it is expected to keep."""
+"""Share of a prompt's residual, in logarithms, that is kept."""
 SLOPES = (0.5, 2.0)
-"""Least and largest slope."""
+"""Bounds of the slope."""
 _RIDGE = 1.0
-"""Squared logarithms in favour of slope 1, where prompts are few or all of a length."""
+"""Ridge term, in squared logarithms. It pulls the slope to 1 if prompts are few or equally long."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPasses:
-    """Passes by tokens; as it comes, a pass for every token."""
+    """Expected passes by tokens. The default is one pass per token."""
 
     scale: float = 1.0
     slope: float = 1.0
     own: Mapping[str, float] = field(default_factory=dict)
-    """Factor of each prompt; 1 where it has none."""
+    """Factor of each prompt. 1 if missing."""
 
     def of(self, tokens: Mapping[str, float]) -> dict[str, float]:
-        """Passes of a response of so many tokens to each prompt."""
+        """Return the passes of a response with the given tokens, by prompt."""
         passes = self.table(list(tokens), np.array(list(tokens.values()), dtype=float)[:, None])
         return dict(zip(tokens, passes[:, 0].tolist(), strict=True))
 
     def table(self, prompt_keys: Sequence[str], tokens: np.ndarray) -> np.ndarray:
-        """Passes by [prompts, samples], as `tokens` are: never more than those, and never less than
-        one."""
+        """Return passes, [prompts, samples], shaped as `tokens`. At least one, at most one per
+        token."""
         own = np.array([self.own.get(key, 1.0) for key in prompt_keys])
         passes = self.scale * own[:, None] * tokens**self.slope
         return np.clip(passes, np.minimum(1.0, tokens), tokens)
 
 
 TOKENS = ExpectedPasses()
-"""A pass for every token: nothing is drafted."""
+"""One pass per token: nothing is drafted."""
 
 
 def fit_passes(
     history: Mapping[str, LengthHistory], tokens_per_pass: float | None = None
 ) -> ExpectedPasses:
-    """The line through the prompts of the last epoch, and each prompt's distance from it.
+    """Fit the line to the prompts of the last epoch, and return it with the kept residuals.
 
-    `tokens_per_pass`: what a pass gains now, all prompts together; the line is moved so that it
-    would have gained as much. None: as much as then. Without a history a token takes a pass.
+    `tokens_per_pass`: present value over all prompts. The line is shifted to match it; None keeps
+    the last epoch's. Without a history, a token takes a pass.
     """
     if not history:
         return TOKENS

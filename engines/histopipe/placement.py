@@ -1,8 +1,9 @@
-"""Prompts put on engines: in ranking groups, in turn from both ends (RhymeRL, section 6.2); or,
-where a step waits for its last engine, so that they end together. Pure.
+"""Places prompts on engines in ranking groups, alternating ends (RhymeRL, section 6.2). Pure.
+
+Where a step waits for its last engine, prompts can be placed so that engines end together instead.
 
 odd steps     engine 0 ─ shortest group ─┬─ .. ─┬─ longest group ─ engine N - 1
-even steps    the mirror image: engine i gets what engine N - 1 - i gets on odd steps
+even steps    mirrored: engine i gets what engine N - 1 - i gets on odd steps
 """
 
 import math
@@ -34,28 +35,28 @@ from schemas.step import PromptGroup, RankingGroup
 
 
 class RolloutTime(Protocol):
-    """Seconds of a rollout: `estimate.estimate_rollout_s` with everything else bound."""
+    """Predicts the seconds of a rollout: `estimate.estimate_rollout_s`, all else bound."""
 
     def __call__(
         self, lengths: np.ndarray, num_engines: int, *, tokens_per_pass: np.ndarray
     ) -> float:
-        """`lengths`: response tokens, [prompts, samples], as is what a pass gains each."""
+        """Return seconds. `lengths` (response tokens) and `tokens_per_pass`: [prompts, samples]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Placement of one step: what a `StepPlan` has under the same names."""
+    """Placement of one step. Fields as in `StepPlan`."""
 
     groups: tuple[PromptGroup, ...]
     """Prompts in order of submission."""
     ranking_groups: tuple[RankingGroup, ...] = ()
-    """Ranking groups from the shortest responses to the longest, in passes."""
+    """Ranking groups by expected passes, the shortest first."""
     expected_s: float | None = None
     equal_s: float | None = None
 
     def on(self, engines: Sequence[int]) -> "Placement":
-        """The same placement, on the first of these in place of engine 0, and so on."""
+        """Return this placement with engine i replaced by `engines[i]`."""
         groups = [g.model_copy(update={"engine": engines[g.engine]}) for g in self.groups]
         ranking_groups = [
             ranking.model_copy(
@@ -72,13 +73,12 @@ def deal_groups(
     num_engines: int,
     expected: ExpectedPasses = TOKENS,
 ) -> tuple[PromptGroup, ...]:
-    """The group with the most expected passes first, each to the engine with the least expected
-    work so far.
+    """Deal the groups, most expected passes first, each to the engine with the least work so far.
 
     This is longest-processing-time-first scheduling (Graham, 1969, at most 4/3 of the optimum).
-    `median_lengths` holds the median response tokens of prompts that were answered before; a prompt
-    without one is taken to be of mean length. Groups stay whole, so that the samples of a prompt
-    share its prefix. Ties keep the order given.
+    `median_lengths`: median response tokens of the prompts with a history. A prompt without one
+    counts as the mean of these. Groups stay whole, so that the samples of a prompt share its
+    prefix. Ties keep the given order.
     """
     assert num_engines > 0
     passes = _passes(prompt_keys, median_lengths, expected)
@@ -97,8 +97,8 @@ def end_together(
     group_size: int,
     max_num_seqs: int,
 ) -> tuple[PromptGroup, ...]:
-    """The groups with the most expected passes on engines with few others (`even_ends`); the rest
-    is as in `deal_groups` and `cut_evenly`."""
+    """Give the longest groups to engines with few others, so that engines end together
+    (`even_ends`). Otherwise as `deal_groups`; the other arguments are those of `cut_evenly`."""
     passes = _passes(prompt_keys, median_lengths, expected)
     longest = sorted(passes, key=passes.__getitem__, reverse=True)
     engines = cut_evenly(
@@ -119,8 +119,8 @@ def deal_for_ends(
     rollout_time: RolloutTime,
     expected: ExpectedPasses = TOKENS,
 ) -> Placement:
-    """Placement by `deal_groups` or `end_together`, whichever is expected to end first; of equal
-    ends the former."""
+    """Return the placement by `deal_groups` or `end_together`, whichever should end first.
+    In a tie, return the former."""
     assert any(key in history for key in prompt_keys), "nothing to tell ends by"
     row_of = {key: row for row, key in enumerate(prompt_keys)}
     rollout = config.rollout
@@ -164,8 +164,8 @@ def plan_placement(
     rollout_time: RolloutTime | None = None,
     expected: ExpectedPasses = TOKENS,
 ) -> Placement:
-    """Rank, allocate and place. Without `rollout_time` engines are divided as equally as prompts
-    are. In a first epoch nothing can be ranked: use `deal_groups`."""
+    """Rank prompts, allocate engines and place. Without `rollout_time`, engines are divided as
+    evenly as prompts. The first epoch has no history to rank by: use `deal_groups`."""
     assert any(key in history for key in prompt_keys), "nothing to rank by"
     num_groups = config.num_ranking_groups or default_num_groups(num_engines)
     ranked = rank_prompts(prompt_keys, history, min(num_groups, num_engines), expected)
@@ -191,9 +191,11 @@ def place_prompts(
     rollout_time: RolloutTime | None = None,
     expected: ExpectedPasses = TOKENS,
 ) -> tuple[Placement, float | None]:
-    """Placement of a step, by what is known of its prompts, and how much longer responses may grow
-    before they are outliers; None where prompts are not ranked. Real runs and simulated ones ask
-    here."""
+    """Place the prompts of a step by what is known of them. Real and simulated runs call this.
+
+    Also return the growth factor above which a response is an outlier, or None if prompts are not
+    ranked.
+    """
     if history and rollout_time and config.mode == "sync" and config.specactor.races:
         about = (prompt_keys, history, num_engines, rollout_time, expected)
         return deal_for_ends(config, *about), None
@@ -211,9 +213,12 @@ def time_rollouts(
     window: int,
     max_context_tokens: float | None = None,
 ) -> RolloutTime | None:
-    """Estimate of rollout times by which prompts are placed; None where they are not, or no time
-    is known. `window`: draft tokens that a pass verifies for each request; `max_context_tokens`:
-    what an engine's KV cache holds, where that is known."""
+    """Return the estimate of rollout times for placement. None if `histopipe.two_tier` is off or no
+    latency is known.
+
+    `window`: draft tokens that a pass verifies for each request. `max_context_tokens`: tokens that
+    an engine's KV cache holds, or None if unknown.
+    """
     if latency is None or not config.histopipe.two_tier:
         return None
     rollout = config.rollout
@@ -234,15 +239,14 @@ def place_groups(
     step: int,
     expected: ExpectedPasses = TOKENS,
 ) -> Placement:
-    """Every prompt on an engine of its ranking group, the most expected passes first on each
-    engine.
+    """Place each prompt on an engine of its ranking group, most expected passes first.
 
     `ranked`: prompts of each ranking group; `sizes`: engines of each, all positive.
 
     "During odd-numbered rollout steps, the scheduler assigns ranking groups to workers (0 through
     N-1) in ascending order of rollout length. Conversely, during even-numbered steps, ranking
-    groups are assigned in descending order" (6.2). Within a ranking group prompts are dealt by
-    expected passes (`deal_groups`), which the paper leaves open; a prompt's samples stay together.
+    groups are assigned in descending order" (6.2). The paper leaves open how prompts are dealt
+    within a ranking group: here by expected passes (`deal_groups`), a prompt's samples together.
     """
     assert min(sizes) > 0
     tokens = expected_tokens([key for keys in ranked for key in keys], history)
@@ -296,7 +300,7 @@ def _passes(
 def _groups(
     passes: Mapping[str, float], engine_of: Mapping[str, int], median_lengths: Mapping[str, float]
 ) -> tuple[PromptGroup, ...]:
-    """Groups, those with the most passes first."""
+    """Return the groups, most passes first."""
     return tuple(
         PromptGroup(
             prompt_key=key,

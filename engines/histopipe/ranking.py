@@ -1,4 +1,4 @@
-"""Prompts ranked by what their responses are expected to take (RhymeRL, section 6.2). Pure."""
+"""Ranks prompts by the expected passes of their responses (RhymeRL, section 6.2). Pure."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,12 @@ def rank_prompts(
     num_groups: int,
     expected: ExpectedPasses = TOKENS,
 ) -> list[list[str]]:
-    """The prompts in ascending order of expected passes, divided as equally as possible.
+    """Return the prompts in ascending order of expected passes, divided as evenly as possible.
 
-    Expected are those of the median length of the last epoch ("the median lengths within each
-    response group", 6.2). A prompt without history counts as the median of the known medians, the
-    best guess there is: into the middle. Ties keep the order given. Group sizes differ by at most
-    1, the longer groups being the larger ones; with fewer prompts than groups there are fewer
-    groups.
+    The passes are those of the last epoch's median length ("the median lengths within each response
+    group", 6.2). A prompt without history gets the median of the known medians, so it lands in the
+    middle. Ties keep the given order. Group sizes differ by at most 1, and the longer groups are
+    larger. With fewer prompts than groups there are fewer groups.
     """
     assert num_groups > 0
     passes = expected.of(expected_tokens(prompt_keys, history))
@@ -34,28 +33,28 @@ def rank_prompts(
 def expected_tokens(
     prompt_keys: Sequence[str], history: Mapping[str, LengthHistory]
 ) -> dict[str, float]:
-    """Expected tokens of a response to each of these prompts; without a history, the typical."""
+    """Return the expected response tokens of each prompt: its median, or the typical length."""
     typical = typical_tokens(prompt_keys, history)
     return {k: history[k].median_tokens if k in history else typical for k in prompt_keys}
 
 
 def typical_tokens(prompt_keys: Sequence[str], history: Mapping[str, LengthHistory]) -> float:
-    """Median of the known medians; 1 when none of the prompts has a history."""
+    """Return the median of the known medians, or 1 if no prompt has a history."""
     known = [history[key].median_tokens for key in prompt_keys if key in history]
     return median(known) if known else 1.0
 
 
 def divide_evenly(total: int, num_parts: int) -> tuple[int, ...]:
-    """Parts that differ by at most 1, the larger ones last."""
+    """Return sizes that differ by at most 1, larger ones last."""
     return tuple((total + part) // num_parts for part in range(num_parts))
 
 
 def length_growth(history: Mapping[str, LengthHistory], minimum: float = 1.1) -> float:
-    """alpha of section 6.3: the 75th percentile of "the growth rates in response lengths of the
-    previous epoch", and at least the minimum.
+    """Return alpha of section 6.3: the 75th percentile of "the growth rates in response lengths of
+    the previous epoch", but at least `minimum`.
 
-    A prompt's growth is its median over its median one epoch before; prompts that were rolled out
-    only once have none. Deviation: the paper does not say of which lengths the growth is taken.
+    A prompt's growth is its median over its median one epoch earlier. Prompts that were rolled out
+    only once have none. Deviation: the paper does not say which lengths it compares.
     """
     growths = [
         lengths.median_tokens / lengths.previous_median_tokens
@@ -66,7 +65,7 @@ def length_growth(history: Mapping[str, LengthHistory], minimum: float = 1.1) ->
 
 
 def default_num_groups(num_engines: int) -> int:
-    """One for every four engines, from 2 to 16, never more than there are engines. The paper has
-    16 for its math models and 8 for code."""
+    """Return one group for every four engines, from 2 to 16, but at most one per engine. The paper
+    uses 16 for its math models and 8 for code."""
     assert num_engines > 0
     return min(num_engines, max(2, min(16, num_engines // 4)))
