@@ -1,4 +1,4 @@
-"""Engines of several TP degrees on the same GPUs: which there are, and where their ranks are. Pure.
+"""Plans engines of several TP degrees on the same GPUs, and the GPU of each rank. Pure.
 
 TP 2 to 4 to 8 on the 8 GPUs of a node; a row is an engine, its GPUs by rank:
 
@@ -6,13 +6,13 @@ TP 2 to 4 to 8 on the 8 GPUs of a node; a row is an engine, its GPUs by rank:
     TP 4   0 2 1 3       4 6 5 7            engines 4, 5
     TP 8   0 4 2 6 1 5 3 7                  engine  6
 
-Rank R of an engine that merges d engines is rank R // d of the (R mod d)-th of them: shard R of
-d t lies inside shard R // d of t, since R // d / t <= R / (d t) < (R // d + 1) / t. So each GPU
-needs only rows that it had in the layout before, and that it had at the base.
+Suppose an engine merges d engines of TP degree t. Its rank R runs on the GPU of rank R // d of
+engine R mod d. Shard R of d t lies inside shard R // d of t, since R // d / t <= R / (d t) <
+(R // d + 1) / t. So each GPU needs only rows that it had in the layout before, and in the base.
 
 Deviation: PAT keeps the order of the GPUs and sends every shard to its rank (4.3, Efficient weight
-resharding), as its ranks are fixed. Here engines of each layout are processes of their own, whose
-ranks can be in any order.
+resharding), because its ranks are fixed. Here each layout has its own processes, so ranks can be in
+any order.
 """
 
 from collections.abc import Sequence
@@ -25,25 +25,25 @@ from schemas.layout import Pool
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """A rollout engine and its place."""
+    """A rollout engine and its GPUs."""
 
     engine: int
     tp_degree: int
     pool: int | None = None
-    """Its node's; None: it is in none."""
+    """Pool (node) of the engine. None: no pool."""
     devices: tuple[int, ...] = ()
-    """GPUs of its node, by rank; none: those that it is given."""
+    """GPUs of the node, by rank. Empty: whichever GPUs the engine is given."""
     standby: bool = False
-    """It begins parked."""
+    """Whether the engine starts parked."""
 
 
 def plan_pools(
     num_engines: int, tp_degree: int, higher_tp_degrees: Sequence[int], gpus_per_node: int
 ) -> tuple[tuple[Pool, ...], tuple[EngineSpec, ...]]:
-    """A pool for each node, and all engines by index: those of the base, then the others.
+    """Return a pool for each node, and all engines by index: the base first, then the others.
 
-    Engines of the base are dealt to nodes in order. Where there is less than a node, the pool is
-    what there is. Without higher degrees there is no pool, and GPUs are left to whoever gives them.
+    Engines of the base are dealt to nodes in order. With fewer GPUs than a node has, there is one
+    pool of these GPUs. Without higher degrees there is no pool, and engines have no fixed GPUs.
     """
     if not higher_tp_degrees:
         return (), tuple(EngineSpec(engine, tp_degree) for engine in range(num_engines))
@@ -70,7 +70,7 @@ def plan_pools(
 
 
 def place_engines(specs: Sequence[EngineSpec]) -> dict[int, tuple[int, ...]]:
-    """GPUs of each engine, numbered over all nodes; engines of several layouts share theirs."""
+    """Return each engine's GPUs, numbered over all nodes. Engines of several layouts share GPUs."""
     node_gpus = 1 + max((gpu for spec in specs for gpu in spec.devices), default=0)
     return {
         spec.engine: tuple(sorted(spec.pool * node_gpus + gpu for gpu in spec.devices))
@@ -83,7 +83,8 @@ def place_engines(specs: Sequence[EngineSpec]) -> dict[int, tuple[int, ...]]:
 def plan_layouts(
     num_gpus: int, tp_degrees: Sequence[int]
 ) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """GPUs of each engine by rank, by TP degree. Each degree is a multiple of the one before."""
+    """Return the GPUs by rank of each engine, by TP degree. Each degree is a multiple of the one
+    before."""
     lowest = tp_degrees[0]
     engines = [tuple(range(gpu, gpu + lowest)) for gpu in range(0, num_gpus, lowest)]
     layouts = {lowest: tuple(engines)}
@@ -98,12 +99,12 @@ def plan_layouts(
 
 
 def merge_devices(engines: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """GPUs by rank of the engine that takes over those of these: all first ranks, all second."""
+    """Return the merged engine's GPUs by rank: all first ranks, all second ranks, and so on."""
     return tuple(chain.from_iterable(zip(*engines, strict=True)))
 
 
 def require_divisible(shape: ModelShape, tp_degrees: Sequence[int]) -> None:
-    """Refuse TP degrees among which the model's heads cannot be shared."""
+    """Raise ValueError for a TP degree that the model's heads cannot be divided by."""
     for degree in tp_degrees:
         if shape.num_heads % degree:
             raise ValueError(

@@ -1,15 +1,15 @@
-"""Is there room for engines that wait on GPUs in another layout? Pure.
+"""Checks whether GPUs have room for the parked engines of other layouts. Pure.
 
-A GPU has a process of each layout, one of them at work (T: its TP degree, W: bytes of all weights):
+A GPU has one process per layout, and one of them works (T: its TP degree, W: bytes of all weights):
 
     resident   sum over layouts of W / T  + KV cache of one + overhead of each process
     reloaded   largest W / T              + KV cache of one + overhead of each process
 
-On a CPU nothing is given back by parking: every process keeps its weights and KV cache, and all
-share the host's memory.
+On a CPU, parking frees nothing: every process keeps its weights and KV cache, and all share the
+host's memory.
 
-Deviation: PAT has one engine whose weights are resharded in place (4.3). It needs no room for
-further layouts but 2.5 GB during a switch (5.4), and a second or so per switch.
+Deviation: PAT has one engine and reshards its weights in place (4.3). This needs no room for other
+layouts but 2.5 GB during a switch (5.4), and about a second per switch.
 """
 
 from collections.abc import Sequence
@@ -19,26 +19,26 @@ from typing import Literal
 ParkedWeights = Literal["auto", "resident", "reloaded"]
 
 CONTEXT_BYTES = 0.5e9
-"""Assumed for the CUDA context of a process and the code that it has loaded."""
+"""Assumed size of a process's CUDA context and loaded code."""
 NCCL_BYTES = 0.3e9
-"""Assumed for the buffers of its communication groups."""
+"""Assumed size of the buffers of its communication groups."""
 GRAPH_BYTES = 0.4e9
-"""Assumed for its captured graphs, which vLLM keeps while it sleeps."""
+"""Assumed size of its captured graphs, which vLLM keeps while it sleeps."""
 ACTIVATION_BYTES = 2.8e9
-"""Assumed for activations and logits of a step of 8,192 tokens, and what torch keeps of them."""
+"""Assumed size of activations and logits of a step of 8,192 tokens, with torch's cached memory."""
 PARKED_BYTES = CONTEXT_BYTES + NCCL_BYTES + GRAPH_BYTES
-"""Bytes of a process that waits, beside weights."""
+"""Bytes of a parked process, beside weights."""
 WORKING_BYTES = PARKED_BYTES + ACTIVATION_BYTES
-"""Bytes of a process at work, beside weights and KV cache."""
+"""Bytes of a working process, beside weights and KV cache."""
 CPU_PROCESS_BYTES = 0.6e9
-"""Memory of an engine's process on a CPU beside weights and KV cache, as small ones take it."""
+"""Memory of an engine's process on a CPU, beside weights and KV cache, as small engines need it."""
 USABLE_SHARE = 0.95
-"""Share of a GPU's or host's memory that may be planned with."""
+"""Share of a GPU's or host's memory that plans may use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of one GPU, or of a CPU host."""
+    """Bytes that one GPU or CPU host needs."""
 
     weights_bytes: float
     kv_cache_bytes: float
@@ -58,7 +58,7 @@ class Footprint:
 def gpu_footprint(
     weight_bytes: float, tp_degrees: Sequence[int], kv_cache_bytes: float, *, resident: bool
 ) -> Footprint:
-    """Memory of a GPU with a rank of each TP degree. `weight_bytes`: of the whole model."""
+    """Return the memory of a GPU with a rank of each TP degree. `weight_bytes`: whole model."""
     shards = [weight_bytes / tp_degree for tp_degree in tp_degrees]
     of_processes = WORKING_BYTES + PARKED_BYTES * (len(tp_degrees) - 1)
     return Footprint(sum(shards) if resident else max(shards), kv_cache_bytes, of_processes)
@@ -67,7 +67,7 @@ def gpu_footprint(
 def host_footprint(
     weight_bytes: float, tp_degrees: Sequence[int], kv_cache_bytes: float, num_processes: int
 ) -> Footprint:
-    """Memory of a CPU host that runs `num_processes` processes in each layout."""
+    """Return the memory of a CPU host with `num_processes` processes in each layout."""
     copies = sum(num_processes // tp_degree for tp_degree in tp_degrees)
     in_all = num_processes * len(tp_degrees)
     return Footprint(weight_bytes * copies, kv_cache_bytes * in_all, CPU_PROCESS_BYTES * in_all)
@@ -76,8 +76,10 @@ def host_footprint(
 def start_share(
     weight_bytes: float, tp_degree: int, kv_cache_bytes: float, total_bytes: float
 ) -> float:
-    """Share of a GPU that must be free for an engine that starts on it while those of other layouts
-    wait there: vLLM's `gpu_memory_utilization`. `total_bytes`: of the whole GPU."""
+    """Return the share of a GPU that must be free when an engine starts beside parked engines.
+
+    This is vLLM's `gpu_memory_utilization`. `total_bytes`: memory of the whole GPU.
+    """
     return min(1.0, (weight_bytes / tp_degree + kv_cache_bytes + WORKING_BYTES) / total_bytes)
 
 
@@ -88,9 +90,9 @@ def plan_parked_weights(
     kv_cache_bytes: float,
     gpu_bytes: float,
 ) -> Literal["resident", "reloaded"]:
-    """Whether engines keep their weights while they wait: where there is room, if it is left open.
+    """Choose whether parked engines keep their weights. With `auto` they do if there is room.
 
-    `tp_degrees`: of all layouts. `gpu_bytes`: of one GPU.
+    `tp_degrees`: of all layouts. `gpu_bytes`: memory of one GPU. Raise ValueError if nothing fits.
     """
     usable = gpu_bytes * USABLE_SHARE
     choices = ("resident", "reloaded") if parked_weights == "auto" else (parked_weights,)
@@ -103,8 +105,9 @@ def plan_parked_weights(
     further = ", pat.parked_weights=reloaded" if choices == ("resident",) else ""
     raise ValueError(
         f"pat.tp_degrees: engines of TP degree {_listed(tp_degrees)} on the same GPUs need "
-        f"{_gb(needed.bytes)} of the {_gb(usable)} that can be used of each ({needed}): take fewer "
-        f"pat.tp_degrees, a smaller rollout.kv_cache_bytes{further} or a higher rollout.tp_degree"
+        f"{_gb(needed.bytes)} of each GPU ({needed}), but only {_gb(usable)} can be used. Take "
+        f"fewer pat.tp_degrees, a smaller rollout.kv_cache_bytes{further} or a higher "
+        "rollout.tp_degree"
     )
 
 
@@ -115,13 +118,13 @@ def require_host_memory(
     num_processes: int,
     host_bytes: float,
 ) -> None:
-    """Refuse layouts that a CPU host has no memory for."""
+    """Raise ValueError if the layouts do not fit into a CPU host's memory."""
     needed = host_footprint(weight_bytes, tp_degrees, kv_cache_bytes, num_processes)
     usable = host_bytes * USABLE_SHARE
     if needed.bytes > usable:
         raise ValueError(
             f"pat.tp_degrees: engines of TP degree {_listed(tp_degrees)} on a CPU need "
-            f"{_gb(needed.bytes)} of the {_gb(usable)} that can be used ({needed}): take fewer "
+            f"{_gb(needed.bytes)} ({needed}), but only {_gb(usable)} can be used. Take fewer "
             "pat.tp_degrees, a smaller rollout.kv_cache_bytes or fewer rollout.num_engines"
         )
 

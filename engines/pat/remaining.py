@@ -1,25 +1,26 @@
-"""How many tokens unfinished responses still have. Pure.
+"""Estimates how many tokens unfinished responses still have. Pure.
 
-`Maximum` is Algorithm 1 of PAT: L_max - L_gen, "a conservative bound". `FromHistory` takes a
-response to be as long as those that its prompt had in its last epoch, as far as it is longer than
-what there is already:
+`Maximum` is Algorithm 1 of PAT: L_max - L_gen, "a conservative bound". `FromHistory` expects a
+response to be as long as its prompt's responses in the last epoch, given that it is longer than
+its tokens so far:
 
     ln L ~ Normal(ln m, s),   s = ln(longest / m) / xi_N       given L > g
     L_u  = m exp(s isf((1 - u) sf(z))),   z = ln(g / m) / s    its quantile u
 
-m: the prompt's median, g: tokens so far, xi_N: the expected maximum of N standard normals (Blom),
-N: samples of a prompt. Then:
+m: the prompt's median, g: tokens so far, N: samples of a prompt, xi_N: the expected maximum of N
+standard normals (Blom). Then:
 
-- A response that is beyond the longest is the longest itself: s grows with it. So what is left of
-  it is always a share of what it has, and never 0.
-- All medians and longest are scaled by how the medians grew, the median over the prompts.
-- A prompt without history has the spread of all prompts together; with no history at all, the
-  maximum counts.
-- Requests get quantiles evenly spread, (rank + 1/2) / requests. With the same one for all, or their
-  expectations, they would end together: the forecast would have no tail, and miss what a switch
-  brings. A response alone gets its median. The n-th request's rank is that of frac(1/2 + n phi),
-  phi the golden ratio, so that an estimate changes little when another response ends. In another
-  scenario s it is that of frac(1/2 + n phi + s): the same lengths, of other responses.
+- A response beyond the longest counts as the new longest, and s grows with it. Its remaining tokens
+  are a share of its tokens so far, never 0.
+- All medians and longest lengths are scaled by the growth of the medians, the median over prompts.
+- A prompt without history has the spread of all prompts together. Without any history, the maximum
+  counts.
+- Requests get evenly spread quantiles, (rank + 1/2) / requests. With one quantile or the mean for
+  all, they would end together: the forecast would have no tail and miss the gain of a switch. A
+  single response gets its median.
+- The n-th request's rank is that of frac(1/2 + n phi), with the golden ratio phi, so an estimate
+  changes little when another response ends. Scenario s uses frac(1/2 + n phi + s): the same
+  quantiles, for other requests.
 """
 
 from collections.abc import Collection, Mapping
@@ -31,35 +32,35 @@ from scipy.special import ndtr, ndtri
 from schemas.rollout import LengthHistory, RequestId
 
 MIN_SPREAD = 0.1
-"""Least s, and of a prompt whose lengths were all the same. A tenth is a factor of 1.1."""
+"""Least s. A prompt with equal lengths gets it. A tenth is a factor of 1.1."""
 MAX_GROWTH = 2.0
-"""Medians grow or shrink by no more than this factor from one epoch to the next."""
+"""Most that medians may grow or shrink from one epoch to the next, as a factor."""
 _GOLDEN = (5**0.5 - 1) / 2
 
 
 class Remaining(Protocol):
-    """An estimate for all requests of a batch."""
+    """Estimates the remaining tokens of all requests of a batch."""
 
     @property
     def is_known(self) -> bool:
-        """Whether anything is known of lengths but their maximum."""
+        """Whether anything but the maximum length is known."""
         ...
 
     def tokens(
         self, generated: Mapping[RequestId, int], scenario: float = 0.0
     ) -> dict[RequestId, float]:
-        """Response tokens to come, at least 1, by those so far. `scenario`: in [0, 1), one of the
-        ways in which that may be among the requests; 0 is that of every forecast."""
+        """Return response tokens to come, at least 1. `generated`: tokens so far. `scenario`: in
+        [0, 1), assigns the lengths to other requests; forecasts use 0 by default."""
         ...
 
 
 class Maximum:
-    """Every response goes on to the maximum length (PAT, Algorithm 1)."""
+    """Every response reaches the maximum length (PAT, Algorithm 1)."""
 
     is_known = False
 
     def __init__(self, max_tokens: int) -> None:
-        """`max_tokens`: of a response."""
+        """`max_tokens`: most tokens of a response."""
         self._max_tokens = max_tokens
 
     def tokens(
@@ -70,16 +71,16 @@ class Maximum:
 
 
 class FromHistory:
-    """Responses go on as those of their prompts did in the last epoch."""
+    """Responses are as long as those of their prompts in the last epoch."""
 
     def __init__(
         self, history: Mapping[str, LengthHistory], max_tokens: int, *, group_size: int
     ) -> None:
-        """`history`: by prompt. `group_size`: samples behind each."""
+        """`history`: last epoch's lengths by prompt. `group_size`: samples of each prompt."""
         self._maximum = Maximum(max_tokens)
         self._places: dict[RequestId, float] = {}
-        """Place of every request in the order that stays."""
-        # Blom: within 1 % of the expected maximum of 8 and more, 5 % of 2.
+        """Fixed place of each request, in [0, 1). The order of places gives the quantiles."""
+        # Blom's formula is within 1 % of the expected maximum of 8 and more, within 5 % of 2.
         num_samples = max(2, group_size)
         self._xi = float(ndtri((num_samples - 0.375) / (num_samples + 0.25)))
         growth = _growth(history)
@@ -96,8 +97,8 @@ class FromHistory:
         return self._at(generated, self._quantiles(generated, scenario))
 
     def medians(self, generated: Mapping[RequestId, int]) -> dict[RequestId, float]:
-        """Response tokens to come of each request by itself, whatever the others': to compare
-        requests, not to forecast a batch."""
+        """Return each request's median tokens to come. Use this to compare requests. For a batch
+        forecast use `tokens`."""
         return self._at(generated, np.full(len(generated), 0.5))
 
     def _at(
@@ -114,7 +115,7 @@ class FromHistory:
         return dict(zip(generated, estimates.tolist(), strict=True))
 
     def _quantiles(self, requests: Collection[RequestId], scenario: float) -> np.ndarray:
-        # In an order of their own: wherever they are, the same ones are taken to be long.
+        # Sorted, so that the same requests get long lengths whatever engine they are on.
         for id in sorted((id for id in requests if id not in self._places), key=_order):
             self._places[id] = (0.5 + len(self._places) * _GOLDEN) % 1.0
         places = [(self._places[id] + scenario) % 1.0 for id in requests]
@@ -122,7 +123,7 @@ class FromHistory:
         return (ranks + 0.5) / len(requests)
 
     def _curve(self, lengths: LengthHistory, growth: float) -> tuple[float, float]:
-        """(ln m, s)."""
+        """Return (ln m, s)."""
         median = max(1.0, lengths.median_tokens)
         spread = np.log(max(median, lengths.longest_tokens) / median) / self._xi
         return float(np.log(median * growth)), max(MIN_SPREAD, float(spread))
@@ -154,6 +155,6 @@ def _growth(history: Mapping[str, LengthHistory]) -> float:
 
 
 def _pool(curves: list[tuple[float, float]]) -> tuple[float, float]:
-    """(ln m, s) of a prompt drawn from these: its own spread and theirs."""
+    """Return (ln m, s) of a prompt drawn at random: its own spread and the spread of prompts."""
     means, spreads = np.array(curves).T
     return float(means.mean()), float(np.sqrt(means.var() + np.square(spreads).mean()))

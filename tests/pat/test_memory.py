@@ -52,7 +52,7 @@ def test_kept_where_there_is_room_loaded_where_there_is_less(weight_bytes, kv, d
     assert plan(weight_bytes, degrees, kv, kept * 1.001) == "resident"
     assert plan(weight_bytes, degrees, kv, max(loaded * 1.001, kept * 0.99)) == "reloaded"
     assert plan(weight_bytes, degrees, kv, kept * 1.001, "reloaded") == "reloaded"
-    with pytest.raises(ValueError, match=r"need .* GB of the .* GB"):
+    with pytest.raises(ValueError, match=r"need .* GB of each GPU .* only .* GB can be used"):
         plan(weight_bytes, degrees, kv, loaded * 0.999)
     with pytest.raises(ValueError, match="parked_weights=reloaded"):
         plan(weight_bytes, degrees, kv, kept * 0.999, "resident")
@@ -66,15 +66,16 @@ def test_a_refusal_has_figures_and_says_how_to_mend_it():
     with pytest.raises(ValueError, match="tp_degrees") as refusal:
         plan_parked_weights("auto", LLAMA.weight_bytes, (2, 4, 8), 60 * GB, A40.memory_bytes)
     assert str(refusal.value) == (
-        "pat.tp_degrees: engines of TP degree 2, 4, 8 on the same GPUs need 74.4 GB of the 45.6 GB "
-        "that can be used of each (8.0 GB of weights, 60.0 GB of KV cache and 6.4 GB of processes):"
-        " take fewer pat.tp_degrees, a smaller rollout.kv_cache_bytes or a higher rollout.tp_degree"
+        "pat.tp_degrees: engines of TP degree 2, 4, 8 on the same GPUs need 74.4 GB of each GPU "
+        "(8.0 GB of weights, 60.0 GB of KV cache and 6.4 GB of processes), but only 45.6 GB can be "
+        "used. Take fewer pat.tp_degrees, a smaller rollout.kv_cache_bytes or a higher "
+        "rollout.tp_degree"
     )
 
 
 def test_a_host_without_memory_is_refused():
     require_host_memory(1 * GB, (1, 2), 0.25 * GB, 2, 8 * GB)
-    with pytest.raises(ValueError, match=r"on a CPU need 6\.4 GB of the 5\.7 GB"):
+    with pytest.raises(ValueError, match=r"on a CPU need 6\.4 GB .*, but only 5\.7 GB"):
         require_host_memory(1 * GB, (1, 2), 0.25 * GB, 2, 6 * GB)
 
 
