@@ -1,9 +1,9 @@
-"""Better drafting for every request (SpecActor): which drafter, how far, ahead or in turn. Pure.
+"""Chooses how to draft for each request (SpecActor): drafter, window, coupled or decoupled. Pure.
 
 expectation.py ─► planner.py       before the rollout: GPUs to draft, GPUs to verify, window
-               └► reconfigure.py   during it: window and mode of requests that are misguessed
-health.py ─► ladder.py             the drafter of a step, from the acceptance of those before
+               └► reconfigure.py   during it: new window and mode for requests that need one
+health.py ─► ladder.py             the drafter of a step, from earlier steps' acceptance
              best_of_n.py          at the end: more drafters for the last requests
-ngram.py                           a drafter that needs nothing but the text
-streams.py                         both ends of the drafts of a small model
+ngram.py                           a drafter that uses only the request's own text
+streams.py                         both ends of a stream of drafts from a small model
 """

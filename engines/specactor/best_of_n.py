@@ -1,27 +1,27 @@
-"""Freed engines race the last requests with other drafters (SpecActor, Algorithm 3). Pure.
+"""Free engines race the last requests with other drafters (SpecActor, Algorithm 3). Pure.
 
-    freed engine ──argmin_d |W_d|──► one draft method ◄── requests, those that end last first,
-                                                          while load < b_max
+    free engine ──argmin_d |W_d|──► one draft method ◄── requests, those that end last first,
+                                                         while load < b_max
 
-The request that is likely to end last gets every method that it lacks before the next one gets any,
-as far as there is room. W_d: the engines that race with method d at present, those with room to
-spare among them. A raced request stays where it is; of its copies, the first to finish counts. Once
-a copy has clearly more tokens, it is taken from where it was: that batch is shorter without it.
+W_d: the engines that race with method d now, including those with room to spare. The request that
+is likely to end last gets all methods that it lacks, as far as there is room. Then the next request
+gets them. A raced request stays where it is, and the first of its copies to finish counts. Once a
+copy is clearly ahead, the request leaves its first engine, whose batch then ends sooner.
 
 Deviations:
-- Where a prompt's lengths in its last epoch are known, the request that ends last is the one with
-  the most verifications to come, so one that is nearly done is not raced for its few right drafts.
-  Without, it is the one with the lowest acceptance, as in the paper.
-- A copy with the drafter that a request has already is never made, so a freed engine takes no
-  method that no request lacks.
-- The acceptance of a raced request is the best of its copies': that one sets its pace. A request
-  without comes last; where lengths are known, it is taken to have no drafts accepted.
-- Races are coupled or decoupled as their setting says. Decoupled, a freed engine stands for a
-  drafter and its verifier; drafters are not packed onto existing ones.
-- Of methods with equally few engines, a freed engine takes the first: they are given in the order
-  of what they are expected to bring.
-- W_d does not count the engines on which the rollout began with method d: all began with one.
-- Of engines with room, a request goes to one of a node that it is on: its keys and values go along.
+- If a prompt's lengths in its last epoch are known, the request with the most verifications to come
+  ends last. So a nearly finished request is not raced because of a low acceptance. Without lengths,
+  the request with the lowest acceptance ends last, as in the paper.
+- A copy never has a drafter that the request already has. So a free engine gets no method that
+  every request has.
+- A raced request has the best acceptance of its copies, because that copy sets its pace. A request
+  without a known acceptance comes last. If lengths are known, it counts as accepting no drafts.
+- The race's setting says whether it is coupled or decoupled. If decoupled, a free engine stands for
+  a drafter and its verifier. Drafters are not packed onto existing ones.
+- Among methods with equally few engines, a free engine takes the first. The caller orders them by
+  expected gain.
+- W_d leaves out the engines on which the rollout began with d: all engines began with one method.
+- Among engines with room, a request goes to one on its own node: its keys and values go along.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -33,9 +33,9 @@ from engines.specactor.ladder import request_acceptance
 from schemas.rollout import DraftProgress, DraftSetting, RequestId
 
 TokensToCome = Callable[[Mapping[RequestId, int]], Mapping[RequestId, float]]
-"""Response tokens so far, by request, to those that are expected to come."""
+"""Maps response tokens so far, by request, to the expected tokens to come."""
 LEAD_TOKENS = 512
-"""Response tokens by which a copy leads clearly: engines tell of theirs at different times."""
+"""Response tokens for a clear lead. It is large because engines report at different times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,28 +44,28 @@ class Contender:
 
     id: RequestId
     acceptance: float | None
-    """Probability that a draft token is accepted; None while nothing was verified."""
+    """Probability that a draft token is accepted. None until something is verified."""
     drafters: frozenset[str]
-    """Drafters that it has, on any engine."""
+    """Drafters that it has on any engine."""
     engines: frozenset[int]
     """Engines that it is on."""
     nodes: frozenset[str | None] = frozenset()
-    """Nodes of these."""
+    """Nodes of these engines."""
     steps_to_come: float = 0.0
-    """Verifications until it ends, as expected; 0 for all where no lengths are known."""
+    """Expected verifications until it ends. 0 for all requests if no lengths are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Racer:
-    """An engine that was freed: it races, or may."""
+    """An engine that only races, or is free to."""
 
     engine: int
     drafter: str | None
-    """Drafter that it races with; None: it has no requests, and no method yet."""
+    """Drafter that it races with. None: it has no requests and no method yet."""
     load: int
-    """Requests on it."""
+    """Number of its requests."""
     node: str | None = None
-    """Node that it is on; None: it is not known."""
+    """Its node. None: unknown."""
 
 
 def assign_races(
@@ -74,8 +74,8 @@ def assign_races(
     settings: Mapping[str, DraftSetting],
     max_batch: int,
 ) -> list[Race]:
-    """New copies, in the order in which they are decided. `max_batch`: b_max, requests that an
-    engine verifies at once. Ties go to the first drafter, the lower engine, the lower id."""
+    """Return new copies in the order of decision. `max_batch`: b_max, most requests that an engine
+    verifies at once. Ties go to the first drafter, the lower engine, the lower id."""
     node_of = {racer.engine: racer.node for racer in racers}
     methods = _methods(contenders, racers, list(settings))
     room = {racer.engine: max_batch - racer.load for racer in racers}
@@ -96,8 +96,8 @@ def assign_races(
 def _methods(
     contenders: Sequence[Contender], racers: Sequence[Racer], drafters: Sequence[str]
 ) -> dict[int, str]:
-    """The method of each engine, by ascending engine: that with the fewest engines so far, of those
-    that some request lacks (lines 1-3)."""
+    """Return the method of each engine, in ascending order of engines (lines 1-3). A new one gets
+    the method with the fewest engines, among the methods that some request lacks."""
     lacked = [d for d in drafters if any(d not in contender.drafters for contender in contenders)]
     num_engines = {d: sum(racer.drafter == d for racer in racers) for d in drafters}
     methods = {}
@@ -119,7 +119,7 @@ def _rank(contender: Contender) -> tuple:
 
 
 class BestOfN:
-    """Decides for one generation stage. Remembers its races, as a view may lag behind."""
+    """Decides for one generation stage. Remembers its races, because a view may lag behind."""
 
     def __init__(
         self,
@@ -129,17 +129,22 @@ class BestOfN:
         max_batch: int,
         to_come: TokensToCome | None = None,
     ) -> None:
-        """`methods`: one setting of each drafter to race with. `initial`: the drafter with which
-        the rollout began; requests have it until an engine says otherwise. `to_come`: None where no
-        lengths are known. Raises ValueError."""
+        """Take the settings of the stage.
+
+        `methods`: one setting for each drafter to race with. `initial`: the drafter that requests
+        have until an engine reports another. `to_come`: None if no lengths are known. Raise
+        ValueError if two methods share a drafter or `max_batch` is below 1.
+        """
         self._settings = {setting.drafter: setting for setting in methods}
         if len(self._settings) < len(methods) or max_batch < 1:
-            raise ValueError(f"one setting of each drafter and a batch of at least 1: {methods}")
+            raise ValueError(
+                f"give one setting of each drafter and a batch of at least 1: {methods}"
+            )
         self._initial, self._max_batch, self._to_come = initial, max_batch, to_come
         self._races: dict[RequestId, dict[str, int]] = {}
-        """Engine of each copy, by drafter, of the requests that are raced."""
+        """Engine of each copy of the raced requests, by drafter."""
         self._conceded: dict[RequestId, dict[int, str | None]] = {}
-        """Drafter that a raced request had on each engine that it was taken from."""
+        """Drafter of a raced request on each engine that it was withdrawn from."""
 
     def decide(self, view: RolloutView) -> list[Race | Concede]:
         races = self.propose(view)
@@ -147,7 +152,7 @@ class BestOfN:
         return [*races, *self.concede(view)]
 
     def concede(self, view: RolloutView) -> list[Concede]:
-        """Requests to take from where they were before they were raced, as a copy leads."""
+        """Withdraw requests from the engines they began on, if a copy is clearly ahead."""
         by_engine = {engine.engine: engine for engine in view.engines}
         moves = []
         for id, races in self._races.items():
@@ -162,12 +167,12 @@ class BestOfN:
         return moves
 
     def _holders(self, id: RequestId, by_engine: Mapping[int, EngineView]) -> dict[int, EngineView]:
-        """Engines that have it, and are to keep it."""
+        """Return the engines that have the request and keep it."""
         gone = self._conceded.get(id, {})
         return {i: e for i, e in by_engine.items() if id in e.progress and i not in gone}
 
     def propose(self, view: RolloutView, among: Container[RequestId] | None = None) -> list[Race]:
-        """Races that are to be noted where they are made; `among`: those that may be raced."""
+        """Return races. Call `note` for those that are made. `among`: requests that may race."""
         if not self._races and all(engine.progress for engine in view.engines):
             return []
         finished = [id for id in self._races if not any(id in e.progress for e in view.engines)]
@@ -181,12 +186,12 @@ class BestOfN:
         return assign_races(contenders, racers, self._settings, self._max_batch)
 
     def note(self, races: Iterable[Race]) -> None:
-        """Note that these races are made."""
+        """Record that these races are made."""
         for race in races:
             self._races.setdefault(race.id, {})[race.drafting.drafter] = race.to_engine
 
     def _racers(self, view: RolloutView) -> list[Racer]:
-        """Engines with races only, whether they are there by now or not, or with nothing."""
+        """Return the engines that have nothing but races. A race may not have arrived yet."""
         raced: dict[int, dict[RequestId, str]] = {}
         for id, by_drafter in self._races.items():
             for drafter, engine in by_drafter.items():
@@ -212,7 +217,7 @@ class BestOfN:
     def _contender(
         self, id: RequestId, engines: Sequence[EngineView], num_tokens: float
     ) -> Contender:
-        """`num_tokens`: those to come."""
+        """Return a request that may be raced. `num_tokens`: expected tokens to come."""
         races = self._races.get(id, {})
         raced = {engine: drafter for drafter, engine in races.items()}
         told = {engine.engine: engine.drafting.get(id) for engine in engines}
@@ -232,7 +237,7 @@ class BestOfN:
 
 
 def _tokens_per_step(told: DraftProgress | None) -> float:
-    """Expected of a verification; 1 where none has told how often drafts are right."""
+    """Return expected tokens per verification. 1 while the acceptance is unknown."""
     acceptance = request_acceptance(told)
     if acceptance is None or told is None or told.setting is None:
         return 1.0
@@ -240,7 +245,7 @@ def _tokens_per_step(told: DraftProgress | None) -> float:
 
 
 def _drafter(told: DraftProgress | None, otherwise: str | None) -> str | None:
-    """`otherwise`: where the engine has not told."""
+    """Return the reported drafter. `otherwise`: if the engine has not reported."""
     if told is None:
         return otherwise
     return told.setting.drafter if told.setting else None

@@ -1,37 +1,37 @@
-"""Tokens that drafting yields, decoupled or coupled (SpecActor, section 4.1, Modeling TGS). Pure.
+"""Expected tokens from drafting, decoupled or coupled (SpecActor, section 4.1, Modeling TGS). Pure.
 
-With w the draft window, p the probability that a draft token is right (each independently of the
-others), D the seconds of drafting one token and V those of a verification, tokens per second of
-one request, all of whose batch go on at the same time:
+w: the draft window. p: probability that a draft token is right, independent of the others. D:
+seconds to draft one token. V: seconds of a verification. One request, in a batch that goes on in
+step, generates this many tokens per second:
 
-    coupled    (1 + p + ... + p^w) / (w D + V)                            in turn
+    coupled    (1 + p + ... + p^w) / (w D + V)                            taking turns
     streamed   sum_i S_i (1 + p + ... + p^m_i) / (V sum_i S_i)            decoupled
 
-Decoupled execution as it is run: the drafter drafts token after token and has at most 2 w - 1 that
-are not verified. The verifier never waits: its step takes what has arrived, at most w tokens, and
-decodes plainly when nothing has. A step with m draft tokens yields the a that are right and one
-more, the model's own; where a = m, this one must equal the next draft token too. Otherwise what
-was drafted beyond is thrown away, the drafter starts again, and the next step finds nothing.
-Nothing is random between two mismatches, so a cycle has one course: in step i, m_i tokens are
-there, with probability S_i = p^((m_0 + 1) + ... + (m_(i-1) + 1)).
+Decoupled: the drafter drafts token after token, with at most 2 w - 1 of them not yet verified. The
+verifier never waits. Its step takes the drafts that have arrived, at most w, and decodes plainly if
+there are none. A step with m draft tokens emits the a right ones and one token of the model's own.
+If a = m, the model's token must equal the next draft token too. Otherwise the later drafts are
+thrown away, the drafter starts again, and the next step finds nothing. Between two mismatches
+nothing is random: step i finds m_i tokens, with probability
+S_i = p^((m_0 + 1) + ... + (m_(i-1) + 1)).
 
-D and V are taken as constant, a drafted token arrives at once, and a step with nothing to verify
-takes V as well, since it is one row of a batch of which others verify.
+D and V are constant here, and a draft token arrives at once. A step with nothing to verify takes V
+too, because it is one row of a batch in which others verify.
 
-V itself is that of what a step verifies, which is seldom the whole window, and what it verifies is
-what is drafted in V. So V is a fixed point (`settled_step`): of a batch b with a step of v_0 + c m
-seconds, m being the mean of the m_i,
+V is the time to verify what has arrived, seldom the whole window; and what has arrived was drafted
+within V. So V is a fixed point (`settled_step`). For a batch whose step takes v_0 + c m seconds,
+with m the mean of the m_i,
 
     V = v_0 + c m(V / D)
 
-Against batches simulated token by token (`tests/specactor/test_settled.py`) its tokens a step are
-off by 0.5 % on average and by less than 3 % everywhere.
+Compared with batches simulated token by token (`tests/specactor/test_settled.py`), its tokens per
+step are off by 0.5 % on average and by less than 3 % everywhere.
 
 Deviation: the paper has tau_w / max(w D, V), with tau_w = sum_{a<w} p^a (1-p) (a+1) / 2 + w p^w. It
-counts half of a partial window and knows neither the model's own token nor the empty step after a
-mismatch. Against a simulation of the protocol (`tests/specactor/machine.py`, 252 points: w 1 to 12,
-p 0.3 to 0.95, D / V 0.05 to 0.8) its tokens per second are off by 26 % on average, those of
-`streamed` by 0.2 %, which is the noise; where w D <= V by 13 and 0.1 %.
+counts half of a partial window, and omits the model's own token and the empty step after a
+mismatch. Compared with a simulation of the protocol (`tests/specactor/machine.py`, 252 points: w 1
+to 12, p 0.3 to 0.95, D / V 0.05 to 0.8), its tokens per second are off by 26 % on average. Those of
+`streamed` are off by 0.2 %, which is noise. Where w D <= V the errors are 13 and 0.1 %.
 """
 
 import math
@@ -44,52 +44,52 @@ from scipy.optimize import brentq
 
 _LEAST_SURVIVAL = 1e-7
 _MAX_STEPS = 1000
-"""Steps at which a stream that hardly ever ends is cut off; its mean has long settled."""
+"""Steps after which a stream that hardly ever ends is cut off. Its mean has long settled."""
 _ROUNDING = 1e-9
 _SETTLED = 1e-3
-"""Share of a step's seconds to which they are found."""
+"""Relative precision of a step's seconds."""
 _PACES = 16
-"""Paces that are told apart, for each token of a step."""
+"""Distinct paces for each drafted token per step."""
 _SMEAR = tuple((offset, (4 - abs(offset)) / 16) for offset in range(-3, 4))
-"""Paces about one, and their weights: the standard deviation is a tenth of a token."""
+"""Nearby paces and their weights. The standard deviation is a tenth of a token."""
 
 
 def expected_tokens(window: int, acceptance: float) -> float:
-    """Tokens per verification, the model's own included: 1 + p + ... + p^w."""
+    """Return tokens per verification, the model's own included: 1 + p + ... + p^w."""
     if window < 0 or not 0.0 <= acceptance <= 1.0:
         raise ValueError(f"window {window} must be >= 0 and acceptance {acceptance} in [0, 1]")
     return float(sum(acceptance**k for k in range(window + 1)))
 
 
 class StreamedStep(NamedTuple):
-    """A step of the verifier, on average, for one request."""
+    """Means over a verifier's steps, for one request."""
 
     tokens: float
-    """Tokens emitted; one of them is the model's own."""
+    """Tokens emitted, including the model's own."""
     num_verified: float
-    """Draft tokens that are verified."""
+    """Draft tokens verified."""
     verifying: float
-    """Share of the steps that have something to verify."""
+    """Share of steps with something to verify."""
     rejecting: float
-    """Share of the steps that reject a draft token."""
+    """Share of steps that reject a draft token."""
 
 
 def streamed_tokens_per_s(
     window: int, acceptance: float, draft_token_s: float, verify_s: float
 ) -> float:
-    """Tokens per second of decoupled execution as it is run. `draft_token_s`: D, at least 0;
-    `verify_s`: V, positive. Raises ValueError."""
+    """Return tokens per second when decoupled. `draft_token_s`: D, at least 0. `verify_s`: V,
+    positive. Raise ValueError for a bad window or acceptance."""
     drafts_per_step = verify_s / draft_token_s if draft_token_s > 0 else math.inf
     return streamed_step(window, acceptance, drafts_per_step).tokens / verify_s
 
 
 def streamed_step(window: int, acceptance: float, drafts_per_step: float) -> StreamedStep:
-    """`drafts_per_step`: V / D. Raises ValueError."""
+    """Return the mean step. `drafts_per_step`: V / D. Raise ValueError."""
     _require(window, acceptance)
     prefix = list(accumulate(acceptance**m for m in range(window + 1)))
     tokens = verified = verifying = rejecting = steps = 0.0
     survival = 1.0
-    # A drafter that fills both windows in a step need not be faster.
+    # Beyond filling both windows within a step, a faster drafter changes nothing.
     for num_verified in _course(window, min(drafts_per_step, 2 * window)):
         tokens += survival * prefix[num_verified]
         verified += survival * num_verified
@@ -103,7 +103,7 @@ def streamed_step(window: int, acceptance: float, drafts_per_step: float) -> Str
 
 
 class SettledStep(NamedTuple):
-    """A step of the verifier, on average, for one request, and how long it takes."""
+    """The mean step of a verifier for one request, and its time."""
 
     step: StreamedStep
     seconds: float
@@ -117,11 +117,11 @@ class SettledStep(NamedTuple):
 def settled_step(
     window: int, acceptance: float, draft_token_s: float, verify_s: Callable[[float], float]
 ) -> SettledStep:
-    """Step of a batch whose requests are all drafted for so, once what a step verifies is what is
-    drafted while one goes on.
+    """Return the step of a batch that verifies what is drafted during one such step.
 
-    `draft_token_s`: D in this batch, at least 0; `verify_s`: as for `settled_s`. The pace V / D is
-    rounded, so that steps are mostly looked up. Raises ValueError.
+    All requests of the batch are drafted for in the same way. `draft_token_s`: D in this batch, at
+    least 0. `verify_s`: as in `settled_s`. The pace V / D is rounded, so that lookups hit the
+    cache. Raise ValueError for a bad window or acceptance.
     """
     _require(window, acceptance)
 
@@ -136,10 +136,10 @@ def settled_step(
 def settled_s(
     num_verified: Callable[[float], float], verify_s: Callable[[float], float], most: float
 ) -> float:
-    """Seconds of a step that verifies what has come during one: s = V(n(s)).
+    """Return the seconds of a step that verifies what arrives during one: s = V(n(s)).
 
     `num_verified`: n, the mean draft tokens of a request that a step of so many seconds verifies,
-    at most `most`. `verify_s`: V, positive seconds, by that mean, and not falling with it.
+    at most `most`. `verify_s`: V, positive seconds by that mean, never falling with it.
     """
 
     @cache
@@ -147,7 +147,7 @@ def settled_s(
         return verify_s(num_verified(seconds)) - seconds
 
     low_s, high_s = verify_s(0), verify_s(most)
-    # Rounding apart, the excess is at least 0 at the one end and at most 0 at the other.
+    # Apart from rounding, the excess is >= 0 at the low end and <= 0 at the high end.
     if excess_s(low_s) <= 0:
         return low_s
     if excess_s(high_s) >= 0:
@@ -156,21 +156,23 @@ def settled_s(
 
 
 def paced_step(window: int, acceptance: float, drafts_per_step: float) -> StreamedStep:
-    """`streamed_step` where V / D is so much on average, rounded to sixteenths: V differs from step
-    to step, and at a whole number of tokens a little more or less decides what a step finds. Looked
-    up where it was asked for before."""
+    """Return `streamed_step` for a mean V / D, in sixteenths, averaged over nearby paces.
+
+    V varies from step to step. At a whole number of tokens, a little more or less decides how many
+    tokens a step finds. Results are cached.
+    """
     return step_at(window, acceptance, rounded_pace(window, drafts_per_step))
 
 
 def rounded_pace(window: int, drafts_per_step: float) -> int:
-    """V / D in sixteenths, as far as it matters with this window."""
-    # A drafter that fills both windows in a step need not be faster.
+    """Return V / D in sixteenths, capped where more changes nothing with this window."""
+    # Beyond filling both windows within a step, a faster drafter changes nothing.
     return round(min(drafts_per_step, 2.0 * window) * _PACES)
 
 
 @lru_cache(1 << 17)
 def step_at(window: int, acceptance: float, sixteenths: int) -> StreamedStep:
-    """`paced_step` by a rounded pace."""
+    """Return `paced_step` for a rounded pace."""
     near = (
         [weight * value for value in _steady_step(window, acceptance, max(0, sixteenths + offset))]
         for offset, weight in _SMEAR
@@ -186,15 +188,15 @@ def _steady_step(window: int, acceptance: float, sixteenths: int) -> StreamedSte
 def coupled_tokens_per_s(
     window: int, acceptance: float, draft_window_s: float, verify_s: float
 ) -> float:
-    """Tokens per second where drafting and verification take turns. `draft_window_s`: of all the
-    window; 0 at window 0, which is plain decoding."""
+    """Return tokens per second when coupled. `draft_window_s`: seconds to draft the whole window;
+    0 at window 0, which is plain decoding."""
     return expected_tokens(window, acceptance) / (draft_window_s + verify_s)
 
 
 def _course(window: int, drafts_per_step: float) -> Iterator[int]:
-    """Draft tokens verified in each step since a mismatch, as long as all are right.
+    """Yield the draft tokens verified in each step after a mismatch, while all are right.
 
-    Time runs in drafted tokens. `idle` is what the drafter has waited for so far.
+    The unit of time is one drafted token. `idle` is the time that the drafter has waited so far.
     """
     limit, num_drafted, num_used, idle = 2 * window - 1, 0, 0, 0.0
     for step in range(_MAX_STEPS):

@@ -2,21 +2,22 @@
 
     acceptance of the last steps ──①──► each drafter's rung ──②──► the largest speed-up, if > 1
 
-A rung is a drafter's speed-up over plain decoding, against the probability p that a draft token is
-accepted, by batch, with the best window there is. It comes from the latency model, so from offline
-profiling alone (RhymeRL 5.4, pre-profiling): neither the policy nor its texts are needed. Drafting
-and verification take turns:
+A rung gives a drafter's speed-up over plain decoding with the best window, by batch and by p, the
+probability that a draft token is accepted. It comes from the latency model alone, so from offline
+profiling (RhymeRL 5.4, pre-profiling). It needs neither the policy nor its texts. Drafting and
+verification take turns:
 
     speedup(w, p) = E[tokens] * decode_s / (verify_s + draft_s),  E[tokens] = 1 + p + ... + p^w
 
-p is measured by what verifications look at: the tokens that they accept and, where they stop
-early, the one that they reject. So p = accepted / (accepted + rejections) for drafts of whatever
-lengths (`DraftProgress.acceptance`). Accepted over drafted tokens is another acceptance, which
-depends on the window: the k-th token of w counts as accepted with probability p^k, so
+p is measured from the tokens that verifications look at: the accepted ones and, if a verification
+stops early, the rejected one. So p = accepted / (accepted + rejections), whatever the lengths of
+the drafts (`DraftProgress.acceptance`). The acceptance rate is a different figure, accepted over
+drafted tokens. It depends on the window, because the k-th token of w is accepted with probability
+p^k:
 
     rate = (p + p^2 + ... + p^w) / w
 
-`token_acceptance` inverts it where no more is known; the paper uses one word for both.
+`token_acceptance` inverts this if only the rate is known. The paper uses one word for both.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ from schemas.rollout import DraftProgress, DraftSetting
 
 
 def acceptance_rate(window: int, acceptance: float) -> float:
-    """Accepted over drafted tokens that windows of `window` tokens have on average."""
+    """Return the mean of accepted over drafted tokens with this window."""
     if window < 1:
         raise ValueError(f"a window of {window} tokens has no acceptance rate")
     return (expected_tokens(window, acceptance) - 1) / window
@@ -41,27 +42,27 @@ def acceptance_rate(window: int, acceptance: float) -> float:
 
 @lru_cache(maxsize=4096)
 def token_acceptance(window: int, rate: float) -> float:
-    """The probability p that gives this acceptance rate at this window."""
+    """Return the probability p that gives this acceptance rate with this window."""
     if window < 1 or not 0.0 <= rate <= 1.0:
         raise ValueError(f"window {window} must be >= 1 and acceptance rate {rate} in [0, 1]")
     return float(brentq(lambda p: acceptance_rate(window, p) - rate, 0.0, 1.0))
 
 
 def request_acceptance(drafting: DraftProgress | None) -> float | None:
-    """The probability p of one request; None while nothing was verified. Rounded to hundredths,
-    which is more than a request can tell, so that what follows from it is mostly looked up."""
+    """Return the probability p of one request, or None until something is verified. Rounded to two
+    digits, so that lookups hit the cache; a request cannot measure it more precisely."""
     if drafting is None or drafting.setting is None or drafting.acceptance is None:
         return None
     return round(drafting.acceptance, 2)
 
 
 class Choice(NamedTuple):
-    """A draft window and what it brings."""
+    """A draft window with its speed-up."""
 
     window: int
-    """Draft tokens per verification; 0: do not draft."""
+    """Draft tokens per verification. 0: do not draft."""
     speedup: float
-    """Speed-up over decoding; 1.0 at window 0."""
+    """Speed-up over decoding. 1.0 at window 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +74,12 @@ class SpeedupSurface:
     acceptances: tuple[float, ...]
     """Acceptances, ascending, in [0, 1]."""
     speedups: np.ndarray
-    """[num_batches, num_acceptances], at least 1.0 as window 0 is among the choices."""
+    """[num_batches, num_acceptances], at least 1.0 because window 0 is a choice."""
 
     def max_paying_batch(self, acceptance: float) -> int:
-        """Largest batch of the grid up to which drafting pays; 0 where it pays nowhere.
+        """Return the largest batch of the grid up to which drafting pays, or 0 if it never pays.
 
-        The acceptance is rounded down to the grid, so that the answer is not optimistic.
+        The acceptance is rounded down to the grid, so the result is not optimistic.
         """
         column = int(np.searchsorted(self.acceptances, acceptance, side="right")) - 1
         if column < 0:
@@ -99,7 +100,7 @@ class Ladder:
     max_window: int = 32
 
     def speedup(self, drafter: str, acceptance: float, batch: int, window: int) -> float:
-        """Tokens per second with this window over tokens per second without drafting."""
+        """Return tokens per second with this window over tokens per second without drafts."""
         if window == 0:
             return 1.0
         at = self.tp_degree, batch, batch * self.context_tokens_each
@@ -108,7 +109,7 @@ class Ladder:
         return expected_tokens(window, acceptance) * (decode_s / (verify_s + draft_s))
 
     def best(self, drafter: str, acceptance: float, batch: int) -> Choice:
-        """The fastest window; the smaller of two equal ones, so 0 unless drafting pays."""
+        """Return the fastest window. In a tie, return the smaller, so 0 unless drafting pays."""
         windows = range(self.max_window + 1)
         choices = (Choice(w, self.speedup(drafter, acceptance, batch, w)) for w in windows)
         return max(choices, key=lambda choice: choice.speedup)
@@ -116,7 +117,7 @@ class Ladder:
     def surfaces(
         self, batches: Sequence[int], acceptances: Sequence[float]
     ) -> dict[str, SpeedupSurface]:
-        """Every rung over a grid, both ascending, by drafter (figure 10 a)."""
+        """Return every rung over a grid, by drafter (figure 10 a). Both axes must ascend."""
         surfaces = {}
         for drafter in self.drafters:
             best = [
@@ -129,12 +130,12 @@ class Ladder:
 def choose_drafter(
     ladder: Ladder, acceptances: Mapping[str, float], batch: int
 ) -> DraftSetting | None:
-    """One drafter for the whole batch, and its window; None where none pays.
+    """Return one drafter and window for the whole batch, or None if no drafter pays.
 
-    `acceptances`: mean of each drafter over the last steps, as `token_acceptance`. Drafters
-    without one are passed over. Of equal ones, the first of the ladder.
+    `acceptances`: each drafter's mean over the last steps, as from `token_acceptance`. Drafters
+    without one are passed over. In a tie, the first of the ladder wins.
 
-    Deviation: "do not draft" is an answer.
+    Deviation: "do not draft" is a possible result.
     """
     rungs = [drafter for drafter in ladder.drafters if drafter in acceptances]
     choices = {drafter: ladder.best(drafter, acceptances[drafter], batch) for drafter in rungs}

@@ -1,25 +1,25 @@
-"""GPUs that draft, GPUs that verify, and the window (SpecActor, Algorithm 1). Pure.
+"""Splits GPUs into drafters and verifiers, and chooses the window (SpecActor, Algorithm 1). Pure.
 
     group = 1 verifier of g_v GPUs + g_d drafter GPUs        b = ceil((g_d + g_v) B / G) requests
-    D = draft_s(ceil(b / g_d), w) / w         V = verify_s(g_v, b, m), m: what a step verifies
+    D = draft_s(ceil(b / g_d), w) / w         V = verify_s(g_v, b, m), m: tokens verified per step
 
 B requests and G GPUs in all. The paper's TGS is the speed of one request in a batch of b. All B
-go on at that speed, so the cluster generates B TGS tokens per second, and a larger share of
-drafters, which makes b larger, pays for itself within TGS. Hence the plan with the largest TGS is
-that with the most tokens per second, which is what a plan states.
+requests run at that speed, so the cluster generates B TGS tokens per second. A larger share of
+drafters makes b larger, and TGS already includes this cost. Hence the plan with the largest TGS is
+the one with the most tokens per second, which a plan states.
 
 Deviations:
 - The paper bounds the window by w_max = max(ceil(V' / D'), ceil(beta / alpha)) with the affine
   coefficients of V and D (line 5). V' and beta depend on the window that they bound, and alpha is 0
   for lookups. With tau_w the bound loses nothing: beyond it TGS = tau_w / (w D), which falls. With
-  the exact expectation it can lose, as no drafter is fast enough to make all of the next window
-  always be there (`tests/specactor/test_planner.py`). Here windows end where one more token of
-  window changes nothing: what a step finds to verify is less than that, whatever the window.
-- V is not that of a full window: a step verifies what has come (`expectation.settled_step`).
+  the exact expectation it can lose, because no drafter is so fast that a step always finds the next
+  whole window (`tests/specactor/test_planner.py`). Here windows end where one more token of window
+  changes nothing: a step then always finds fewer tokens than the window.
+- V is not the time of a full window. A step verifies what has arrived (`expectation.settled_step`).
 - A drafter takes one GPU, and g_d of them share the requests of a group.
-- A group may be a fraction of one where G is no multiple of its size, as in the paper. A run has
-  whole engines and whole drafters, each of which drafts for some of the engines: `split_gpus`
-  plans how many of both, for verifiers of one TP degree.
+- As in the paper, a group may be a fraction of one if G is no multiple of its size. A run has whole
+  engines and whole drafters, and each drafter drafts for some of the engines. `split_gpus` plans
+  the number of both, for verifiers of one TP degree.
 """
 
 import math
@@ -34,14 +34,14 @@ from engines.specactor.expectation import settled_step
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """How each group of GPUs generates. The same in all groups."""
+    """How each group of GPUs generates, the same in all groups."""
 
     drafter_gpus: int
-    """GPUs that draft; 0: the verifier's own draft, in turn, or nobody does."""
+    """GPUs that draft. 0: the verifier's own GPUs draft in turn, or nothing drafts."""
     verifier_gpus: int
     """TP degree of the verifier."""
     window: int
-    """Draft tokens per verification; 0: plain decoding."""
+    """Draft tokens per verification. 0: plain decoding."""
     tokens_per_s: float
     """Expected tokens per second of the whole cluster."""
 
@@ -52,10 +52,10 @@ class ExecutionPlan:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Requests and GPUs that are planned for."""
+    """Requests and GPUs to plan for."""
 
     num_requests: int
-    """Requests at the beginning of the rollout (B)."""
+    """Requests at the start of the rollout (B)."""
     num_gpus: int
     """GPUs of the cluster (G)."""
     verifier_gpus: tuple[int, ...]
@@ -78,15 +78,15 @@ class GpuSplit:
 
     num_engines: int
     num_drafters: int
-    """Drafters of a GPU each; at most one for each engine."""
+    """Drafters with one GPU each, at most one per engine."""
     window: int
     """Draft tokens per verification."""
     batch: int
-    """Requests of an engine at the beginning."""
+    """Requests of an engine at the start."""
     tokens_per_s: float
     """Expected tokens per second of all engines."""
     plain_tokens_per_s: float
-    """The same with engines on all GPUs, and no drafts."""
+    """Tokens per second with engines on all GPUs and no drafts."""
 
 
 def plan_decoupled(
@@ -97,17 +97,17 @@ def plan_decoupled(
     *,
     max_window: int = 32,
 ) -> ExecutionPlan:
-    """The plan with the most tokens per second among those that decouple, whether or not it pays.
+    """Return the decoupled plan with the most tokens per second, whether or not decoupling pays.
 
-    `acceptance`: the probability p that a token is accepted (`ladder.token_acceptance`). Raises
-    ValueError where no drafter fits beside a verifier.
+    `acceptance`: the probability p that a token is accepted (`ladder.token_acceptance`). Raise
+    ValueError if no drafter fits beside a verifier.
     """
     best, num_requests = ExecutionPlan(0, 0, 0, 0.0), cluster.num_requests
     for drafter_gpus, verifier_gpus in _layouts(cluster):
         batch = math.ceil((drafter_gpus + verifier_gpus) * num_requests / cluster.num_gpus)
         context_tokens = batch * cluster.context_tokens_each
         verify_s = partial(step_s, latency, verifier_gpus, batch, context_tokens)
-        # Each drafter has its share of the batch.
+        # Each drafter drafts for its share of the batch.
         draft_s = partial(latency.draft_s, drafter, math.ceil(batch / drafter_gpus))
         speeds = _speeds(draft_s, verify_s, acceptance, max_window)
         for window, tgs in _while_changing(speeds):
@@ -128,11 +128,11 @@ def split_gpus(
     max_drafted: int,
     max_window: int = 32,
 ) -> GpuSplit:
-    """The split of a cluster's GPUs with the most tokens per second, whether or not it pays.
+    """Return the split of the GPUs with the most tokens per second, whether or not drafting pays.
 
-    `cluster` has verifiers of one TP degree, each with at most `max_batch` requests at once;
-    others wait. `max_drafted`: requests of a drafter's step, at most; with more of them it takes
-    several steps. Raises ValueError where no drafter fits beside a verifier.
+    `cluster` has verifiers of one TP degree. Each runs at most `max_batch` requests at once, and
+    the others wait. `max_drafted`: most requests in one step of a drafter; for more it takes
+    several steps. Raise ValueError if no drafter fits beside a verifier.
     """
     num_requests, (tp_degree,) = cluster.num_requests, cluster.verifier_gpus
 
@@ -151,7 +151,7 @@ def split_gpus(
     for num_engines, num_drafters in _whole_layouts(cluster.num_gpus, tp_degree):
         batch = min(max_batch, math.ceil(num_requests / num_engines))
         at_once = min(num_requests, num_engines * batch)
-        # Those of the drafter that has the most of the engines.
+        # The drafter with the most engines sets the pace.
         draft_s = partial(drafted_s, math.ceil(num_engines / num_drafters) * batch)
         for window, tgs in _speeds(draft_s, partial(verified_s, batch), acceptance, max_window):
             if at_once * tgs > best.tokens_per_s:
@@ -164,8 +164,8 @@ def split_gpus(
 
 
 def _whole_layouts(num_gpus: int, tp_degree: int) -> Iterator[tuple[int, int]]:
-    """Engines and drafters: as many engines as there is room for beside the drafters, of which none
-    is without an engine."""
+    """Yield (engines, drafters): as many engines as fit beside the drafters. Every drafter has at
+    least one engine."""
     for num_drafters in range(1, num_gpus):
         num_engines = (num_gpus - num_drafters) // tp_degree
         if num_drafters > num_engines:
@@ -179,15 +179,15 @@ def _speeds(
     acceptance: float,
     max_window: int,
 ) -> Iterator[tuple[int, float]]:
-    """Windows, and a request's tokens per second with each. `draft_s`: seconds of drafting a
-    window; `verify_s`: see `settled_step`."""
+    """Yield windows with a request's tokens per second. `draft_s`: seconds to draft a window.
+    `verify_s`: see `settled_step`."""
     for window in range(1, max_window + 1):
         settled = settled_step(window, acceptance, draft_s(window) / window, verify_s)
         yield window, settled.tokens_per_s
 
 
 def _while_changing(speeds: Iterable[tuple[int, float]]) -> Iterator[tuple[int, float]]:
-    """Windows until a longer one changes nothing."""
+    """Yield windows until a longer one changes nothing."""
     before = 0.0
     for window, tgs in speeds:
         if tgs == before:
@@ -197,7 +197,7 @@ def _while_changing(speeds: Iterable[tuple[int, float]]) -> Iterator[tuple[int, 
 
 
 def _layouts(cluster: Cluster) -> Iterator[tuple[int, int]]:
-    """(g_d, g_v): drafters need no more GPUs than verifiers."""
+    """Yield (g_d, g_v). Drafters need no more GPUs than verifiers."""
     for drafter_gpus in range(1, max(cluster.verifier_gpus) + 1):
         for verifier_gpus in cluster.verifier_gpus:
             fits = drafter_gpus + verifier_gpus <= cluster.num_gpus

@@ -1,28 +1,28 @@
-"""Window and mode of each request by how often its drafts are right (SpecActor, Algorithm 2). Pure.
+"""Adapts each request's window and mode to its acceptance (SpecActor, Algorithm 2). Pure.
 
-    every 1000 tokens of a request, by its own p, in a batch and at a context like its engine's:
+    every 1000 tokens of a request, by its own p, at its engine's batch and context:
         coupled   (w_c, TGS_c) ◄─ argmax_w TGS of taking turns      ┐
-        decoupled (w_d, TGS_d) ◄─ argmax_w TGS of drafting ahead    ┴► the better, where it pays
+        decoupled (w_d, TGS_d) ◄─ argmax_w TGS of drafting ahead    ┴► the better one, if it pays
 
-p is the probability that a token is accepted since the request has its present setting
+p is the probability that a token is accepted, since the request got its present setting
 (`ladder.request_acceptance`). A TGS is that of a batch whose requests are all like this one.
 
 Deviations:
-- Every request has its turn, not only those whose p is below the mean: one that is often right
-  gains by a longer window. One that is right less often than the mean of its engine is taken to be
-  as good as that: others end before it, and in their batch the few tokens more that it verifies
-  cost it nothing, while a window that suits its own p would make the last responses end later.
-- Batch and context, and with them the pace of the drafter, are the engine's at that moment, where
-  the paper has b = 1: there to verify more costs nothing, so that the longest window is the best.
-- The mode is the engine's, as one that takes turns keeps all waiting: that of most of its requests,
-  unless the other is worth a change for the mean p.
-- Each request's 1000 tokens count from its own last turn, not the rollout's.
-- A plan without drafter GPUs cannot decouple: only the window is chosen.
-- Of windows that are nearly as fast the shortest, as the others of the batch pay for what is
-  verified; and no change for less than `LEAST_GAIN`. "Do not draft" is no answer, since a move has
-  a window of at least 1.
-- Acceptances are rounded to hundredths, batches and contexts to tenths of themselves, so that
-  choices are looked up as a rule.
+- Every request gets a turn, not only those with p below the mean. A request with a high p gains
+  from a longer window. A request with a p below its engine's mean is treated as having the mean.
+  Other requests end before it, and the few extra tokens that it verifies cost nothing in their
+  batch. A window that suits its own p would make the last responses end later.
+- Batch and context, and so the drafter's pace, are the engine's at that moment. The paper has
+  b = 1: there verifying more costs nothing, so the longest window would win.
+- The mode belongs to the engine, because one coupled request makes all wait. It is the mode of most
+  requests, unless the other mode is worth a change for the mean p.
+- Each request's 1000 tokens count from its own last turn, not from the rollout's.
+- A plan without drafter GPUs cannot decouple, so only the window is chosen.
+- Among windows that are nearly as fast, the shortest wins, because the rest of the batch pays for
+  verification. A gain below `LEAST_GAIN` changes nothing. "Do not draft" is no option, because a
+  move has a window of at least 1.
+- Acceptances are rounded to two digits, and batches and contexts to about a tenth, so that most
+  lookups hit the cache.
 """
 
 import math
@@ -37,11 +37,11 @@ from engines.specactor.ladder import Ladder, request_acceptance
 from schemas.rollout import DraftSetting, RequestId
 
 NEAR = 0.01
-"""Share by which the setting that is taken may be slower than the fastest."""
+"""Share by which the chosen setting may be slower than the fastest."""
 LEAST_GAIN = 1.02
-"""Speed over that of the present setting from which on another one is worth a change."""
+"""Speed of another setting, relative to the present one, from which a change is worth it."""
 _STEP = math.log(1.1)
-"""Logarithm of the factor between batches, or contexts, that are told apart."""
+"""Logarithm of the factor between two neighbouring batches or contexts after rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class RequestModel:
 
     ladder: Ladder
     coupled: bool
-    """Drafters have no GPUs of their own, so that only the window is chosen."""
+    """Whether drafters have no GPUs of their own. Then only the window is chosen."""
 
     def best_setting(
         self,
@@ -61,9 +61,11 @@ class RequestModel:
         *,
         coupled: bool | None = None,
     ) -> DraftSetting:
-        """The shortest window that is nearly the fastest, coupled if one such is; `NEAR`.
-        `context_tokens_each`: mean context of a request; None: the ladder's. `coupled`: the mode,
-        where it is given."""
+        """Return the shortest window that is nearly the fastest (`NEAR`), coupled if one such is.
+
+        `context_tokens_each`: mean context of a request. None: the ladder's. `coupled`: the mode.
+        None: choose it.
+        """
         at = acceptance, batch, context_tokens_each
         speeds: dict[DraftSetting, float] = {}
         if self.coupled or coupled is not False:
@@ -77,7 +79,7 @@ class RequestModel:
     def best_mode(
         self, drafter: str, acceptance: float, batch: int, context_tokens_each: float, present: bool
     ) -> bool:
-        """Whether to take turns: as at `present`, unless the other mode is worth a change."""
+        """Return whether to be coupled: as `present`, unless the other mode is worth a change."""
         at = acceptance, batch, context_tokens_each
         best = self.best_setting(drafter, *at)
         if self.coupled or best.coupled == present:
@@ -93,7 +95,7 @@ class RequestModel:
         batch: int = 1,
         context_tokens_each: float | None = None,
     ) -> float:
-        """Tokens per second of one request (TGS)."""
+        """Return tokens per second of one request (TGS)."""
         if not setting.coupled:
             return self._settled(setting, acceptance, batch, context_tokens_each).tokens_per_s
         ladder, window = self.ladder, setting.window
@@ -105,7 +107,7 @@ class RequestModel:
     def _ahead(
         self, drafter: str, acceptance: float, batch: int, context: float | None
     ) -> dict[DraftSetting, float]:
-        """Speeds of drafting ahead, by window, until a longer one changes nothing."""
+        """Return the speed of each decoupled window, until a longer one changes nothing."""
         speeds: dict[DraftSetting, float] = {}
         before: SettledStep | None = None
         for window in range(1, self.ladder.max_window + 1):
@@ -130,20 +132,20 @@ class RequestModel:
 
 
 class Reconfiguration:
-    """Decides for one generation stage. Remembers when the next turn of each request is; engines
-    that have not changed are not looked at again."""
+    """Decides for one generation stage. Remembers each request's next turn, and skips engines that
+    have not changed."""
 
     def __init__(
         self, model: RequestModel, *, every_tokens: int = 1000, prompt_tokens: float = 0.0
     ) -> None:
-        """`prompt_tokens`: mean length of the stage's prompts, which is context beside what its
-        engines tell of."""
+        """`prompt_tokens`: mean prompt length of the stage. Engines report only the response
+        tokens, so it is added to the context."""
         self._every_tokens = every_tokens
         self._prompt_tokens = prompt_tokens
         self._turns: dict[int, dict[RequestId, int]] = {}
-        """Response tokens at which a request on an engine has its next turn."""
+        """Response tokens at which a request on an engine gets its next turn."""
         self._seen: dict[int, EngineView] = {}
-        # What was looked up lasts for the stage: batches and contexts are few.
+        # Caches for the whole stage. Batches and contexts take few values.
         self._best = cache(model.best_setting)
         self._best_mode = cache(model.best_mode)
         self._tokens_per_s = cache(model.tokens_per_s)
@@ -154,7 +156,7 @@ class Reconfiguration:
         return [move for engine, ids in due for move in self._take_turns(engine, ids)]
 
     def _due(self, engine: EngineView) -> list[RequestId]:
-        """Requests whose turn it is and whose acceptance is known."""
+        """Return the requests that are due and have a known acceptance."""
         self._seen[engine.engine] = engine
         before, progress = self._turns.get(engine.engine, {}), engine.progress
         turns = {id: before.get(id, num + self._every_tokens) for id, num in progress.items()}
@@ -188,7 +190,7 @@ class Reconfiguration:
     def _choose(
         self, present: DraftSetting, acceptance: float, coupled: bool, batch: int, context: int
     ) -> DraftSetting:
-        """The best setting of this mode, where it is worth a change; the mode is not its own."""
+        """Return the best setting of this mode if it is worth a change, or if the mode changes."""
         best = self._best(present.drafter, acceptance, batch, context, coupled=coupled)
         speed = self._tokens_per_s(best, acceptance, batch, context)
         before = self._tokens_per_s(present, acceptance, batch, context)
@@ -197,11 +199,11 @@ class Reconfiguration:
 
 
 def _mode(engine: EngineView) -> bool:
-    """Whether most of its requests take turns."""
+    """Return whether most of its requests are coupled."""
     settings = [told.setting for told in engine.drafting.values() if told.setting]
     return 2 * sum(setting.coupled for setting in settings) > len(settings)
 
 
 def near(number: float) -> int:
-    """A whole number near this one, of few; the logarithms of those are evenly spaced."""
+    """Round to one of a few whole numbers, evenly spaced in logarithms."""
     return round(math.exp(_STEP * round(math.log(max(1.0, number)) / _STEP)))

@@ -1,16 +1,16 @@
 """Both ends of a stream of draft tokens for one request (SpecActor, section 4.1). Pure.
 
     DraftStream (drafter)                       VerifyStream (verifier)
-    one live sequence, whose tokens ── Drafted ──►  pending, verified as it has arrived
-    are told one by one             ◄── Verified ── what each step has emitted
+    one live sequence; each new    ── Drafted ──►  pending drafts, verified as they have
+    token is sent at once          ◄── Verified ── arrived; each step's tokens are sent back
 
-The drafter has at most 2w - 1 tokens that are not verified yet, w being the window, so a failure
-wastes no more ("the drafter only wastes a maximum of 2w - 1 tokens"). Coupled, it has at most w and
-rests while they are verified. The verifier waits in neither case: it verifies what has arrived, and
-decodes plainly where nothing has.
+The drafter has at most 2w - 1 unverified tokens, with w the window. So a failure wastes no more
+than that ("the drafter only wastes a maximum of 2w - 1 tokens"). When coupled, the drafter has at
+most w and rests while they are verified. The verifier never waits: it verifies what has arrived,
+and decodes plainly if nothing has.
 
-Each end finds out for itself that a draft was wrong, by comparing it with what was emitted, so
-nothing is said about it. What was drafted before the drafter knew arrives late and is recognised by
+Each end compares drafts with emitted tokens and so finds wrong drafts by itself. No message reports
+them. Drafts that were sent before the drafter knew arrive late. The verifier recognises them by
 `num_verified`. Positions count tokens from the start of the prompt.
 """
 
@@ -27,30 +27,30 @@ NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Part of what is sent: without names, as there is one for each token."""
+    """Base of the messages. Without field names, because there is one message per token."""
 
 
 class Opened(_Message, frozen=True):
-    """Begin to draft for a request, or go on with another setting."""
+    """Tells a drafter to start drafting for a request, or to continue with another setting."""
 
     id: str
     token_ids: list[int]
-    """Tokens of prompt and response so far."""
+    """Prompt and response tokens so far."""
     sample_key: int
     window: int
     """Draft tokens per verification, at least 1."""
     coupled: bool
     """Whether drafting rests while a window is verified."""
     max_tokens: int
-    """Tokens of prompt and response, at most."""
+    """Most tokens of prompt and response."""
 
 
 class Verified(_Message, frozen=True):
-    """Tokens that a step of the verifier has emitted."""
+    """Tokens that one step of the verifier emitted."""
 
     id: str
     start: int
-    """Position of the first."""
+    """Position of the first token."""
     token_ids: list[int]
 
 
@@ -59,35 +59,35 @@ class Drafted(_Message, frozen=True):
 
     id: str
     num_verified: NonNegative
-    """Tokens of the request that it knew to be right."""
+    """Tokens of the request that the drafter knew to be right."""
     start: NonNegative
     """Position of the first draft token."""
     token_ids: list[NonNegative]
 
 
 class SetBack(NamedTuple):
-    """How a drafter's sequence has to change, which had gone another way than the response."""
+    """Change that brings a drafter's sequence back to the response."""
 
     keep: int
-    """Tokens of it that stay, from the start of the prompt."""
+    """Tokens to keep, from the start of the prompt."""
     token_ids: list[int]
-    """Tokens that follow them."""
+    """Tokens to append after them."""
 
 
 @dataclass(slots=True)
 class DraftStream:
-    """State of one request at the drafter's end."""
+    """The drafter's state of one request."""
 
     opened: Opened
     counts: StreamCounts
     num_verified: int = field(init=False)
-    """Tokens of prompt and response that are known to be right."""
+    """Prompt and response tokens known to be right."""
     ahead: list[int] = field(default_factory=list)
-    """Tokens drafted after these, and not known to be right."""
+    """Tokens drafted after these, not known to be right."""
     ended: bool = False
     """Whether the last of `ahead` ends the response."""
     limit: int = field(init=False)
-    """Tokens ahead, at most."""
+    """Most tokens ahead."""
 
     def __post_init__(self) -> None:
         self.num_verified, window = len(self.opened.token_ids), self.opened.window
@@ -95,17 +95,18 @@ class DraftStream:
 
     @property
     def wants(self) -> bool:
-        """Whether its next token is to be drafted now."""
+        """Whether to draft its next token now."""
         num_ahead = len(self.ahead)
         return not self.ended and num_ahead < self.limit and num_ahead < self.room
 
     @property
     def room(self) -> int:
-        """Tokens that may be drafted after those that are right. A verification emits one more."""
+        """Tokens that may be drafted after the right ones. A verification emits one more."""
         return self.opened.max_tokens - 1 - self.num_verified
 
     def drafted(self, token_id: int, ended: bool) -> Drafted:
-        """Take the next token; what the verifier is told. `ended`: it ends the response."""
+        """Add the drafted token and return the message to the verifier. `ended`: it ends the
+        response."""
         assert self.wants
         start = self.num_verified + len(self.ahead)
         self.ahead.append(token_id)
@@ -114,11 +115,11 @@ class DraftStream:
         return Drafted(self.opened.id, self.num_verified, start, [token_id])
 
     def follows(self, told: Verified) -> bool:
-        """Whether this is what it has to hear next."""
+        """Return whether this message is the next one."""
         return told.start == self.num_verified
 
     def verified(self, told: Verified) -> SetBack | None:
-        """Take what was emitted; None where the sequence goes on as it is."""
+        """Take the emitted tokens. Return None if the drafter's sequence agrees with them."""
         assert self.follows(told), f"{told.start} after {self.num_verified} tokens"
         agree, num_ahead = agreeing(told.token_ids, self.ahead), len(self.ahead)
         self.num_verified += len(told.token_ids)
@@ -126,13 +127,13 @@ class DraftStream:
             del self.ahead[:agree]
             self.ended = self.ended and bool(self.ahead)
             return None
-        # It was wrong, or the verifier is beyond it.
+        # A draft was wrong, or the verifier is ahead of the drafter.
         self._waste(num_ahead - agree)
         self.ahead, self.ended = [], False
         return SetBack(told.start + agree, told.token_ids[agree:])
 
     def close(self) -> None:
-        """The response is there, or is drafted for elsewhere."""
+        """End the stream: the response is finished, or another drafter takes over."""
         self._waste(len(self.ahead))
         self.ahead = []
 
@@ -147,17 +148,17 @@ class DraftStream:
 
 @dataclass(slots=True)
 class VerifyStream:
-    """State of one request at the verifier's end."""
+    """The verifier's state of one request."""
 
     num_tokens: int
     """Tokens of the request."""
     pending: list[int] = field(default_factory=list)
     """Draft tokens that come next."""
     corrected_at: int = 0
-    """Tokens up to and with the one in whose place a draft last proved wrong."""
+    """Tokens up to and including the last one that replaced a wrong draft."""
 
     def advance(self, emitted: Sequence[int]) -> None:
-        """Take in further tokens of the request."""
+        """Add emitted tokens of the request."""
         start = self.num_tokens
         self.num_tokens += len(emitted)
         agree = agreeing(emitted, self.pending)
@@ -167,12 +168,12 @@ class VerifyStream:
             self.pending = self.pending[agree:]
 
     def receive(self, told: Drafted, text: np.ndarray) -> None:
-        """Take what was drafted; `text`: int [any], the request's tokens so far, at least."""
+        """Take drafts. `text`: int [any], at least the request's tokens so far."""
         if told.num_verified < self.corrected_at:
             return
         level = self.num_tokens - told.start
         if level >= 0 and not self.pending:
-            # It decoded without these while they were under way.
+            # The verifier decoded plainly while these drafts were under way.
             past = text[told.start : self.num_tokens].tolist()
             agree = agreeing(past, told.token_ids)
             if agree < min(len(past), len(told.token_ids)):
@@ -187,7 +188,7 @@ class VerifyStream:
 
 
 def agreeing(some: Sequence[int], others: Sequence[int]) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     num = 0
     for one, other in zip(some, others, strict=False):
         if one != other:
