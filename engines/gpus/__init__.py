@@ -1,1 +1,1 @@
-"""GPUs of a cluster: who has them, where, and when they are free again."""
+"""Ownership of a cluster's GPUs: placement, sharing in turn, and freeing after a death."""

@@ -1,7 +1,7 @@
-"""Processes that an engine leaves on its node when it dies, and the memory of GPUs that they keep.
+"""Cleans up after a dead engine: processes left on its node, and GPU memory that they keep.
 
-An engine's actor marks what it starts. Whoever comes to the same GPUs waits until all that is
-marked has been killed and has ended, and until the driver has taken back its memory.
+An engine's actor marks the processes that it starts. Before another process uses the same GPUs, it
+waits until all marked processes are killed and have ended, and until their GPU memory is free.
 """
 
 import os
@@ -17,10 +17,9 @@ import ray
 
 MARK = "REFRAIN_ENGINE"
 END_S = 30.0
-"""Longest time until processes that were killed have ended, and so long again until their memory
-is free."""
+"""Longest time until killed processes have ended, and again until their memory is free."""
 LOOK_S = 0.25
-"""Seconds between two looks at the memory of GPUs."""
+"""Seconds between two readings of GPU memory."""
 
 
 @dataclass(frozen=True)
@@ -34,28 +33,28 @@ class Marked:
 
 
 def mark_children(mark: str) -> None:
-    """Have the processes that this one starts from here on, and those that they start, be found by
-    `mark`."""
+    """Mark all processes that this one starts from now on, and the processes that those start."""
     os.environ[MARK] = mark
 
 
 def given_gpus() -> tuple[int, ...]:
-    """GPUs that Ray has given this actor."""
+    """Return the GPUs that Ray has given this actor."""
     return tuple(sorted(map(int, ray.get_gpu_ids())))
 
 
 class Undertaker:
-    """Actor on the node of an engine that died."""
+    """Actor on the node of a dead engine."""
 
     def end(self, marked: Marked) -> None:
-        """Kill what is left of it. Raises RuntimeError when that does not end."""
+        """Kill the engine's processes and wait for its GPU memory. Raise RuntimeError if either
+        does not end."""
         end_processes(marked.mark)
         if marked.gpu_ids:
             wait_until_steady(lambda: -sum(free for free, _ in memory_of(marked.gpu_ids)))
 
 
 def end_processes(mark: str) -> None:
-    """Kill all that is marked so. Raises RuntimeError when some of it does not end."""
+    """Kill all processes with this mark. Raise RuntimeError if some do not end."""
     found = [process for process in psutil.process_iter() if _mark_of(process) == mark]
     for process in found:
         with suppress(psutil.NoSuchProcess):
@@ -63,7 +62,7 @@ def end_processes(mark: str) -> None:
     _, left = psutil.wait_procs(found, END_S)
     if left:
         named = ", ".join(f"{process.name()} ({process.pid})" for process in left)
-        raise RuntimeError(f"killed, and still there after {END_S:.0f} s: {named}")
+        raise RuntimeError(f"killed, but still running after {END_S:.0f} s: {named}")
 
 
 def _mark_of(process: psutil.Process) -> str | None:
@@ -73,7 +72,7 @@ def _mark_of(process: psutil.Process) -> str | None:
 
 
 def wait_until_steady(used: Callable[[], int]) -> None:
-    """Return when what is used falls no more. Raises RuntimeError when it goes on to."""
+    """Return once the used bytes stop falling. Raise RuntimeError if they fall for too long."""
     deadline, before = time.monotonic() + END_S, used()
     while time.monotonic() < deadline:
         time.sleep(LOOK_S)
@@ -85,8 +84,8 @@ def wait_until_steady(used: Callable[[], int]) -> None:
 
 
 def memory_of(gpu_ids: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(free, total) bytes of each of these GPUs, whoever has the rest; none where Ray has been told
-    of GPUs that are not there."""
+    """Return (free, total) bytes of each GPU. Memory of other processes is not free. Empty if Ray
+    counts GPUs that this machine does not have."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]

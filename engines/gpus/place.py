@@ -1,4 +1,4 @@
-"""The place of an engine in a cluster, over its restarts; where there is none, that is known soon.
+"""Keeps an engine's place in a cluster over its restarts, and notices soon when it has none.
 
 engine with       has a place        may get one          has none
 GPUs of its own   Ray keeps GPUs     no node is dead:     a node is dead, and for `PLACE_S` Ray has
@@ -16,26 +16,26 @@ from typing import Any
 from engines.bounded import ask_aside
 
 LOOK_S = 2.0
-"""Seconds between two looks at the cluster."""
+"""Seconds between two checks of the cluster."""
 PLACE_S = 20.0
-"""Longest time in which Ray finds GPUs that are free, once it knows of a dead node: those of an
-engine that was killed are free some seconds later."""
+"""Longest time for Ray to find free GPUs after it knows of a dead node. The GPUs of a killed engine
+become free some seconds later."""
 ANSWER_S = 10.0
 """Longest time until Ray answers."""
 
 
 class NoPlace(RuntimeError):
-    """An engine has no place in the cluster any more."""
+    """An engine has lost its place in the cluster."""
 
 
 def why_gone(num_gpus: int, node_id: str | None, lost: Collection[str], unplaced_s: float) -> str:
-    """Why an engine has no place; "" when it has one, or may get one.
+    """Return why an engine has no place, or "" if it has one or may get one.
 
     Args:
         num_gpus: GPUs of its own.
         node_id: Node that it must be on.
-        lost: Nodes that are dead and lived when its place was first looked for.
-        unplaced_s: Seconds for which Ray has found no GPUs for it since it knew of dead nodes.
+        lost: Dead nodes that were alive when the place was requested.
+        unplaced_s: Seconds since Ray knew of dead nodes and had no GPUs for the engine.
     """
     if node_id:
         return "the node of its GPUs is dead" if node_id in lost else ""
@@ -45,11 +45,11 @@ def why_gone(num_gpus: int, node_id: str | None, lost: Collection[str], unplaced
 
 
 class Place:
-    """An engine's place, looked for from when this is made."""
+    """An engine's place. Creating it asks Ray for the GPUs."""
 
     def __init__(self, num_gpus: int, node_id: str | None = None, near: str | None = None) -> None:
-        """`num_gpus`: of its own, on one node, on `near` if that has them; `node_id`: node that it
-        must be on instead."""
+        """`num_gpus`: GPUs of its own on one node, on `near` if that node has them. `node_id`: node
+        that it must be on instead."""
         import ray
         from ray.util.placement_group import placement_group
 
@@ -63,11 +63,11 @@ class Place:
         )
         self._known = frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
         self._at_rest_s = time.monotonic()
-        """Time at which it had its GPUs, or no node was dead."""
+        """Last time at which the engine had its GPUs or no node was dead."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of the actor that takes it."""
+        """Ray options of the actor that takes this place."""
         if self._group is None:
             return {"num_gpus": 0, "node_id": self._node_id}
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -76,14 +76,14 @@ class Place:
         return {"num_gpus": self._num_gpus, "scheduling_strategy": strategy}
 
     async def watch(self) -> None:
-        """Raises `NoPlace` once there is none."""
+        """Wait until the place is lost, and raise `NoPlace`."""
         self._at_rest_s = time.monotonic()
         while not (why := await self.look()):
             await asyncio.sleep(LOOK_S)
         raise NoPlace(why)
 
     async def look(self) -> str:
-        """Why it has no place, as `why_gone`; "" too while Ray does not answer."""
+        """Return why it has no place, as `why_gone`. Also "" while Ray does not answer."""
         with suppress(TimeoutError):
             return await ask_aside(self._look, ANSWER_S)
         return ""
@@ -100,7 +100,7 @@ class Place:
         return why_gone(self._num_gpus, self._node_id, lost, now_s - self._at_rest_s)
 
     async def give_back(self) -> None:
-        """Let Ray have its GPUs again. An actor in it ends."""
+        """Return the GPUs to Ray. An actor on them ends."""
         from ray.util.placement_group import remove_placement_group
 
         if self._group is not None:

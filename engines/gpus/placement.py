@@ -1,11 +1,11 @@
-"""Nodes for all that wants GPUs, before anything is started. Pure.
+"""Places every part of a run that needs GPUs on nodes, before anything starts. Pure.
 
-    1.  engines, pools, drafters    on one node each, the largest first, where they leave least
-                                    room; drafters among those, beside the engines that they feed
-    2.  trainer                     in turn with the engines on the first of their GPUs, or on as
-                                    few of the nodes that are left as possible
+    1.  engines, pools, drafters    each on one node, the largest first, on the node that has least
+                                    room left; drafters on the node of engines that they feed
+    2.  trainer                     in turn with the engines, on the first of their GPUs; or on as
+                                    few of the remaining nodes as possible
 
-Ranks that came to any free GPU would leave no node whole for an engine of eight.
+If ranks took any free GPUs, no node would stay whole for an engine with eight GPUs.
 """
 
 from collections import Counter
@@ -15,38 +15,38 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """GPUs that one part of a run wants."""
+    """GPUs that one part of a run needs."""
 
     what: str
     num_gpus: int
     setting: str
-    """Settings that say so."""
+    """Settings that ask for them."""
     spreads: bool = False
-    """Whether they may be of several nodes."""
+    """Whether the GPUs may be on several nodes."""
     beside: tuple[str, ...] = ()
-    """Parts that it is fed by, or feeds."""
+    """Parts that it feeds, or that feed it."""
     within: tuple[str, ...] = ()
-    """Parts whose GPUs it has in turn with them, and no others."""
+    """Parts whose GPUs it shares in turn. It has no others."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuPlacement:
-    """Owners of the GPUs of a cluster."""
+    """Which part owns which of a cluster's GPUs."""
 
     num_gpus: int = 0
-    """GPUs of the cluster; 0: everything runs on CPUs."""
+    """GPUs of the cluster. 0: everything runs on CPUs."""
     nodes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Node of each GPU of a part."""
+    """Node of each GPU, by part."""
 
     def node(self, what: str) -> str | None:
-        """Node of a part that is on one; None: any."""
+        """Return the node of a part that has one, or None for any node."""
         return next(iter(self.nodes.get(what, ())), None)
 
 
 def place(wanted: Sequence[Wanted], free: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    """Node of each GPU of each part. `free`: GPUs by node.
+    """Return the node of each GPU of each part. `free`: free GPUs by node.
 
-    Raises ValueError with the arithmetic when there is no room.
+    Raise ValueError with the arithmetic if there is no room.
     """
     left, placed = Counter(free), {}
     for one in sorted(wanted, key=lambda one: (one.spreads, -one.num_gpus)):

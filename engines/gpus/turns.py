@@ -1,13 +1,13 @@
-"""Turns on GPUs that engines and trainer share: who has them, and when they change hands.
+"""Turns of engines and trainer on shared GPUs: who has them, and when they change hands.
 
     ENGINES ── leave ──► nobody ── enter ──► TRAINER, and back
                  └──── fails ────┴──► nobody, for good
 
-They change hands when somebody asks for them and all who work in the present turn are done. Owners
-bound what they do, name who died or hangs, and free what was the dead's.
+The GPUs change hands when a role asks for them and all work of the present turn is done. Owners
+bound their waits, name a process that died or hangs, and free the GPUs of dead processes.
 
-In the trainer's turn engines take memory for weights alone, where it hands them over on the GPUs
-(`rollout.weights: ipc`): nobody generates before they change hands.
+With `rollout.weights: ipc`, weights are handed over on the GPUs. Engines then take memory for
+weights during the trainer's turn, but generate nothing before the GPUs change hands.
 """
 
 import asyncio
@@ -23,29 +23,30 @@ class Role(Enum):
 
 
 class TurnFailed(RuntimeError):
-    """The GPUs did not change hands some time before."""
+    """An earlier hand-over of the GPUs failed."""
 
 
 class Owner(Protocol):
-    """Processes that have the GPUs in their turn. What is raised here ends the run."""
+    """Processes that own the GPUs during their turn. An exception here ends the run."""
 
     async def leave_gpus(self) -> None:
-        """Free their memory."""
+        """Free the GPU memory."""
         ...
 
     async def enter_gpus(self) -> None:
-        """Take what is needed of it."""
+        """Take the GPU memory that is needed."""
         ...
 
 
 class Turns:
-    """The GPUs of a run as one, since all processes of an owner work at the same time."""
+    """The turns on all GPUs of a run. All processes of an owner work at the same time."""
 
-    # Without a dictionary: Prefect writes down what a flow is given as far as it can look into it.
+    # Without __dict__, because Prefect records a flow's arguments as deeply as it can look.
     __slots__ = ("_failure", "_has", "_moved", "_num_at_work", "_owners")
 
     def __init__(self, owners: Mapping[Role, Owner], first: Role) -> None:
-        """`first`: who has them now. No owners: each has GPUs of its own, and nobody waits."""
+        """`first`: the role that has them now. Without owners each role has GPUs of its own, and
+        nobody waits."""
         assert not owners or first in owners
         self._owners = owners
         self._has: Role | None = first
@@ -59,13 +60,13 @@ class Turns:
 
     @property
     def has(self) -> Role | None:
-        """Who has the GPUs; None while they change hands, and once that has failed."""
+        """Role that has the GPUs. None during a hand-over, and for good after one has failed."""
         return self._has
 
     @asynccontextmanager
     async def of(self, role: Role) -> AsyncGenerator[None]:
-        """A turn, which several may share. Raises what its owners raise while the GPUs change
-        hands, and `TurnFailed` after that."""
+        """Hold a turn. Several callers may share it. Raise the owners' exceptions if the hand-over
+        fails now, or `TurnFailed` if it failed before."""
         if not self._owners:
             yield
             return
@@ -79,7 +80,9 @@ class Turns:
     async def _take(self, role: Role) -> None:
         while self._has is not role:
             if self._failure:
-                raise TurnFailed(f"the GPUs are nobody's: {self._failure}") from self._failure
+                raise TurnFailed(
+                    f"the GPUs have no owner after a failed hand-over: {self._failure}"
+                ) from self._failure
             if self._has and not self._num_at_work:
                 await self._hand_over(self._has, role)
             else:

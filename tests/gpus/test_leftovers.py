@@ -62,7 +62,7 @@ def test_what_does_not_end_is_told_by_name(monkeypatch):
     parent = started("stuck")
     monkeypatch.setattr(leftovers, "END_S", 0.2)
     monkeypatch.setattr(psutil.Process, "kill", lambda _: None)
-    with pytest.raises(RuntimeError, match=rf"still there after 0 s: .*\({parent.pid}\)"):
+    with pytest.raises(RuntimeError, match=rf"still running after 0 s: .*\({parent.pid}\)"):
         Undertaker().end(Marked("stuck", "node", ()))
     monkeypatch.undo()
     Undertaker().end(Marked("stuck", "node", ()))

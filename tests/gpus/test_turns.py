@@ -122,7 +122,7 @@ def test_after_a_failure_they_are_nobodys():
                 pass
         assert turns.has is None
         assert not memory.holders
-        with pytest.raises(TurnFailed, match="nobody's: the trainer died in enter"):
+        with pytest.raises(TurnFailed, match="failed hand-over: the trainer died in enter"):
             async with turns.of(ENGINES):
                 pass
 
