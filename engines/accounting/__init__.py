@@ -1,1 +1,1 @@
-"""Figures of a step: metrics, where its requests were, and the seconds that techniques saved."""
+"""Figures of a step: metrics, requests on engines, and the seconds that techniques saved."""

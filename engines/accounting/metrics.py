@@ -1,4 +1,4 @@
-"""Figures of a step, under the names that veRL users plot, and of an evaluation. Pure."""
+"""Metrics of a step, under the names that veRL users plot, and of an evaluation. Pure."""
 
 import json
 from collections import Counter
@@ -39,15 +39,15 @@ SUMMARISED_COLUMNS = (
 )
 """Columns of `Store.rollouts` that `summarise_rollouts` reads."""
 BY_CHANCE = 0.01
-"""Probability below which it is no chance that an engine's prompts have no index."""
+"""If all prompts of an engine lack an index with less than this probability, it is no chance."""
 MAX_PARTS = 200
-"""Numbers beside the score that are metrics, at most: those that most responses have."""
+"""Most numbers beside the score that become metrics. The most common ones are kept."""
 LARGEST_PART = 1e300
-"""Largest of these numbers: a few of them can still be added up."""
+"""Largest of these numbers, so that a sum of them stays finite."""
 _OWN_PARTS = ("score", "rewards", "advantages")
-"""Names of which a step has `critic/NAME/mean` anyway."""
+"""Names for which a step has `critic/NAME/mean` anyway."""
 _VERL_PHASES = {"rollout": "gen"}
-"""veRL's names of phases that mean the same; the others are ours alone."""
+"""veRL's names of the phases that it has too. Other phases keep our names."""
 
 
 def summarise_rollouts(
@@ -58,8 +58,8 @@ def summarise_rollouts(
     drafted: Mapping[str, StreamCounts] | None = None,
     before: SwitchCounts | None = None,
 ) -> RolloutBatch:
-    """A phase in numbers, from its durable rows (`Store.rollouts`) and the timeline since the phase
-    before ended."""
+    """Summarise a rollout phase. `rows`: its durable rows (`Store.rollouts`). `timeline`: since the
+    last phase ended."""
     generation = replace(timeline, start_s=max(timeline.start_s, outcome.started_s))
     lengths = rows["response_tokens"].to_numpy()
     cut = [reason == FinishReason.LENGTH for reason in rows["finish_reason"].to_pylist()]
@@ -86,13 +86,13 @@ def summarise_rollouts(
 
 
 def _share(share: EngineShare, generation: Timeline) -> EngineShare:
-    """An engine's share with its idle time; without what it learnt, which is for engines."""
+    """Add the engine's idle time to its share. Drop `learnt`, which only engines need."""
     idle_s, drafting = generation.idle_s(share.engine), replace(share.drafting, learnt="")
     return share.model_copy(update={"idle_s": idle_s, "drafting": drafting})
 
 
 def summarise_rewards(batch: RolloutBatch, rewards: pa.Table, reward_s: float) -> RewardedBatch:
-    """A phase's rewards in numbers, from its durable rows (`Store.rewards`)."""
+    """Summarise a phase's rewards. `rewards`: its durable rows (`Store.rewards`)."""
     values = rewards["reward"].to_numpy()
     best = rewards.group_by("prompt_key").aggregate([("reward", "max")])["reward_max"].to_numpy()
     extras = [json.loads(extra) for extra in rewards["extra"].to_pylist()]
@@ -116,7 +116,7 @@ def _parts(extras: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for extra in extras:
         for name, value in extra.items():
-            # Its numbers alone, among which JSON's `true` is one and its NaN none.
+            # Keep numbers only. JSON's `true` counts as 1, and NaN does not count.
             is_number = isinstance(value, int | float) and abs(value) <= LARGEST_PART
             if is_number and name != NUM_RETRIES:
                 values.setdefault(name, []).append(float(value))
@@ -136,9 +136,12 @@ def step_report(
     num_prompt_tokens: int,
     num_devices: int,
 ) -> StepReport:
-    """Everything known of a finished step, which began when it was planned or, if that was later,
-    when the step before was reported; `reported_s` is a Unix time. `num_prompt_tokens`: of all
-    rollouts; `num_devices`: GPUs of the run, or processes on CPUs."""
+    """Return the report of a finished step.
+
+    The step began when it was planned or when the last step was reported, whichever was later.
+    `reported_s`: Unix time. `num_prompt_tokens`: of all rollouts. `num_devices`: GPUs of the run,
+    or processes on CPUs.
+    """
     began_s = max(plan.created_s, before.reported_s if before else 0.0)
     timing_s = {
         "history": history.wait_s,
@@ -165,12 +168,12 @@ def step_report(
 
 
 def timing_metrics(timing_s: Mapping[str, float]) -> dict[str, float]:
-    """`timing_s/PHASE`; the phase that veRL has too under its name, `timing_s/gen`."""
+    """Return `timing_s/PHASE`. A phase that veRL has too gets veRL's name, `timing_s/gen`."""
     return {f"timing_s/{_VERL_PHASES.get(name, name)}": s for name, s in timing_s.items()}
 
 
 def throughput_metrics(num_tokens: int, step_s: float, num_devices: int) -> dict[str, float]:
-    """veRL's: tokens of prompts and responses, per second of the whole step and device."""
+    """Return veRL's throughput: prompt and response tokens per second of the step and device."""
     metrics = {"perf/total_num_tokens": float(num_tokens), "perf/time_per_step": step_s}
     if step_s > 0.0:
         metrics["perf/throughput"] = num_tokens / (step_s * num_devices)
@@ -178,8 +181,8 @@ def throughput_metrics(num_tokens: int, step_s: float, num_devices: int) -> dict
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Lengths in tokens, throughput in response tokens per second of generation; the engines' busy
-    seconds, in which they had requests of the phase, are added up."""
+    """Return lengths in tokens, and response tokens per second of generation. Busy time is summed
+    over the engines: seconds in which they had requests of the phase."""
     metrics = {
         "response_length/mean": batch.mean_response_tokens,
         "response_length/max": float(batch.max_response_tokens),
@@ -202,10 +205,12 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def drafting_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Nothing without drafting. The acceptance length is in tokens per verification, the bonus
-    token included; the speculation rate is the share of all tokens that came from drafts; the
-    drafting share is of the engines' busy time, the gated share of their steps, the acceptance of
-    shared drafts apart."""
+    """Return the drafting metrics, or nothing without drafting.
+
+    Acceptance length: tokens per verification, the bonus token included. Speculation rate: share of
+    all tokens that came from drafts. Draft share: of the engines' busy time. Gated share: of their
+    steps. Drafts from other prompts' histories have their own acceptance rate.
+    """
     metrics: dict[str, float] = {}
     num_steps = sum(share.drafting.num_steps for share in batch.shares)
     busy_s = sum(share.busy_s for share in batch.shares)
@@ -242,8 +247,11 @@ def history_metrics(history: HistoryReport) -> dict[str, float]:
 
 
 def blind_engines(history: HistoryReport, plan: StepPlan, batch: RolloutBatch) -> list[int]:
-    """Engines that found no index though prompts have some: the files are not on their nodes. By
-    chance, with as many prompts as they had, that is improbable (`BY_CHANCE`)."""
+    """Return engines that found no index although prompts have some.
+
+    The files are then not on their nodes: with as many prompts as they had, chance alone is too
+    improbable (`BY_CHANCE`).
+    """
     if not plan.groups:
         return []
     without = max(0.0, 1.0 - history.num_indexed / len(plan.groups))
@@ -269,12 +277,12 @@ def reward_metrics(rewarded: RewardedBatch) -> dict[str, float]:
 
 
 def _part_name(name: str) -> str:
-    """Name of a number that a scorer gives; one that the run itself has is another than that."""
+    """Return the metric name of a scorer's number. A star keeps it apart from the run's own."""
     return tracked_name(f"critic/{name}{'*' * (name in _OWN_PARTS)}/mean")
 
 
 def validation_metrics(rewarded: RewardedBatch, figures: Mapping[str, float]) -> dict[str, float]:
-    """Figures are `{data_source}/mean@n` and so on."""
+    """Return validation metrics. `figures`: for example `{data_source}/mean@n`."""
     return {"validation/reward": rewarded.reward_mean, **_named("validation", figures)}
 
 
@@ -285,7 +293,7 @@ def evaluation_report(
     rewards: pa.Table,
     data_sources: Mapping[str, str],
 ) -> EvaluationReport:
-    """Report on the durable `rewards` (`Store.rewards`), by the data source of each prompt key."""
+    """Report on the durable `rewards` (`Store.rewards`). `data_sources`: by prompt key."""
     return EvaluationReport(
         name=config.name,
         model=config.model.path,
@@ -304,8 +312,8 @@ def evaluation_report(
 
 
 def summary_metrics(summary: RunSummary) -> dict[str, float]:
-    """Figures to compare runs by, `summary/*`: of other metrics a comparison shows the last step's
-    value. Times are of the whole run, rewards means of an epoch or a validation."""
+    """Return the figures to compare runs by, `summary/*`. For other metrics a comparison shows only
+    the last step. Times are of the whole run. Rewards are means of an epoch or a validation."""
     figures = {
         "steps": summary.steps,
         "num_rollouts": summary.num_rollouts,
@@ -323,13 +331,13 @@ def summary_metrics(summary: RunSummary) -> dict[str, float]:
 
 
 def evaluation_metrics(report: EvaluationReport) -> dict[str, float]:
-    """Metrics of the run whose checkpoint was evaluated, named by the files it was evaluated on."""
+    """Return metrics for the run of the evaluated checkpoint, named after the evaluation files."""
     data = "-".join(path.stem for path in report.data)
     return _named(f"evaluation/{data}", report.figures)
 
 
 def _named(prefix: str, figures: Mapping[str, float]) -> dict[str, float]:
-    """MLflow allows no `@` in a name; veRL's logger writes `_at_` for it too."""
+    """Prefix the names. MLflow allows no `@`, so write `_at_`, as veRL's logger does."""
     named = {}
     for name, value in figures.items():
         source, slash, figure = name.rpartition("/")

@@ -1,10 +1,10 @@
-"""Names and texts as MLflow takes them. Pure.
+"""Turns names and texts into what MLflow accepts. Pure.
 
-Names come from users: a `data_source`, what a scorer calls its numbers, files. MLflow allows
-letters, digits, `_`, `-`, `.`, `:`, spaces and slashes in the name of a metric, a parameter or a
-tag, and only names that are a plain relative path. For example:
+Names come from users: a `data_source`, a scorer's numbers, files. In the name of a metric, a
+parameter or a tag, MLflow allows letters, digits, `_`, `-`, `.`, `:`, spaces and slashes. The name
+must be a plain relative path. For example:
 
-    validation/openai/gsm8k/mean_at_4     as it is
+    validation/openai/gsm8k/mean_at_4     unchanged
     validation/math (v2)/mean_at_4        validation/math _v2_-2b2d07ad/mean_at_4
 """
 
@@ -17,16 +17,18 @@ MAX_PARAMETER_CHARACTERS = 6_000
 MAX_DATASET_CHARACTERS = 500
 """MLflow's limits."""
 MAX_EXPERIMENT_CHARACTERS = 490
-"""The same, with room for the number of a successor."""
+"""MLflow's limit, with room for the number of a successor."""
 _LONGEST_FIGURE = 60
-"""Characters of a name's last part that are kept behind the digest, at most."""
+"""Most characters of a name's last part to keep behind the digest."""
 _REFUSED = re.compile(r"[^\w\-. :/]")
 _DIGITS = 8
 
 
 def tracked_name(name: str) -> str:
-    """The name itself where MLflow takes it. Otherwise the nearest that it takes, with a digest of
-    the whole, so that two names stay two. Applied twice it changes nothing."""
+    """Return the name if MLflow accepts it, else the nearest accepted name with a digest.
+
+    The digest keeps two different names apart. Applying the function twice changes nothing.
+    """
     allowed = "/".join(map(_allowed_part, name.split("/")))
     if allowed.startswith(".."):
         allowed = f"__{allowed[2:]}"
@@ -40,13 +42,13 @@ def tracked_name(name: str) -> str:
 
 
 def tracked_text(text: str, max_characters: int) -> str:
-    """The text without what no database holds, cut where it is too long."""
+    """Return the text without characters that no database holds, cut to the limit."""
     whole = text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
     return whole if len(whole) <= max_characters else f"{whole[: max_characters - 3]}..."
 
 
 def distinct_text(text: str, max_characters: int) -> str:
-    """The same for a name that may hold anything: two that are cut stay two."""
+    """Return the text as `tracked_text`, but add a digest that keeps cut names different."""
     whole = tracked_text(text, len(text) * 10)
     if whole == text and len(whole) <= max_characters:
         return text
@@ -54,10 +56,10 @@ def distinct_text(text: str, max_characters: int) -> str:
 
 
 def digest(text: str) -> str:
-    """A few digits that tell this text from others."""
+    """Return a few hexadecimal digits that identify this text."""
     return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGITS]
 
 
 def _allowed_part(part: str) -> str:
-    """A part of a path, which must not be empty nor lead anywhere else."""
+    """Return an allowed part of a path: not empty, and not "." or ".."."""
     return "_" * max(1, len(part)) if part in ("", ".", "..") else _REFUSED.sub("_", part)

@@ -1,4 +1,4 @@
-"""Returns from epoch to epoch: words of responses, and the ranks of their lengths. Pure.
+"""Measures what returns from epoch to epoch: text of responses, and ranks of their lengths. Pure.
 
 RhymeRL, section 5.1 (figure 6), 5.4 (figure 8), 6.1 (figure 9) and the table of 6.3.
 """
@@ -16,31 +16,31 @@ from engines.histopipe.ranking import length_growth, rank_prompts
 from schemas.rollout import LengthHistory
 
 PREFIX = 3
-"""Tokens by which a place in the last epoch's responses is found (5.1)."""
+"""Tokens that must match to find a place in the last epoch's responses (5.1)."""
 LAST_SHARE = 0.1
-"""Share of a ranking group's responses that are its last (6.3)."""
+"""Share of a ranking group's responses that count as its last ones (6.3)."""
 GROWN = 1.5
-"""A prompt has grown where its median length is so many times that of the last epoch."""
+"""Factor over the last epoch's median length from which a prompt counts as grown."""
 QUANTILES = (0.05, 0.5, 0.95, 0.99, 1.0)
 _TOKENS = 1 << 21
-"""More than any vocabulary has: three tokens are one number."""
+"""Above the size of any vocabulary, so that three tokens fit into one number."""
 
 Responses = Mapping[str, Sequence[np.ndarray]]
-"""Token ids of the responses to each prompt in one epoch, int32 [response]."""
+"""Token ids of each prompt's responses in one epoch, int32 [response]."""
 Lengths = Mapping[str, Sequence[int]]
-"""Tokens of the responses to each prompt in one epoch."""
+"""Response tokens of each prompt's responses in one epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Similarity:
-    """Share of an epoch's responses that the last one's to the same prompts had."""
+    """Share of an epoch's responses that the last epoch's responses to the same prompts contain."""
 
     epoch: int
     num_tokens: int
     rates: np.ndarray
     """Share of each response's tokens that were found, float64 [responses]."""
     segments: np.ndarray
-    """Tokens of each stretch that was found, int64 [stretches]."""
+    """Tokens of each found stretch, int64 [stretches]."""
 
     @property
     def share(self) -> float:
@@ -50,41 +50,42 @@ class Similarity:
 
 @dataclass(frozen=True, slots=True)
 class RankChanges:
-    """Responses of an epoch against the ranking groups that the last one gives, in shares that add
-    up to 1."""
+    """An epoch's responses compared with the last epoch's ranking groups. The four shares add up to
+    1."""
 
     epoch: int
     num_groups: int
     accurate: float
-    """No longer than the longest that the prompts of the group had."""
+    """Not longer than the longest response of the group's prompts."""
     not_last: float
-    """Longer, and not among the last of the group to end."""
+    """Longer, but not among the last of the group to end."""
     within: float
-    """Among these, and not beyond alpha times that longest."""
+    """Among the last, but at most alpha times the longest."""
     outgrown: float
-    """Beyond it: HistoPipe would move them."""
+    """Among the last and longer than that. HistoPipe would move them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LengthChanges:
-    """Lengths of an epoch's responses, and of its prompts' medians against the last epoch's."""
+    """Lengths of an epoch's responses, and change of the prompts' medians since the last epoch."""
 
     epoch: int
     tokens: tuple[float, ...]
-    """Tokens of a response at `QUANTILES`."""
+    """Response tokens at `QUANTILES`."""
     rank_correlation: float | None
-    """Spearman's, of the medians; None without two prompts that differ in both epochs."""
+    """Spearman's, of the medians. None without two prompts that differ in both epochs."""
     grown: float | None
-    """Share of the prompts whose median is `GROWN` times the last one, or more."""
+    """Share of prompts whose median is at least `GROWN` times the last one."""
     shrunk: float | None
-    """Share of those whose last median is so many times this one."""
+    """Share of prompts whose last median is at least `GROWN` times this one."""
 
 
 def similarity(epoch: int, now: Responses, before: Responses) -> Similarity:
-    """Similarity of an epoch to the last one, as 5.1 counts it: at each place the last three tokens
-    are looked for in the last epoch's responses to the prompt, and what goes on alike is found.
+    """Return the similarity of an epoch to the last one, as section 5.1 counts it.
 
-    Deviation: where several places match, the paper does not say which counts; the longest does.
+    At each place, find the last three tokens in the last epoch's responses to the prompt. Tokens
+    that continue equally are found. Deviation: the paper does not say which of several matches
+    counts; here it is the longest.
     """
     rates, found, num_tokens = [], [np.empty(0, np.int64)], 0
     for key in sorted(now.keys() & before.keys()):
@@ -100,10 +101,11 @@ def similarity(epoch: int, now: Responses, before: Responses) -> Similarity:
 def rank_changes(
     epoch: int, num_groups: int, now: Lengths, before: Lengths, earlier: Lengths
 ) -> RankChanges:
-    """Responses against the ranking groups of the epoch before, and the one before that for alpha.
+    """Compare responses with the ranking groups of the last epoch. `earlier`, the epoch before
+    that, gives alpha.
 
-    Deviations: groups are of all prompts of an epoch, not of a step's; the last to end are taken to
-    be the longest.
+    Deviations: groups hold all prompts of an epoch, not of a step. The longest responses are taken
+    to end last.
     """
     history = {
         key: LengthHistory(
@@ -130,7 +132,7 @@ def rank_changes(
 
 
 def length_changes(epoch: int, now: Lengths, before: Lengths) -> LengthChanges:
-    """Lengths of an epoch against the one before; of the first one, that has none, alone."""
+    """Compare the lengths of an epoch with the epoch before. The first epoch has its own only."""
     lengths = np.concatenate([np.asarray(own) for own in now.values()])
     tokens = tuple(np.quantile(lengths, QUANTILES).tolist())
     keys = sorted(now.keys() & before.keys())
@@ -155,7 +157,7 @@ def _rank_correlation(
 
 
 class _History:
-    """Responses of one prompt, searched by three tokens."""
+    """Responses of one prompt, searchable by three tokens."""
 
     def __init__(self, responses: Sequence[np.ndarray]) -> None:
         ends = [np.array([-1 - i], np.int32) for i in range(len(responses))]
@@ -166,7 +168,7 @@ class _History:
         self._codes, self._starts = codes[order], order + PREFIX
 
     def segments(self, response: np.ndarray) -> Int64[np.ndarray, "stretches"]:
-        """Tokens of each stretch of a response that is here."""
+        """Return the tokens of each stretch of the response that these responses contain."""
         tokens = np.array(response, np.int32)  # Arrow's cannot be written to.
         codes = _codes(tokens)
         first = np.searchsorted(self._codes, codes, "left")
@@ -175,7 +177,7 @@ class _History:
 
 
 def _codes(tokens: Int32[np.ndarray, "n"]) -> Int64[np.ndarray, "n_minus_2"]:
-    """A number for each three tokens in a row; what ends a response is like nothing."""
+    """Return a number for each three tokens in a row. -1 across the end of a response."""
     wide = tokens.astype(np.int64)
     a, b, c = wide[:-2], wide[1:-1], wide[2:]
     return np.where((a < 0) | (b < 0) | (c < 0), -1, (a * _TOKENS + b) * _TOKENS + c)

@@ -1,10 +1,9 @@
-"""A step's rollout by a latency model, as it was and without one technique. Pure.
+"""Replays a step's rollout with a latency model, with all techniques or without one. Pure.
 
-    requests ─► a copy of each on its first engine ─► moves, in order of time ─► the last one's end
+    requests ─► a copy of each on its first engine ─► moves, in order of time ─► the last end
 
-Engines begin when they began; requests have the lengths that they turned out to have and the tokens
-that a forward pass brought them. What is no decoding is `EngineCosts.rest_s`, before all else; what
-a move costs is left out.
+Engines begin at their recorded times. Requests keep their recorded lengths and tokens per pass.
+Time that is not decoding is `EngineCosts.rest_s` and comes first. The cost of a move is left out.
 """
 
 from collections import defaultdict
@@ -23,9 +22,9 @@ MOVED_BY = {
     Technique.SWITCHING: MoveKind.RESHAPED,
 }
 MAX_MOMENTS = 6
-"""Moves happen at so many moments of a replay, at most: neighbours are put together."""
+"""Most moments of a replay at which moves happen. Neighbouring moves share a moment."""
 MAX_SEGMENTS = 8
-"""Segments of one forecast of one engine, at most."""
+"""Most segments of one engine's forecast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +34,11 @@ class EngineCosts:
     latency: Latency
     tp_degree: int = 1
     draft_s: float = 0.0
-    """Drafting for one step of the batch, as measured."""
+    """Seconds of drafting for one step of the batch, as measured."""
     rest_s: float = 0.0
-    """Seconds that are no decoding: prefill first of all."""
+    """Seconds that are not decoding, mainly prefill."""
     plain_error: float = 0.0
-    """Standard error of predictions of passes without drafts, as a share of their time."""
+    """Standard error of the time predicted for passes without drafts, as a share of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +46,14 @@ class _Copy(Unfinished):
     """A request on an engine."""
 
     number: int = 0
-    """Number of the request, by which its copies are known."""
+    """Number of the request. All its copies have the same."""
     counts: bool = True
-    """It finishes first."""
+    """Whether this copy finishes first."""
 
 
 _Event = tuple[float, int, MoveRecord | None]
-"""Time, number of a request, and its move; None: raced, it has finished, and its other copies are
-withdrawn."""
+"""(time, number of a request, its move). Without a move, the raced request has finished and its
+other copies are withdrawn."""
 
 
 class Replays:
@@ -67,7 +66,7 @@ class Replays:
         costs: Mapping[int, EngineCosts],
         max_num_seqs: int,
     ) -> None:
-        """See `engines.accounting.savings.step_savings`."""
+        """See `engines.accounting.savings.step_savings` for the arguments."""
         self._requests = requests
         self._numbers = {request.id: number for number, request in enumerate(requests)}
         self._costs, self._max_num_seqs = costs, max_num_seqs
@@ -78,7 +77,7 @@ class Replays:
         self._paces = self._mean_paces()
 
     def rollout_s(self, without: Technique | None = None) -> float:
-        """Seconds from the first request's start to the last one's end."""
+        """Return the seconds from the first request's start to the last one's end."""
         left_out = MOVED_BY.get(without) if without else None
         moves = {
             number: [move for move in own if move.kind is not left_out]
@@ -89,7 +88,7 @@ class Replays:
         for number, request in enumerate(self._requests):
             engine = engines[request.first.engine]
             engine.begin(request.first.start_s)
-            # Overtaken, and also where the race that it lost is left out.
+            # An overtaken request is slow, also when the race that it lost is left out.
             winner = self._winner(number)
             counts = winner is None or winner not in moves[number]
             slow = winner is not None
@@ -115,7 +114,7 @@ class Replays:
         holders = [index for index, engine in engines.items() if number in engine.batch]
         if not holders or move.to_engine in holders:
             return
-        # Where an earlier move is left out, it is elsewhere.
+        # If an earlier move is left out, the request is on another engine than recorded.
         origin = engines[move.from_engine if move.from_engine in holders else holders[0]]
         copy = origin.at(number, at_s)
         if copy is None:
@@ -132,7 +131,7 @@ class Replays:
         engines[move.to_engine].join(copy, at_s)
 
     def _winner(self, number: int) -> MoveRecord | None:
-        """The move that made the copy which finished the request; None: none did."""
+        """Return the move that made the winning copy, or None if no copy won."""
         at = self._requests[number].engine
         for move in reversed(self._moves[number]):
             if move.to_engine == at:
@@ -142,7 +141,7 @@ class Replays:
         return None
 
     def _copy(self, number: int, slow: bool, drafted: bool, *, counts: bool) -> _Copy:
-        """`slow`: at the pace of the others on its first engine."""
+        """Return the request's copy. `slow`: at the mean pace of its first engine."""
         request = self._requests[number]
         first = request.first.engine
         pace, window = _pace([request])
@@ -163,7 +162,8 @@ class Replays:
         )
 
     def _mean_paces(self) -> dict[int, tuple[float, float]]:
-        """Pace of each engine, over the requests that it finished and that were not raced."""
+        """Return each engine's mean pace, over the requests that it finished and that no copy
+        raced."""
         own: dict[int, list[StepRequest]] = defaultdict(list)
         for number, request in enumerate(self._requests):
             raced = any(move.kind is MoveKind.RACED for move in self._moves[number])
@@ -172,7 +172,7 @@ class Replays:
         return {engine: _pace(requests) for engine, requests in own.items()}
 
     def _moments(self, moves: Mapping[int, Sequence[MoveRecord]]) -> list[list[_Event]]:
-        """Events that count as happening when the first of them does."""
+        """Return groups of events. All events of a group count as happening with its first."""
         events: list[_Event] = []
         for number, own in moves.items():
             events += [(move.at_s, number, move) for move in own]
@@ -193,7 +193,7 @@ class _Engine:
         self._clock_s = self._end_s = -inf
 
     def begin(self, at_s: float) -> None:
-        """The first time that it is given something."""
+        """Start the clock when the first request arrives."""
         if self._clock_s == -inf:
             self._clock_s = at_s + self._costs.rest_s
 
@@ -203,7 +203,7 @@ class _Engine:
         self.batch[copy.number] = copy
 
     def at(self, number: int, at_s: float) -> _Copy | None:
-        """Request `number` at that time; None when it has finished."""
+        """Return request `number` at that time, or None if it has finished."""
         self._advance(at_s)
         return self.batch.get(number)
 
@@ -238,7 +238,7 @@ class _Engine:
 
 
 def _pace(requests: Sequence[StepRequest]) -> tuple[float, float]:
-    """Tokens and drafts of a forward pass, in the mean."""
+    """Return mean tokens and draft tokens per forward pass."""
     passes = sum(request.num_passes for request in requests)
     tokens = sum(request.response_tokens for request in requests)
     return max(1.0, tokens / passes), sum(r.num_draft_tokens for r in requests) / passes

@@ -1,21 +1,21 @@
-"""Seconds that each technique saved in one step's rollout. Pure.
+"""Estimates the seconds that each technique saved in one step's rollout. Pure.
 
-    saved       = measured (predicted without it / predicted as it was - 1)
-    uncertainty = |predicted as it was - measured|
-                  and, of drafting, the standard error of passes without drafts
+    saved       = measured (predicted without it / predicted with all techniques - 1)
+    uncertainty = |predicted with all techniques - measured|
+                  and, for drafting, the standard error of passes without drafts
 
-Both predictions replay the rollout by the same latency model (`rollout_replay`). What goes
-otherwise without a technique:
+Both predictions replay the rollout with the same latency model (`rollout_replay`). Without a
+technique:
 
     drafting    a pass brings one token and verifies nothing
-    migration   requests stay on the engine where they began; deferred ones are deferred still
-    racing      no copies; who was overtaken goes on at the pace of its engine's other requests
+    migration   requests stay on the engine where they began; deferred ones are still deferred
+    racing      no copies; a request that a copy overtook runs at its engine's mean pace
     switching   GPUs stay in the layout in which the step began
 
-Other moves come when they came. That a step was slower or faster than predicted would have been so
-without the technique too. The uncertainty is the model's error on this very step and, as steps
-without drafts are rare in a later epoch, on the few passes that were made without; it tells nothing
-of how much the next step would differ.
+Other moves happen at the same times. If the step was slower or faster than predicted, we assume the
+same factor without the technique. The uncertainty is the model's error on this very step. Few
+passes run without drafts in a later epoch, so drafting adds the error on these few passes. The
+uncertainty does not tell how much the next step would differ.
 """
 
 from collections import defaultdict
@@ -35,7 +35,7 @@ MEASURED = "what the engines measured in this run"
 
 
 def acted(requests: Iterable[StepRequest], moves: Iterable[MoveRecord]) -> list[Technique]:
-    """Techniques that did something in the step."""
+    """Return the techniques that acted in the step."""
     kinds = {move.kind for move in moves}
     did = {technique: kind in kinds for technique, kind in MOVED_BY.items()}
     did[Technique.DRAFTING] = any(request.num_draft_tokens for request in requests)
@@ -43,7 +43,7 @@ def acted(requests: Iterable[StepRequest], moves: Iterable[MoveRecord]) -> list[
 
 
 def measured_s(requests: Sequence[StepRequest]) -> float:
-    """Seconds from the first request's start to the last one's end."""
+    """Return the seconds from the first request's start to the last one's end."""
     return max(request.end_s for request in requests) - begin_s(requests)
 
 
@@ -54,12 +54,12 @@ def step_savings(
     source: str,
     max_num_seqs: int = 256,
 ) -> Savings | None:
-    """None where nothing acted.
+    """Return the savings, or None if no technique acted.
 
     Args:
-        moves: Of the step's requests, with `at_s` on the clock of their stays.
-        costs: Of every engine that had one.
-        source: Where the costs are from, for people.
+        moves: Moves of the step's requests, with `at_s` on the clock of their stays.
+        costs: Costs of every engine that had a request.
+        source: Where the costs come from, in words.
     """
     techniques = acted(requests, moves)
     if not techniques:
@@ -83,11 +83,11 @@ def engine_costs(
     tp_degrees: Mapping[int, int],
     latency: Latency | None,
 ) -> dict[int, EngineCosts]:
-    """Costs of every engine that had one of the requests, by the latency model, or without one by
-    what the engines measured: one that has measured too little costs what another of its TP degree
-    does.
+    """Return the costs of every engine that had one of the requests.
 
-    Raises ValueError when that is not known.
+    With a latency model, costs come from it. Without one, they come from the engine's own
+    measurements, or from an engine of the same TP degree if it has measured too little. Raise
+    ValueError if neither is known.
     """
     own = {share.engine: share for share in shares}
     measured = {
@@ -109,7 +109,7 @@ def engine_costs(
         elif source:
             model, plain_error = MeasuredLatency(source.step_costs), source.plain_error
         else:
-            raise ValueError(f"engine {engine} has not measured what its steps cost")
+            raise ValueError(f"engine {engine} has not measured the time of its steps")
         rest_s = share.rest_s if share else None
         if rest_s is None:
             rms_tokens = sqrt(sum(n * n for n in lengths) / len(lengths))
@@ -120,14 +120,14 @@ def engine_costs(
 
 
 def saving_words(savings: Savings) -> list[str]:
-    """A sentence for each technique, or the one why nothing is known."""
+    """Return a sentence for each technique, or one that says why nothing is known."""
     if savings.unknown:
         return [savings.unknown]
     return [_words(saving, savings.measured_s) for saving in savings.each]
 
 
 def saving_metrics(savings: Savings | None) -> dict[str, float]:
-    """`saved_s/TECHNIQUE` and its uncertainty, of what acted and is known."""
+    """Return `saved_s/TECHNIQUE` and its uncertainty for each known saving."""
     metrics = {}
     for saving in savings.each if savings else ():
         metrics[f"saved_s/{saving.technique}"] = saving.saved_s
@@ -137,7 +137,7 @@ def saving_metrics(savings: Savings | None) -> dict[str, float]:
 
 def _words(saving: Saving, rollout_s: float) -> str:
     if not saving.clear:
-        # Without a minus before 0.00.
+        # Adding 0.0 turns -0.0 into 0.0.
         saved_s = round(saving.saved_s, 2) + 0.0
         return (
             f"{saving.technique}: not distinguishable from none ({saved_s:+.2f} ± "

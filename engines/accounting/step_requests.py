@@ -1,4 +1,4 @@
-"""A step's requests on its timeline: where each was when, and in which row of a lane. Pure.
+"""Places a step's requests on its timeline: their engines over time, and rows in a lane. Pure.
 
 rows of the store + moves of the timeline ─► requests with their stays on engines
 """
@@ -14,37 +14,37 @@ from schemas.rollout import RequestId, Split
 from schemas.timeline import Activity, MoveKind, MoveRecord, RecordedTimeline, Timeline
 
 _CLOCKS_S = 1.0
-"""Seconds that the clocks of a timeline and of its rollouts may be apart."""
+"""Most seconds by which the clocks of a timeline and of its rollouts may differ."""
 DEFERRED = "deferred"
-"""The finish reason of a request that was left to the next step."""
+"""Finish reason of a request that was deferred to the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A request on one engine; seconds since the timeline's window began, possibly below 0."""
+    """A request's time on one engine, in seconds since the window began, possibly below 0."""
 
     engine: int
     start_s: float
     end_s: float
     lost: bool = False
-    """A copy that was not the first to finish."""
+    """Whether this is a copy that was not the first to finish."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """A request that the step finished, or left to the next one."""
+    """A request that the step finished or deferred to the next step."""
 
     id: RequestId
     stays: tuple[Stay, ...]
-    """Stays on engines; the one that finished it comes last."""
+    """Stays on engines. The last one finished the request."""
     finish_reason: str
     step_tokens: int
-    """Response tokens that it got in this step."""
+    """Response tokens generated in this step."""
     response_tokens: int
     prompt_tokens: int | None = None
-    """None where it is not known: of a request that was left to the next step."""
+    """None if unknown, for example for a deferred request."""
     num_draft_tokens: int = 0
-    """Verified, over the whole response, as the two below."""
+    """Draft tokens verified, over the whole response. `num_accepted_tokens` likewise."""
     num_accepted_tokens: int = 0
     drafter: str = ""
     reward: float | None = None
@@ -71,8 +71,11 @@ class StepRequest:
 def step_requests(
     recorded: RecordedTimeline, split: Split, step: int, rows: Iterable[Mapping[str, Any]]
 ) -> list[StepRequest]:
-    """Requests of one step. `rows`: `Store.timed_rollouts`; one that ended before the window and in
-    no rollout that reaches into it is left out: an earlier process may have finished it."""
+    """Return the requests of one step. `rows`: `Store.timed_rollouts`.
+
+    A request that ended before the window is left out, unless it started in its engine's recorded
+    work for the step: an earlier process may have finished it.
+    """
     begin_s = recorded.unix_s(recorded.timeline.start_s)
     moves: dict[RequestId, list[MoveRecord]] = defaultdict(list)
     for move in step_moves(recorded.timeline, split, step):
@@ -89,19 +92,22 @@ def step_requests(
 
 
 def step_moves(timeline: Timeline, split: Split, step: int) -> list[MoveRecord]:
-    """Moves of the step's requests, in order of time; `at_s` is since the window began."""
+    """Return the moves of the step's requests in order of time. `at_s` counts from the window."""
     moves = timeline.moves_in_order()
     return [move for move in moves if (move.id.split, move.id.step) == (split, step)]
 
 
 def begin_s(requests: Iterable[StepRequest]) -> float:
-    """Start of the first of them."""
+    """Return the start of the first request."""
     return min(stay.start_s for request in requests for stay in request.stays)
 
 
 def first_free_rows(intervals: Sequence[tuple[float, float]], grain_s: float = 0.0) -> list[int]:
-    """The row of each interval (start, end): the lowest that is free when it begins. Of those that
-    begin in one grain of time the shortest come first, and keep their rows from its beginning."""
+    """Return a row for each interval (start, end): the lowest that is free when it begins.
+
+    With `grain_s`, starts are rounded down to a multiple of it. Among equal starts, the shortest
+    come first.
+    """
     if grain_s:
         intervals = [(floor(start_s / grain_s) * grain_s, end_s) for start_s, end_s in intervals]
     rows = [0] * len(intervals)
@@ -117,7 +123,7 @@ def first_free_rows(intervals: Sequence[tuple[float, float]], grain_s: float = 0
 
 
 def _known_since_s(recorded: RecordedTimeline, label: str) -> dict[int, float]:
-    """Unix time since which an engine's work for the step is known, by engine."""
+    """Return the Unix time at which each engine's work for the step began, as far as recorded."""
     since_s: dict[int, float] = {}
     for span in recorded.timeline.spans:
         if span.activity is Activity.ROLLOUT and span.label == label:
@@ -127,8 +133,8 @@ def _known_since_s(recorded: RecordedTimeline, label: str) -> dict[int, float]:
 
 
 def _begins_s(rows: Iterable[Mapping[str, Any]], begin_s: float) -> dict[int, float]:
-    """Start of an engine's first request, by engine; -1: the first of all. `rows`: of the requests
-    that were never moved."""
+    """Return the start of each engine's first request; key -1: the first of all. `rows`: requests
+    that never moved."""
     begins_s: dict[int, float] = {}
     for row in rows:
         started_s = row["started_s"] - begin_s
@@ -157,7 +163,7 @@ def _stays(
     moves: Sequence[MoveRecord],
     begins_s: Mapping[int, float],
 ) -> tuple[Stay, ...]:
-    """`engine`: the one that finished it, where it started at `started_s`."""
+    """Return all stays. `engine` finished the request and started it at `started_s`."""
     moves = [move for move in moves if move.kind is not MoveKind.DEFERRED]
     if not moves:
         return (Stay(engine, started_s, finished_s),)
@@ -169,7 +175,7 @@ def _stays(
         if move.kind is not MoveKind.RACED and move.from_engine in present:
             past.append(Stay(move.from_engine, present.pop(move.from_engine), move.at_s))
         present[move.to_engine] = move.at_s
-    # One that a death brought to another engine has no record of that.
+    # A request that moved because its engine died has no record of the move.
     last_s = present.pop(engine, started_s)
     lost = [Stay(other, start_s, finished_s, lost=True) for other, start_s in present.items()]
     return (*past, *lost, Stay(engine, last_s, finished_s))
