@@ -1,4 +1,4 @@
-"""Turns names and texts into what MLflow accepts. Pure.
+"""Converts names and texts to forms that MLflow accepts. Pure.
 
 Names come from users: a `data_source`, a scorer's numbers, files. In the name of a metric, a
 parameter or a tag, MLflow allows letters, digits, `_`, `-`, `.`, `:`, spaces and slashes. The name

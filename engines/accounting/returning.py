@@ -1,4 +1,4 @@
-"""Measures what returns from epoch to epoch: text of responses, and ranks of their lengths. Pure.
+"""Compares epochs: text that returns in responses, and ranks of their lengths. Pure.
 
 RhymeRL, section 5.1 (figure 6), 5.4 (figure 8), 6.1 (figure 9) and the table of 6.3.
 """

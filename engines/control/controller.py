@@ -11,20 +11,24 @@ keys and values, and a slower step for the requests that stay. When no proposal 
 does nothing. To run a single technique, pass only that one.
 
 A round takes the proposal with the largest gain for the requests that it touches, then the next, as
-long as one pays. The controller does so several times: with all proposals, with all of them but
-starting at the one that brings the step's end forward most, and with the proposals of each
-technique alone. The best result wins. So the prediction is never worse than any single proposal,
-any single technique, or doing nothing. It is not always the best set of proposals: a move that pays
-only after another move is found in the next round.
+long as one pays. The controller makes several such choices and takes the best:
+
+- among all proposals,
+- among all, but starting with the one that brings the step's end forward most,
+- among the proposals of each technique alone.
+
+So the prediction is never worse than with any single proposal, with any single technique, or with
+none. It need not be the best set of proposals: a move that pays only after another move is found in
+the next round.
 
 The lengths of responses are not known in advance. The controller therefore checks its choice in
 further scenarios of the lengths, and drops proposals that would cost time on average. With
 `shares_engines`, free engines race the requests of other engines. A move that is not free must then
-touch a request that may be the last of the step. To tell, the controller keeps the last forecast of
+touch a request that may be the last of the step. For this the controller keeps the last forecast of
 every engine that has requests.
 
 Rounds are rare. One starts when engines have become free, when enough requests have finished, or
-after `every_s` seconds. `max_requests` bounds the requests that one round looks at.
+after `every_s` seconds. `max_requests` bounds the requests that one call looks at.
 """
 
 import math
@@ -65,7 +69,7 @@ class _Weighed:
 
 @dataclass
 class Controller:
-    """Decides on the moves of one generation stage."""
+    """The controller of one generation stage."""
 
     techniques: Sequence[MoveTechnique]
     outlook: Outlook
@@ -77,7 +81,7 @@ class Controller:
     max_batch: int = 128
     """The controller skips engines with more unfinished requests: nothing to gain there yet."""
     max_requests: float = 192
-    """Most requests per call, but at least one pool. A larger round takes several calls."""
+    """Most requests that one call looks at (at least one pool). A larger round takes several."""
     opening: Reshaping | None = None
     """Chooses the layouts that a stage begins in. None: keep the layouts."""
     shares_engines: bool = False

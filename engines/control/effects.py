@@ -1,7 +1,7 @@
 """Predicts the effects of moves on a generation stage. Pure.
 
-    Race      another engine gets a copy; it computes the keys and values first, as on a new node
-    Migrate   the request moves to another engine, which computes its keys and values
+    Race      another engine gets a copy and computes its keys and values, as on another node
+    Migrate   another engine gets the request and computes its keys and values
     Defer     the request leaves the step
     Reshape   the pool's requests are dealt anew over the engines of another layout, once their keys
               and values are saved ahead; requests that end before then are gone
@@ -80,7 +80,7 @@ class Switched:
 
 @dataclass(frozen=True)
 class Effects:
-    """Predicts the effects of moves in one generation stage."""
+    """Predicted effects of moves in one generation stage."""
 
     latency: Latency
     pools: Mapping[int, Pool] = field(default_factory=dict)
@@ -151,8 +151,8 @@ class Effects:
         self, courses: Sequence[Course], pool: Pool, tp_degree: int, wait_s: float = 0.0
     ) -> list[Switched]:
         """Return the useful ways to switch, `wait_s` from now: move keys and values, or recompute
-        them. The second way is left out unless its targets decode earlier. When moved, fewer
-        requests are left by then."""
+        them. Recomputing is left out unless it is ready sooner: while keys and values are saved,
+        requests end."""
         assert self.costs is not None, "pools come with the costs of switching"
         ways = (self.switched(courses, pool, tp_degree, kv, wait_s) for kv in self.costs.ways)
         found = [made for made in ways if made]

@@ -32,7 +32,7 @@ class Gain(NamedTuple):
 
 
 class SoonestEnd:
-    """Minimizes the time until the last request ends, for `mode: sync`."""
+    """The objective of `mode: sync`: minimize the time until the last request ends."""
 
     idles = True
     """Whether an engine without requests stays free until the step ends."""
@@ -55,8 +55,8 @@ class SoonestEnd:
 
 
 class FewestGpuSeconds:
-    """Minimizes the engines' GPU time, for `mode: pipelined`. A free engine begins the next step at
-    once, so a switch that occupies a node's GPUs must save time over all of them."""
+    """The objective of `mode: pipelined`: minimize the engines' GPU time. A free engine begins the
+    next step at once, so a switch that occupies a node's GPUs must save time over all of them."""
 
     idles = False
 

@@ -4,9 +4,11 @@
     drafting ──acceptances────────► pace ───────────┴─► StepState
 
 A request that has just come to an engine shows zero tokens there until the engine reports. The
-forecast then uses the most tokens that any earlier view showed. A request's acceptance is, in this
-order: its own, once enough draft tokens were verified; for drafts from history, its prompt's; the
-mean of its drafter in the view; the expected acceptance of its drafter.
+forecast then uses the most tokens that any earlier view showed.
+
+A request's acceptance is the first of these that is known: its own, once enough draft tokens were
+verified; its prompt's, for drafts from history; its drafter's mean in the view; its drafter's
+expected acceptance.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,7 +28,7 @@ MIN_VERIFIED = 64
 
 @dataclass
 class Outlook:
-    """Makes the forecasts of one generation stage. Remembers what engines have reported."""
+    """Forecasts of one generation stage, with a memory of earlier reports."""
 
     forecaster: Forecaster
     remaining: Remaining

@@ -27,7 +27,7 @@ class Proposal:
 
 
 class MoveTechnique(Protocol):
-    """Proposes moves of one kind."""
+    """A technique that proposes moves of one kind."""
 
     def propose(
         self, view: RolloutView, state: StepState, effects: Effects
@@ -43,7 +43,7 @@ class MoveTechnique(Protocol):
 
 
 class Racing:
-    """Makes one proposal for each free engine."""
+    """The technique that makes one proposal for each free engine."""
 
     def __init__(self, best_of_n: BestOfN) -> None:
         self._best_of_n = best_of_n
@@ -60,12 +60,12 @@ class Racing:
         self._best_of_n.note(move for move in proposal.moves if isinstance(move, Race))
 
     def follow(self, view: RolloutView) -> Sequence[Move]:
-        """Withdraw requests from their first engine where a copy is ahead."""
+        """Return moves that withdraw requests from their first engine where a copy is ahead."""
         return self._best_of_n.concede(view)
 
 
 class Outliers:
-    """Makes one proposal for each of HistoPipe's migrations."""
+    """The technique that makes one proposal for each of HistoPipe's migrations."""
 
     def __init__(self, migration: Migration) -> None:
         self._migration = migration
@@ -81,6 +81,6 @@ class Outliers:
         self._migration.note(self._view, proposal.moves)
 
     def follow(self, view: RolloutView) -> Sequence[Move]:
-        """Return nothing: a migration has no consequences."""
+        """Return no moves: nothing follows from a migration."""
         del view
         return ()

@@ -14,9 +14,9 @@ change (`Forgone`).
 Deviations:
 - The paper compares a switch now with no switch. This is enough if all responses are expected to
   reach the same length: then a higher TP degree pays only once it decodes the present batch faster.
-  With a forecast of the tail, a switch would pay at any earlier time, and the rule would switch at
-  the start. So a switch now is also compared with later switches (`wait_shares`; empty for the
-  paper's rule).
+  With a forecast of the tail, a switch pays at any time before it, and the rule would switch at the
+  start. So a switch now is also compared with later switches (`wait_shares`; empty for the paper's
+  rule).
 - Each response has its own estimated length (`engines.pat.remaining`). The paper uses `Maximum`.
 - A stage may begin in any layout. In the paper, people tune the first layout by hand.
 - During a stage only higher TP degrees are considered. A shrinking batch has no use for a lower
@@ -72,7 +72,7 @@ class Forgone:
 
 @dataclass
 class Reshaping:
-    """Proposes the best higher layout of each pool."""
+    """The technique that proposes the best higher layout of each pool."""
 
     objective: Objective = field(default_factory=SoonestEnd)
     wait_shares: Sequence[float] = WAIT_SHARES
@@ -93,7 +93,7 @@ class Reshaping:
         """Do nothing: there is nothing to remember."""
 
     def follow(self, view: RolloutView) -> Sequence[Move]:
-        """Return nothing: a reshape has no consequences."""
+        """Return no moves: nothing follows from a reshape."""
         del view
         return ()
 

@@ -126,7 +126,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Forecaster:
-    """Predicts when the requests of an engine end."""
+    """Predictor of when the requests of an engine end."""
 
     latency: Latency
     max_num_seqs: int = 256

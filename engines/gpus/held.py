@@ -1,7 +1,7 @@
 """Reserves GPUs that several processes share in turn: engines of a pool, or engine and trainer.
 
 Ray gives a GPU to one actor. So one idle actor reserves them all on one node. The processes that
-share them run on that node without GPUs of their own, and are told which ones to use.
+share them run on that node without GPUs of their own. They get the numbers of the GPUs to use.
 """
 
 from dataclasses import dataclass

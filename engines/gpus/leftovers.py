@@ -33,7 +33,7 @@ class Marked:
 
 
 def mark_children(mark: str) -> None:
-    """Mark all processes that this one starts from now on, and the processes that those start."""
+    """Mark all processes that this one starts from now on, and their descendants."""
     os.environ[MARK] = mark
 
 

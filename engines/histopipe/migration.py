@@ -49,7 +49,7 @@ class _Targets:
 
 
 class Migration:
-    """Decides on the migrations of one step. Remembers moved requests, so that none moves twice."""
+    """The policy of one step. It remembers moved requests, so that none moves twice."""
 
     def __init__(self, plan: StepPlan, *, last_share: float, defer_share: float) -> None:
         """Prepare the limits of each ranking group.

@@ -35,7 +35,7 @@ from schemas.step import PromptGroup, RankingGroup
 
 
 class RolloutTime(Protocol):
-    """Predicts the seconds of a rollout: `estimate.estimate_rollout_s`, all else bound."""
+    """A predictor of a rollout's seconds: `estimate.estimate_rollout_s`, all else bound."""
 
     def __call__(
         self, lengths: np.ndarray, num_engines: int, *, tokens_per_pass: np.ndarray
@@ -121,7 +121,7 @@ def deal_for_ends(
 ) -> Placement:
     """Return the placement by `deal_groups` or `end_together`, whichever should end first.
     In a tie, return the former."""
-    assert any(key in history for key in prompt_keys), "nothing to tell ends by"
+    assert any(key in history for key in prompt_keys), "no history to predict ends from"
     row_of = {key: row for row, key in enumerate(prompt_keys)}
     rollout = config.rollout
     lengths = expected_lengths(prompt_keys, history, rollout.group_size)
@@ -191,7 +191,7 @@ def place_prompts(
     rollout_time: RolloutTime | None = None,
     expected: ExpectedPasses = TOKENS,
 ) -> tuple[Placement, float | None]:
-    """Place the prompts of a step by what is known of them. Real and simulated runs call this.
+    """Place the prompts of a step by their history, if any. Real and simulated runs call this.
 
     Also return the growth factor above which a response is an outlier, or None if prompts are not
     ranked.

@@ -57,7 +57,7 @@ class SwitchCost:
 
 @dataclass(frozen=True, slots=True)
 class SwitchCosts:
-    """Predicts the costs of switches for one kind of node and one model."""
+    """Predicted costs of switches, for one kind of node and one model."""
 
     latency: Latency
     kv_bytes_per_token: float

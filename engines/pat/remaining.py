@@ -39,7 +39,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 class Remaining(Protocol):
-    """Estimates the remaining tokens of all requests of a batch."""
+    """An estimate of the remaining tokens of all requests of a batch."""
 
     @property
     def is_known(self) -> bool:
@@ -55,7 +55,7 @@ class Remaining(Protocol):
 
 
 class Maximum:
-    """Every response reaches the maximum length (PAT, Algorithm 1)."""
+    """The estimate that every response reaches the maximum length (PAT, Algorithm 1)."""
 
     is_known = False
 
@@ -71,7 +71,7 @@ class Maximum:
 
 
 class FromHistory:
-    """Responses are as long as those of their prompts in the last epoch."""
+    """The estimate that responses are as long as their prompts' responses in the last epoch."""
 
     def __init__(
         self, history: Mapping[str, LengthHistory], max_tokens: int, *, group_size: int

@@ -119,7 +119,7 @@ def _rank(contender: Contender) -> tuple:
 
 
 class BestOfN:
-    """Decides for one generation stage. Remembers its races, because a view may lag behind."""
+    """The policy of one generation stage. It remembers its races, because a view may lag behind."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ S_i = p^((m_0 + 1) + ... + (m_(i-1) + 1)).
 D and V are constant here, and a draft token arrives at once. A step with nothing to verify takes V
 too, because it is one row of a batch in which others verify.
 
-V is the time to verify what has arrived, seldom the whole window; and what has arrived was drafted
+V depends on the drafts that a step verifies. These are seldom a whole window, and they were drafted
 within V. So V is a fixed point (`settled_step`). For a batch whose step takes v_0 + c m seconds,
 with m the mean of the m_i,
 

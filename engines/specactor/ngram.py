@@ -1,11 +1,11 @@
 """Drafts a request from its own prompt and response: prompt lookup. Pure.
 
-The drafter finds an earlier place that reads as the text's end does now, and drafts what came after
-it. The longest match wins, then the most recent. vLLM 0.32's own proposer takes the earliest match
-instead, which has more tokens after it: if a text repeats itself at once, ours drafts one period
-only. But a text resembles its recent part more. Measured with windows of four and at least two
-matching tokens, on responses of the demo's model: 10.0 % of drafts are accepted from the most
-recent match, 7.3 % from the earliest.
+The drafter looks for an earlier place with the same tokens as the text's end, and drafts the tokens
+that followed it. The longest match wins, then the most recent. vLLM 0.32's own proposer takes the
+earliest match instead, which has more tokens after it: if a text repeats itself at once, ours
+drafts one period only. But a text resembles its recent part more. Measured with windows of four and
+at least two matching tokens, on responses of the demo's model: 10.0 % of drafts are accepted from
+the most recent match, 7.3 % from the earliest.
 
 `SiblingIndex` does the work. Each request is a group of its own, from its prompt's first token. A
 step costs 1.3 us a row whatever the context (256 rows of 4096 tokens: 0.3 ms). Scanning the text

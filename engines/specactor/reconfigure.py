@@ -132,8 +132,8 @@ class RequestModel:
 
 
 class Reconfiguration:
-    """Decides for one generation stage. Remembers each request's next turn, and skips engines that
-    have not changed."""
+    """The policy of one generation stage. It remembers each request's next turn, and skips engines
+    that have not changed."""
 
     def __init__(
         self, model: RequestModel, *, every_tokens: int = 1000, prompt_tokens: float = 0.0

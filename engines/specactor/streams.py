@@ -31,7 +31,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Opened(_Message, frozen=True):
-    """Tells a drafter to start drafting for a request, or to continue with another setting."""
+    """Message to start drafting for a request, or to continue with another setting."""
 
     id: str
     token_ids: list[int]
