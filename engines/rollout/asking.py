@@ -1,8 +1,8 @@
-"""Policies are asked in the event loop, or in a thread beside it.
+"""Call policies in the event loop, or in a thread beside it.
 
-A controller of 512 engines thinks for some 60 ms, in which the loop of a run would see no token.
-One question is out at a time, so that policies need no locks. Virtual time does not wait for a
-thread: simulations ask in the loop.
+A decision for 512 engines takes about 60 ms, during which the event loop could handle no token, so
+a run uses a thread. Calls never overlap, so policies need no locks. Simulations call policies in
+the loop, because virtual time does not wait for threads.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from engines.rollout.moves import Move, Opening, Policy, Reshape, RolloutView
 
 M = TypeVar("M", bound=Move)
 DECIDE_TIMEOUT_S = 60.0
-"""Longest time for one decision in a thread."""
+"""Time limit in seconds for one decision in a thread."""
 
 
 async def decide(policy: Policy, view: RolloutView, *, aside: bool) -> Sequence[Move]:
@@ -23,7 +23,7 @@ async def decide(policy: Policy, view: RolloutView, *, aside: bool) -> Sequence[
 
 
 async def begin(policy: Policy, view: RolloutView, *, aside: bool) -> Sequence[Reshape]:
-    """Nothing from one that does not decide on how stages begin."""
+    """Return the policy's layouts for the stage's start, or none if it has no `begin`."""
     if not isinstance(policy, Opening):
         return ()
     return await _ask(policy, partial(policy.begin, view), aside)
@@ -36,6 +36,6 @@ async def _ask(policy: Policy, question: Callable[[], Sequence[M]], aside: bool)
         return await wait_for(asyncio.to_thread(question), DECIDE_TIMEOUT_S)
     except TimeoutError as late:
         raise TimeoutError(
-            f"{type(policy).__name__} took more than {DECIDE_TIMEOUT_S:g} s to decide on moves: "
-            "switch off what it decides on, or name fewer pat.tp_degrees"
+            f"{type(policy).__name__} took more than {DECIDE_TIMEOUT_S:g} s to decide on moves. "
+            "Switch off the technique it controls, or list fewer pat.tp_degrees."
         ) from late

@@ -1,4 +1,4 @@
-"""Record of what the engines of a run did when, and of the requests that moved."""
+"""Record of the engines' activities over time, and of the requests that moved."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -9,7 +9,7 @@ from schemas.timeline import MoveKind, MoveRecord, Timeline
 
 
 class Chronicle:
-    """Moves, and the spans of engines, on the event loop's clock, until they have been told."""
+    """Moves and engine spans on the event loop's clock, kept until `timeline` returns them."""
 
     def __init__(self, engines: Collection[TrackedEngine]) -> None:
         self._engines = engines
@@ -25,7 +25,7 @@ class Chronicle:
         )
 
     def timeline(self, start_s: float, end_s: float) -> Timeline:
-        """Timeline between two times; what was before is forgotten."""
+        """Return the timeline between two times. Delete earlier records."""
         for tracked in self._engines:
             tracked.spans = [s for s in tracked.spans if s.end_s > start_s]
         engines = [m for m in self._engines if m.spans or not m.gone]

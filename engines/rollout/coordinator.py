@@ -1,25 +1,25 @@
-"""Runs rollout stages over several engines.
+"""The coordinator runs rollout stages on several engines.
 
     roll_out ─► a queue per engine ─► enter: weights, then requests ─► engine ─► inbox
                                                                                    │
                            moves ◄─ decide (policies) ◄─ observe ◄─────────────────┤
                                                                                    │
-            requests go to engines of the same stage, the engine restarts ◄─ a death
-                                       or, without a place, it is gone ◄─┘
+          requests move to engines of the same stage, the engine restarts ◄─ a death
+                         or is gone, if the cluster has no room for it ◄─┘
 
-Engines that share GPUs work in turn: those of one layout of their pool, while the others are on
-standby. Only those of the base have queues, and no view shows one that is on standby. When nothing
-else is under way, policies say in which layout a stage begins (`Opening`).
+Engines can share GPUs as the layouts of a pool. One layout works while the others are on standby.
+Only engines of the base layout have queues, and views leave out engines on standby. A policy with
+`begin` (`Opening`) may choose another layout for a stage when nothing else is under way.
 
-Stages are served in the order in which they come, and overlap: an engine that has nothing left of
-one begins the next at once, with the weights of that one and without waiting for the others
+Stages run in the order of `roll_out` calls, and they overlap. An engine that has finished its part
+of one stage loads the weights of the next and begins it, without waiting for the other engines
 (RhymeRL, section 4.2). So all requests of a stage run under its own policy version, except those
 deferred to it. A stage ends after the one before it.
 
-The coordinator waits for the inbox alone; each wait behind it is bounded by its engine, so a stage
-ends, or fails with the engine's name. A finished rollout is handed to `on_finished` before it
-counts as finished; where its tokens were lost on the way, its engine counts as dead and it is
-generated again. After the last stage the inbox is served until every engine has settled.
+The coordinator waits only for the inbox. Every call to an engine has a time limit, so a stage
+ends, or fails with an error that names the engine. A rollout counts as finished once `on_finished`
+has stored it. If its tokens were lost before that, the coordinator treats the engine as dead and
+generates the rollout again. After the last stage it reads the inbox until all engines are settled.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ from schemas.weights import PolicyWeights
 
 
 class Coordinator:
-    """Owns the engines of a run: starts them, keeps their weights current, rolls out."""
+    """Owner of a run's engines: starts them, keeps their weights current, generates rollouts."""
 
     def __init__(
         self,
@@ -58,10 +58,11 @@ class Coordinator:
         *,
         decides_aside: bool = False,
     ) -> None:
-        """Coordinator of these engines. `policies`: those of stages that bring none of
-        their own, asked in a thread with `decides_aside`: an event loop that others need goes on
-        meanwhile. `keep_parked_current`: engines on standby take weights with the others; otherwise
-        when it is their turn. `say` is told of engines that are gone."""
+        """Coordinate these engines. `policies`: default for stages without their own.
+        `decides_aside`: run policies in a thread, so that they do not block the event loop.
+        `keep_parked_current`: engines on standby load each policy version with the others. If
+        False, they load it when they wake. `say` receives a message for each engine that is lost.
+        """
         self._fleet = Fleet(engines, max_restarts, pools, keep_parked_current, say)
         self._engines = self._fleet.engines
         self._reshaper = Reshaper(self._fleet, pools)
@@ -83,19 +84,19 @@ class Coordinator:
         await self._fleet.shutdown()
 
     async def load_weights(self, weights: PolicyWeights) -> float:
-        """Bring every engine to this policy version between stages, as `Fleet.sync_all` does."""
+        """Load this policy version into every engine, between stages. See `Fleet.sync_all`."""
         await self._settle()
         self._weights = weights
         return await self._fleet.sync_all(weights)
 
     async def leave_gpus(self) -> None:
-        """Leave the GPUs to the trainer, between stages."""
+        """Release the GPUs to the trainer, between stages."""
         await self._settle()
         self._on_gpus = False
         await turns.leave(self._fleet)
 
     async def enter_gpus(self) -> None:
-        """Take the GPUs again: the next stage brings weights."""
+        """Take the GPUs back from the trainer. The next stage loads weights."""
         await self._settle()
         await turns.enter(self._fleet)
         self._on_gpus = True
@@ -116,17 +117,18 @@ class Coordinator:
         min_rollouts: int | None = None,
         label: str = "",
     ) -> "asyncio.Future[Outcome]":
-        """Generate every request, starting on the engine it is assigned to, or on another when that
-        one is gone or its GPUs are in another layout.
+        """Queue a stage that generates every request, and return the future of its outcome.
 
-        May be called while others are under way: it is queued behind them before this returns.
-        `weights`: of the policy version to generate with; None: as `load_weights` was told.
-        `min_rollouts`: requests that must finish in this stage; the others may be deferred to the
-        stage queued next, where that one has such a bound too. None: all, and none is taken over.
+        A request starts on its assigned engine. If that engine is gone, or its GPUs are in another
+        layout, the request starts on another one. Stages that are under way go first.
+        `weights`: policy version to generate with; default: that of `load_weights`.
+        `min_rollouts`: requests that must finish in this stage. The rest may be deferred to the
+        next stage, if that one sets `min_rollouts` too. None: no request is deferred from or to
+        this stage.
 
-        Raises RuntimeError while the trainer has the GPUs. The future raises `EngineDied` when an
-        engine dies more often than `max_restarts` in a run, and `WeightSyncError`; then every stage
-        under way fails.
+        Raises RuntimeError while the trainer has the GPUs. The future raises `EngineDied` when one
+        engine dies more than `max_restarts` times in a run, or `WeightSyncError`. Either error
+        fails every stage under way.
         """
         weights = weights or self._weights
         assert weights is not None, "weights come first"
@@ -165,21 +167,21 @@ class Coordinator:
         return stage.done
 
     def timeline(self, start_s: float, end_s: float) -> Timeline:
-        """Timeline of the engines between two times of the event loop's clock; what was before is
-        forgotten."""
+        """Return the engines' timeline between two times of the event loop's clock. Delete earlier
+        records."""
         return self._fleet.chronicle.timeline(start_s, end_s)
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Engines that a stage can begin on: none that is gone. All, when all are: the stage will
-        say so."""
+        """Engines that a stage can begin on. If all are gone, return all of them: `roll_out` then
+        raises the error."""
         living = tuple(tracked.index for tracked in self._fleet.base if not tracked.gone)
         return living or tuple(tracked.index for tracked in self._fleet.base)
 
     # Serving
 
     async def _serve(self) -> None:
-        # Once more, for a stage that came while the last pumps ended.
+        # A stage may have arrived while the pumps were stopping: serve it too.
         while self._stages:
             self._fleet.listen()
             try:
@@ -227,7 +229,7 @@ class Coordinator:
                 raise news
 
     def _fail(self, error: Exception) -> None:
-        if not self._stages:  # The next one does.
+        if not self._stages:  # Keep the error for the next stage, which then fails.
             self._fleet.inbox.put_nowait((-1, Fatal(error)))
         for stage in self._stages:
             if not stage.done.done():
@@ -239,7 +241,7 @@ class Coordinator:
     # From stage to stage
 
     async def _open_stage(self) -> None:
-        """Ask in which layouts the stage begins, if it is the only one there is."""
+        """Ask policies for the stage's first layouts, if no other stage is under way."""
         stage, *others = self._stages or [None]
         if stage is None or stage.opened or others:
             return
@@ -260,15 +262,15 @@ class Coordinator:
                 self._follow(tracked, tracked.stage)
 
     def _enter(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
-        """Take the stage's weights, and its requests once they are there."""
+        """Load the stage's weights. The engine submits its requests once they are loaded."""
         tracked.expect(stage.queues.pop(tracked.index, ()))
-        # One without requests may yet be given some, unless it has ended.
+        # Load weights even without requests: others may move here until the stage ends.
         if stage in self._stages:
             self._fleet.sync(tracked, stage)
 
     def _follow(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
-        """Have the engines that may come to its GPUs take the weights too, so that they are
-        ready."""
+        """Also load the weights into the engines of other layouts on these GPUs, so that a later
+        switch need not wait for them."""
         for mate in tracked.mates:
             if mate.stage is not stage:
                 mate.stage = stage
@@ -289,13 +291,12 @@ class Coordinator:
         await self._on_awake(tracked)
 
     async def _on_awake(self, tracked: TrackedEngine) -> None:
-        """Begin the stage with what has waited for the engine, or first take the weights that it
-        lacks."""
+        """Submit the requests that wait for this engine, or first load the weights it lacks."""
         if not tracked.entering:
-            return  # It died on the way, or its GPUs were taken over.
+            return  # The engine died meanwhile, or another layout took its GPUs.
         stage = tracked.stage
         if stage is None:
-            tracked.serve()  # Its pool changed hands before any stage.
+            tracked.serve()  # Its pool switched layouts before the first stage.
             return
         if self._lacks_weights(tracked, stage):
             self._fleet.sync(tracked, stage)
@@ -305,8 +306,8 @@ class Coordinator:
         await tracked.submit_all()
 
     def _lacks_weights(self, tracked: TrackedEngine, stage: GenerationStage) -> bool:
-        """Whether the engine has to load the stage's weights; those of a stage that it has done its
-        part of are not missed, it goes to the next. While it cannot, it may be given more."""
+        """Whether the engine must load the stage's weights. Not if it has finished its part and can
+        begin the next stage. Until it can, other requests may still move to it."""
         goes_on = tracked.waiting and not tracked.unfinished and not tracked.waits_for_mates
         needed = stage in self._stages and not goes_on
         return needed and tracked.version != stage.weights.policy_version
@@ -353,7 +354,7 @@ class Coordinator:
     async def _on_finished(
         self, tracked: TrackedEngine, stage: GenerationStage, finished: list[Finished]
     ) -> None:
-        """They count once they are durable: then their copies elsewhere have lost."""
+        """Store the rollouts first. Then count them, and withdraw their copies elsewhere."""
         await stage.on_finished(finished)
         self._fleet.deaths.note_work(tracked.index)
         tracked.tally.num_rollouts += len(finished)
@@ -362,7 +363,7 @@ class Coordinator:
         await self._mover.end_races(stage, finished)
 
     def _queued_view(self, stage: GenerationStage) -> RolloutView:
-        """The stage as it will be when all that is queued has come to its engines."""
+        """Return the view of a stage as if its engines had all their queued requests."""
         engines = (
             EngineView(
                 tracked.index,
@@ -384,7 +385,7 @@ class Coordinator:
         )
 
     def _after(self, stage: GenerationStage) -> GenerationStage | None:
-        """The next stage, if requests can be deferred to it."""
+        """Return the next stage, if requests can be deferred to it."""
         at = self._stages.index(stage) + 1
         later = self._stages[at] if at < len(self._stages) else None
         return later if later and later.min_rollouts is not None else None

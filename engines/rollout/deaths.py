@@ -1,4 +1,4 @@
-"""How often an engine may die. Pure."""
+"""Limit on the restarts of each engine. Pure."""
 
 from collections import Counter
 
@@ -6,23 +6,24 @@ from engines.rollout.interface import EngineDied, EngineFails
 
 
 class Deaths:
-    """Deaths of the engines of a run."""
+    """Counter of the deaths of a run's engines."""
 
     def __init__(self, max_restarts: int) -> None:
-        """`max_restarts`: of one engine."""
+        """`max_restarts`: limit for each engine."""
         self._max_restarts = max_restarts
         self._num_restarts: Counter[int] = Counter()
         self._worked: set[int] = set()
         """Engines that have finished a rollout since they were last started."""
         self._stillborn: dict[int, str] = {}
-        """Error that an engine last died of, if it had finished none."""
+        """Error of the last death of each engine that died before its first rollout."""
 
     def note_work(self, engine: int) -> None:
         """Note that the engine has finished a rollout."""
         self._worked.add(engine)
 
     def count(self, death: EngineDied) -> None:
-        """Raises the death when there were enough of this engine, or this one will come again."""
+        """Count a death. Raise it if the engine has no restarts left. Raise `EngineFails` if the
+        engine died of the same error twice in a row before its first rollout."""
         index = death.engine
         root, before = death.root, self._stillborn.pop(index, "")
         if index in self._worked:

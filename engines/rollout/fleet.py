@@ -1,17 +1,18 @@
-"""The engines of a run and the tasks that wait for them, each of which reports to one inbox.
+"""The fleet owns the engines of a run and the tasks that wait for them.
 
-    pump        what happened on an engine
-    wake        an engine has its GPUs, after the engines of other layouts have left them, dead or
-                alive
+Each task puts one report into the inbox:
+
+    pump        events of an engine: finished requests and progress
+    wake        an engine has its GPUs, after engines of other layouts have released them
     sync        an engine has the weights of its stage
-    refresh     a parked engine has them
-    park        an engine has left its GPUs
-    restart     an engine is there again, after the same
-    precopy     keys and values of requests that go on there are saved
-    expect      such of others are made ready for an engine
+    refresh     a parked engine has the weights of its pool's stage
+    park        an engine has released its GPUs
+    restart     a dead engine has restarted, after other layouts have released its GPUs
+    precopy     an engine has saved keys and values of requests that continue on it
+    expect_kv   an engine is ready to load keys and values that others saved
 
-All but the pump and restarts are orders: an engine carries out its own one after the other. Whoever
-serves the inbox decides; here is nothing decided.
+All but pumps and restarts are orders: each engine carries out its orders one by one. The fleet
+decides nothing. The coordinator reads the inbox and decides.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ from schemas.weights import PolicyWeights
 
 
 class Fleet:
-    """Starts engines, listens to them, and brings them up again when they die."""
+    """Engines of a run: starts them, collects their events, restarts them after a death."""
 
     def __init__(
         self,
@@ -44,8 +45,8 @@ class Fleet:
         keep_parked_current: bool = True,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Engines in the base layouts of their pools. `keep_parked_current`: parked engines take
-        weights too. `say` is told of engines that are gone."""
+        """Begin with each pool in its base layout. `keep_parked_current`: parked engines load
+        weights too. `say` receives a message for each restart and each lost engine."""
         assert engines
         off = {i for pool in pools for i in pool.standby}
         self.engines = {
@@ -54,28 +55,27 @@ class Fleet:
         }
         self.inbox: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
         self.changed: set[int] = set()
-        """Engines that may have nothing left to do."""
+        """Indexes of engines whose state changed: one of them may be able to begin a stage."""
         self._pools = tuple(pools)
         for pool in pools:
             self._share_gpus(pool)
         self.base = [tracked for tracked in self.engines.values() if not tracked.standby]
-        """Engines that stages begin on, those of the layouts that pools are in then; some may be
-        gone."""
+        """Engines on which stages begin: those of each pool's base layout. Some may be gone."""
         self._last_gone: EngineGone | None = None
         self._untold: set[int] = set()
-        """Engines that were lost, and no stage's outcome says so yet."""
+        """Lost engines that no stage's outcome reports yet."""
         self._say = say
         self._keep_parked_current = keep_parked_current
         self.deaths = Deaths(max_restarts)
         self._pumps: dict[int, asyncio.Task] = {}
         self._orders: dict[int, list[asyncio.Task]] = {index: [] for index in self.engines}
-        """Orders of each engine that are not carried out yet."""
+        """Pending orders of each engine."""
         self._parks: dict[int, asyncio.Task] = {}
         """Last order to park of each engine."""
         self._waiting: dict[int, EngineDied] = {}
-        """Deaths of engines that are to be started again, and are not yet."""
+        """Deaths of engines whose restart has not begun, by engine."""
         self._ends: dict[int, asyncio.Task] = {}
-        """Last end of an engine that died: the processes that it left."""
+        """Task that kills the processes of a dead engine, by engine."""
         self._restarts: dict[int, asyncio.Task] = {}
         self.chronicle = Chronicle(self.engines.values())
 
@@ -100,7 +100,8 @@ class Fleet:
         await all_of(tracked.engine.shutdown() for tracked in self.engines.values())
 
     def left(self) -> list[TrackedEngine]:
-        """Engines that stages can begin on. Raises the last one's death when there is none."""
+        """Return the engines that a stage can begin on. Raise the last `EngineGone` if none is
+        left."""
         left = [tracked for tracked in self.base if not tracked.gone]
         if not left:
             assert self._last_gone
@@ -109,29 +110,29 @@ class Fleet:
 
     @property
     def settled(self) -> bool:
-        """No report is to come but of requests, and none is unread."""
+        """Whether the inbox is empty and no order or restart is under way."""
         orders = (order for own in self._orders.values() for order in own)
         under_way = chain(orders, self._restarts.values())
         return self.inbox.empty() and all(task.done() for task in under_way)
 
     def take_changed(self) -> list[TrackedEngine]:
-        """Engines that may begin a stage now."""
+        """Return the changed engines, with those on the same GPUs, and clear the record."""
         changed = [self.engines[index] for index in self.changed if index in self.engines]
         self.changed.clear()
         return list(dict.fromkeys(m for tracked in changed for m in (tracked, *tracked.mates)))
 
     def at(self, stage: GenerationStage) -> list[TrackedEngine]:
-        """Engines at work on the stage, or waiting for another since they ended their part."""
+        """Return the engines that work on the stage, or have finished it and begun no other."""
         return [tracked for tracked in self.engines.values() if tracked.is_at(stage)]
 
     def holders(self, stage: GenerationStage, id: RequestId) -> list[TrackedEngine]:
-        """Engines that have this request unfinished: several while it is raced. One on standby has
-        it until it tells that it is finished; a dead one will begin with it."""
+        """Return the engines that have this request unfinished: several in a race. The list may
+        include dead engines, and engines on standby that have yet to report it as finished."""
         engines = self.engines.values()
         return [m for m in engines if m.stage is stage and id in m.unfinished]
 
     def listen(self) -> None:
-        """Listen to every engine that is alive, until `stop_listening`."""
+        """Start a pump for every live engine. `stop_listening` ends the pumps."""
         for tracked in self.engines.values():
             self.listen_to(tracked)
 
@@ -142,43 +143,44 @@ class Fleet:
     # Orders
 
     def sync(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
-        """Have the engine take the stage's weights, if it has others. It is entering until then."""
+        """Order the engine to load the stage's weights, unless it has them. Its state becomes
+        `ENTERING`."""
         tracked.enter()
         self._order(tracked, partial(self._sync, tracked, stage, Synced))
 
     def refresh(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
-        """Have a parked engine take the stage's weights, if parked engines take any."""
+        """Order a parked engine to load the stage's weights, if `keep_parked_current`."""
         if self._keep_parked_current:
             self._order(tracked, partial(self._sync, tracked, stage, Refreshed))
 
     def park(self, tracked: TrackedEngine) -> None:
-        """Have the engine leave its GPUs."""
+        """Order the engine to release its GPUs."""
         self._parks[tracked.index] = self._order(tracked, partial(self._park, tracked))
 
     def wake(self, tracked: TrackedEngine) -> None:
-        """Have the engine take its GPUs once its mates are parked. It is entering until then, and
-        longer when it needs weights."""
+        """Order the engine to take its GPUs once its mates have parked. Its state becomes
+        `ENTERING`, until it has its GPUs and weights."""
         tracked.enter()
         tracked.begin(Activity.SWITCH, tracked.label)
         self._order(tracked, partial(self._wake, tracked, self._leaving(tracked)))
 
     def precopy(self, tracked: TrackedEngine, ids: Sequence[RequestId], of: object) -> None:
-        """Have the engine save what there is of these requests while they go on."""
+        """Order the engine to save keys and values of these requests while they continue."""
         self._order(tracked, partial(self._precopy, tracked, ids, of))
 
     def expect_kv(self, tracked: TrackedEngine, saved: Sequence[SavedKV], of: object) -> None:
-        """Have what was saved ahead made ready for a parked engine."""
+        """Order a parked engine to prepare for loading these saved keys and values."""
         self._order(tracked, partial(self._expect_kv, tracked, saved, of))
 
     def _leaving(self, tracked: TrackedEngine) -> list[asyncio.Task]:
-        """Work of its mates after which its GPUs are free."""
+        """Return the tasks of its mates after which the GPUs are free."""
         tasks = (self._parks, self._restarts)
         return [of[mate.index] for mate in tracked.mates for of in tasks if mate.index in of]
 
     async def _wait_for_gpus(
         self, tracked: TrackedEngine, leaving: Collection[asyncio.Task]
     ) -> None:
-        """Wait for what was ordered on its GPUs, and for the ends of those that die meanwhile."""
+        """Wait for the orders in `leaving`, then until dead engines have left these GPUs."""
         if leaving:
             await asyncio.wait(leaving)
         sharing = [tracked.index, *(mate.index for mate in tracked.mates)]
@@ -190,7 +192,7 @@ class Fleet:
         tracked: TrackedEngine,
         work: Callable[[], Awaitable[News]],
     ) -> asyncio.Task:
-        """Order to an engine, carried out after its earlier ones."""
+        """Start an order that runs after the engine's earlier orders."""
         own = [order for order in self._orders[tracked.index] if not order.done()]
         order = asyncio.create_task(self._carry_out(tracked, work, own))
         self._orders[tracked.index] = [*own, order]
@@ -241,7 +243,7 @@ class Fleet:
         try:
             await tracked.engine.park()
         except EngineDied:
-            # Others come to its GPUs when this order is carried out.
+            # Other engines take these GPUs after this order, so no process may remain.
             await tracked.engine.kill()
             raise
         finally:
@@ -251,7 +253,7 @@ class Fleet:
     async def _wake(self, tracked: TrackedEngine, leaving: Collection[asyncio.Task]) -> Signal:
         await self._wait_for_gpus(tracked, leaving)
         if tracked.standby:
-            # Its GPUs are others' again, who do not wait for one that has yet to come to them.
+            # Another layout owns these GPUs now, so do not wake the engine.
             return Signal.PARKED
         tracked.begin(Activity.SWITCH, tracked.label)
         tracked.holds_gpus = True
@@ -261,10 +263,9 @@ class Fleet:
         return Signal.WOKEN
 
     async def sync_all(self, weights: PolicyWeights) -> float:
-        """Bring every engine to this policy version. The death of one is dealt with when the next
-        stage is served.
+        """Load this policy version into every live engine. The next stage handles deaths.
 
-        Returns the largest canary error. Raises `WeightSyncError` from any engine.
+        Returns the largest canary error. Raises `WeightSyncError` if any engine does.
         """
         orders = [order for own in self._orders.values() for order in own]
         await asyncio.gather(*self._restarts.values(), *orders)
@@ -284,8 +285,8 @@ class Fleet:
     # Deaths
 
     async def bury(self, tracked: TrackedEngine, death: EngineDied) -> None:
-        """Note a death, and have its processes end. Raises the death when there were enough of this
-        engine in the run, or this one will come again."""
+        """Note a death and start to kill the engine's processes. Raise as `Deaths.count` does, if
+        the engine must not restart."""
         self.deaths.count(death)
         self._ends[tracked.index] = asyncio.create_task(self._end(tracked))
         pump = self._pumps.pop(tracked.index, None)
@@ -295,29 +296,29 @@ class Fleet:
         self._waiting[tracked.index] = death
 
     def waits(self, tracked: TrackedEngine) -> bool:
-        """Whether it is dead and nobody has had it started again."""
+        """Whether the engine is dead and its restart has not begun."""
         return tracked.index in self._waiting
 
     def restart(self, tracked: TrackedEngine) -> None:
-        """Have a dead engine started again, unless it is being started."""
+        """Begin to restart a dead engine, unless its restart is under way."""
         if death := self._waiting.pop(tracked.index, None):
             restart = self._restart(tracked, death, self._leaving(tracked))
             self._restarts[tracked.index] = asyncio.create_task(restart)
 
     def lose(self, tracked: TrackedEngine, gone: EngineGone) -> None:
-        """Go on without an engine. Raises its death when it was the last."""
+        """Continue without an engine. Raise its `EngineGone` if it was the last."""
         self._last_gone = gone
         self._untold.add(tracked.index)
         tracked.lose()
         self._say(f"{gone}; going on with {len(self.left())} of {len(self.base)} engines")
 
     def take_lost(self) -> set[int]:
-        """Engines that were lost since the last call."""
+        """Return the engines that were lost since the last call."""
         lost, self._untold = self._untold, set()
         return lost
 
     def revive(self, tracked: TrackedEngine) -> None:
-        """Listen again to an engine that was restarted. Its GPUs may have changed hands
+        """Resume work with a restarted engine. Park or wake it if its pool switched layouts
         meanwhile."""
         tracked.revive()
         self.listen_to(tracked)
@@ -327,8 +328,9 @@ class Fleet:
             self.wake(tracked)
 
     def listen_to(self, tracked: TrackedEngine) -> None:
-        """Ask an engine that is alive what happens next. Again when the answer is dealt with: where
-        that takes time, as it does with many engines, the next one tells of more."""
+        """Start a pump that waits for the engine's next events, if the engine is alive. Call this
+        again after you have handled the events: with many engines that takes time, and each report
+        then covers more."""
         pump = self._pumps.get(tracked.index)
         if tracked.alive and (pump is None or pump.done()):
             self._pumps[tracked.index] = asyncio.create_task(self._pump(tracked.engine))
@@ -337,12 +339,12 @@ class Fleet:
         try:
             news: News = await engine.next_events()
         except Exception as error:
-            # Whether this is a death or a failure of the stage is decided where it is read.
+            # The coordinator decides whether this is a death or fails the stage.
             news = error
         await self.inbox.put((engine.index, news))
 
     async def _end(self, tracked: TrackedEngine) -> None:
-        # What cannot be ended is told when it is to be started.
+        # If the processes cannot be killed, the restart reports it.
         with suppress(EngineDied):
             await tracked.engine.kill()
         tracked.holds_gpus = False
@@ -352,7 +354,7 @@ class Fleet:
     ) -> None:
         await self._wait_for_gpus(tracked, leaving)
         if tracked.standby and any(mate.holds_gpus for mate in tracked.mates):
-            # They came back to them meanwhile; it is started when they can leave.
+            # Another layout has taken the GPUs back: restart when its pool can switch again.
             self._waiting[tracked.index] = death
             await self.inbox.put((tracked.index, Signal.PARKED))
             return
@@ -378,13 +380,13 @@ class Fleet:
                 return
 
     async def _start_pool(self, pool: Pool) -> None:
-        """Start layout after layout, since they share GPUs; the base, which stays there, comes
-        last."""
+        """Start the layouts one by one, because they share GPUs: the base layout last, since it
+        keeps them."""
         for _, own in sorted(pool.engines.items(), reverse=True):
             await all_of(self._start(self.engines[index]) for index in own)
 
     async def _start(self, tracked: TrackedEngine) -> None:
-        """Start an engine; one on standby leaves its GPUs again."""
+        """Start an engine. Park it at once if it is on standby."""
         await tracked.engine.start()
         tracked.holds_gpus = True
         if tracked.standby:

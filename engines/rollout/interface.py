@@ -1,4 +1,4 @@
-"""Interface of a rollout engine, real or in virtual time, to the coordinator."""
+"""Interface of a rollout engine, real or simulated, to the coordinator."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,53 +18,54 @@ from schemas.weights import PolicyWeights
 
 
 class EngineDied(RuntimeError):
-    """An engine is gone or does not answer. Its requests can be submitted elsewhere."""
+    """An engine is dead or does not answer. Other engines can take its requests."""
 
     def __init__(self, engine: int, cause: str, root: str = "") -> None:
-        """`root`: error that it died of, in its own words; "" when it was killed, or is silent."""
+        """`root`: message of the error that ended the engine. Empty when the engine was killed or
+        does not answer."""
         super().__init__(f"rollout engine {engine} died: {cause}")
         self.engine = engine
         self.root = root
 
 
 class EngineFails(EngineDied):
-    """An engine has died of the same error again, without a rollout in between: it will do so
-    always."""
+    """An engine died of the same error twice without a finished rollout, so a restart is
+    pointless."""
 
 
 class EngineGone(EngineDied):
-    """An engine is dead, and the cluster has no place for it any more."""
+    """An engine is dead, and the cluster has no room to restart it."""
 
 
 class WeightSyncError(RuntimeError):
-    """An engine does not compute what the trainer computes. Generation must not start."""
+    """An engine's log-probabilities differ from the trainer's. Generation must not start."""
 
 
 class WeightsLost(WeightSyncError):
-    """The weights are not there any more: their trainer has died, or has made later ones."""
+    """The weights no longer exist: their trainer died or has replaced them by a later version."""
 
 
 Finished = Rollout | FinishedRollout
-"""A finished rollout. Engines in virtual time tell all of it, others where its tokens are: only who
-stores them looks."""
+"""A finished rollout. Simulated engines return all of it. Real engines return a reference to the
+tokens, which only the store reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineEvents:
-    """Events of one engine since it was last asked."""
+    """Events of one engine since the last report."""
 
     finished: tuple[Finished, ...] = ()
     progress: Mapping[RequestId, int] = field(default_factory=dict)
     """Response tokens so far of every unfinished request."""
     drafting: Mapping[RequestId, DraftProgress] = field(default_factory=dict)
-    """State of drafting of the unfinished requests that are drafted for; may be some moments old,
-    or lack those that just came."""
+    """Drafting state of the unfinished requests that have drafts. May be slightly old, and may
+    lack requests that were just submitted."""
 
 
 class Engine(Protocol):
-    """A place where requests are generated.
+    """Rollout engine that generates requests.
 
-    Every method raises `EngineDied` when the engine is gone; none waits without bound.
+    Every method raises `EngineDied` when the engine is dead, and has a time limit.
     """
 
     index: int
@@ -72,51 +73,51 @@ class Engine(Protocol):
 
     @property
     def node_id(self) -> str | None:
-        """Node whose memory it shares with other engines; None: with none that is known."""
+        """Node whose memory the engine shares with others. None: unknown."""
         ...
 
     async def start(self) -> None:
-        """Bring the engine up, or up again after its death, without requests or weights. Raises
-        `EngineGone` when there is no place for it, and none to wait for."""
+        """Start the engine, or restart it after its death, without requests or weights. Raises
+        `EngineGone` when the cluster has no room for it and will not have any."""
         ...
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        """Take requests; those with `generated` tokens go on where they were left."""
+        """Add requests. Requests with `generated` tokens continue after them."""
         ...
 
     async def withdraw(
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
     ) -> list[RolloutRequest]:
-        """Give requests back with what was generated. One that has finished meanwhile is left
-        out: it comes as an event. `keep_kv`: with their keys and values, where that is possible;
-        they are kept until the next weights come."""
+        """Remove requests and return them with their generated tokens. A request that has finished
+        meanwhile is not returned: it arrives as an event. `keep_kv`: save their keys and values
+        too, where possible; they are kept until the next weights are loaded."""
         ...
 
     async def precopy(self, ids: Sequence[RequestId]) -> SavedKV | None:
-        """Save what there is of these requests' keys and values while they go on, so that
-        `withdraw` has less to save; for engines of the node that they may go to. Returns once it
-        is there; None: nothing is."""
+        """Save the keys and values of these requests so far, while they continue. `withdraw` then
+        has less to save before they move to engines of the same node. Returns after the copy, or
+        None if nothing was saved."""
         ...
 
     async def expect_kv(self, saved: Sequence[SavedKV]) -> None:
-        """Make ready what was saved ahead, while others have the GPUs; of requests that may come,
-        or not."""
+        """Prepare for loading keys and values that others saved, while another layout has the
+        GPUs. The requests may or may not arrive."""
         ...
 
     async def copy(
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
     ) -> list[RolloutRequest]:
-        """Requests with what was generated so far; they go on here. One that has finished
-        meanwhile is left out. `keep_kv`: likewise, of those that are long enough for it to
-        pay; they are kept for a minute."""
+        """Return requests with their tokens so far; the requests continue here. A request that has
+        finished meanwhile is not returned. `keep_kv`: save keys and values too, of requests long
+        enough for that to pay; they are kept for a minute."""
         ...
 
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
-        """Draft so for these requests from now on; those that are not here are passed over."""
+        """Change the drafting settings of these requests. Ignore requests that are not here."""
         ...
 
     async def load_weights(self, weights: PolicyWeights) -> float:
-        """Take a policy version; the engine must be empty.
+        """Load a policy version. The engine must be empty.
 
         Returns the largest mean |trainer - engine| log-probability over the canaries.
         Raises `WeightSyncError` when it exceeds the tolerance.
@@ -124,34 +125,34 @@ class Engine(Protocol):
         ...
 
     async def park(self) -> None:
-        """Leave the GPUs to engines of another layout. The engine must be empty, and stays so until
-        `wake`; it takes weights meanwhile if it keeps them while it is parked."""
+        """Release the GPUs to engines of another layout. The engine must be empty until `wake`. A
+        parked engine that keeps weights still takes `load_weights`."""
         ...
 
     async def sleep(self) -> None:
-        """Leave the GPUs to the trainer, from work or parked, without weights. The engine must be
-        empty, and stays so until `wake` and `load_weights`; one that was parked stays so."""
+        """Release the GPUs to the trainer and discard the weights. The engine must be empty until
+        `wake` and `load_weights`. A parked engine stays parked."""
         ...
 
     async def wake(self) -> bool:
-        """Take the GPUs again. False when the weights are gone and must be loaded."""
+        """Take the GPUs back. Return False if the weights are lost and must be loaded."""
         ...
 
     async def take_drafting_counts(self) -> DraftingCounts:
-        """Counts since the last call."""
+        """Return the counts since the last call."""
         ...
 
     async def take_kv_counts(self) -> KVCounts:
-        """Counts since the last call; asked of engines whose GPUs have several layouts."""
+        """Return the counts since the last call. Called only if the GPUs have several layouts."""
         ...
 
     async def next_events(self) -> EngineEvents:
-        """Wait a moment for something to report; may report progress alone."""
+        """Wait briefly for events and return them. The report may hold progress only."""
         ...
 
     async def kill(self) -> None:
-        """End it at once, though it hangs, and wait until its processes have left their GPUs.
-        Harmless when there are none. Raises `EngineDied` when they do not end."""
+        """Kill the engine, even if it hangs, and wait until its processes have left their GPUs.
+        Does nothing without processes. Raises `EngineDied` when they do not end."""
         ...
 
     async def shutdown(self) -> None:

@@ -1,17 +1,17 @@
-"""Makes the moves that policies decide on, as far as they are still possible.
+"""The mover makes the moves that policies decide on, if they are still possible.
 
     Migrate    origin ─ take ─► give ─ target
     Defer      origin ─ take ─► the next stage
     Race       origin ─ copy ─► give ─ target; the first to finish ─► take from the others
-               (with keys and values, where both are on one node)
+               (with keys and values, if both are on one node)
     Concede    take from an engine; the copies elsewhere go on
-    Redraft    the engine drafts differently
-    Reshape    all of a pool's to other engines on the same GPUs (`reshape.py`)
+    Redraft    the engine changes its drafting setting
+    Reshape    move all of a pool's requests to other engines on the same GPUs (`reshape.py`)
 
-A request is at one engine, or at several of one stage while it is raced. Moves and events are
-handled one after the other: when the next event is read, the engines of the losers have forgotten
-their copies, and one that has finished all the same does not count. So each request finishes once.
-An engine that dies in the middle of a move keeps its requests, and they are rescued from there.
+A request is on one engine, or on several of one stage while it is raced. The coordinator handles
+moves and events one after the other. Before it reads the next event, the losing copies of a race
+are withdrawn. A loser that finished all the same does not count, so each request finishes once.
+If an engine dies during a move, its requests stay in its record, and the `Rescuer` moves them.
 """
 
 from collections import defaultdict
@@ -31,7 +31,7 @@ from schemas.timeline import MoveKind
 
 
 class Mover:
-    """Moves requests between the engines of a fleet."""
+    """Maker of moves of requests between the engines of a fleet."""
 
     def __init__(self, fleet: Fleet, reshaper: Reshaper) -> None:
         self._fleet = fleet
@@ -40,8 +40,8 @@ class Mover:
     async def make(
         self, stage: GenerationStage, later: GenerationStage | None, moves: Sequence[Move]
     ) -> None:
-        """Make moves, as far as they are possible. `later`: the stage to which requests may be
-        deferred; None: to none."""
+        """Make moves, and skip those that are no longer possible. `later`: stage to which requests
+        may be deferred, if any."""
         await self._redraft(stage, [move for move in moves if isinstance(move, Redraft)])
         for kind, some in groupby(moves, type):
             if kind is Race:
@@ -62,7 +62,7 @@ class Mover:
                 await self._concede(stage, move)
 
     async def end_races(self, stage: GenerationStage, finished: Sequence[Finished]) -> None:
-        """Withdraw the copies that have lost to these, from all engines at once."""
+        """Withdraw the losing copies of these rollouts, from all engines in parallel."""
         lost: dict[int, list[RequestId]] = defaultdict(list)
         for rollout in finished:
             if stage.races.win(rollout):
@@ -71,12 +71,12 @@ class Mover:
         await all_of(self._withdraw(stage, self._fleet.engines[i], ids) for i, ids in lost.items())
 
     async def _concede(self, stage: GenerationStage, move: Concede) -> None:
-        """Take a copy away, where another goes on elsewhere."""
+        """Withdraw a copy if another copy goes on elsewhere."""
         tracked = self._fleet.engines[move.engine]
         holders = self._fleet.holders(stage, move.id)
         others = [one for one in holders if one is not tracked and one.is_at(stage)]
         if tracked in holders and others and stage.races.has(move.id, tracked.index):
-            # One that has finished meanwhile stays, and wins.
+            # `_take` leaves out a copy that has finished meanwhile: that copy wins.
             for request in await self._take(tracked, [move.id]):
                 num_tokens = num_response_tokens(request)
                 stage.races.concede(move.id, tracked.index, num_tokens)
@@ -84,8 +84,8 @@ class Mover:
     async def _withdraw(
         self, stage: GenerationStage, tracked: TrackedEngine, ids: Sequence[RequestId]
     ) -> None:
-        """Take losing copies away. The tokens of one that has finished too, or died, are those last
-        told."""
+        """Withdraw losing copies. For finished or dead copies, use the last reported token
+        count."""
         num_tokens = {id: tracked.num_tokens(id) for id in ids}
         num_tokens |= {r.id: num_response_tokens(r) for r in await self._take(tracked, ids)}
         for id in ids:
@@ -93,7 +93,8 @@ class Mover:
             stage.races.lose(id, tracked.index, num_tokens[id])
 
     async def _redraft(self, stage: GenerationStage, moves: Sequence[Redraft]) -> None:
-        """One call to each engine: a call may wait for the end of a decoding step."""
+        """Change drafting settings with one call to each engine, because a call may wait for the
+        end of a decoding step."""
         settings: dict[int, dict[RequestId, DraftSetting]] = defaultdict(dict)
         for move in moves:
             tracked = self._fleet.engines[move.engine]
@@ -106,7 +107,7 @@ class Mover:
     ) -> None:
         holders = self._fleet.holders(stage, move.id)
         if len(holders) != 1 or not holders[0].is_at(stage):
-            return  # It has finished, or is raced, or waits.
+            return  # The request has finished, is raced, or its engine cannot give it away.
         (origin,), target = holders, self._fleet.engines[move.to_engine]
         match move:
             case Migrate() if target.is_at(stage) and target is not origin:
@@ -115,8 +116,8 @@ class Mover:
                 await self._defer(stage, later, origin, target, move.id)
 
     async def _race(self, stage: GenerationStage, moves: Sequence[Race]) -> None:
-        """One call to each engine for all that are copied from there: where keys and values go
-        along, it pauses for it."""
+        """Start races, with one call to each origin for all its copies, because an engine pauses
+        while it saves keys and values."""
         first: dict[tuple[RequestId, int], Race] = {}
         for move in moves:
             first.setdefault((move.id, move.to_engine), move)
@@ -162,10 +163,10 @@ class Mover:
         id: RequestId,
     ) -> None:
         if origin.unfinished[id].deferred_from is not None:
-            return  # Not twice.
-        # The target may have done its part of the later stage, or be on standby. The origin has yet
-        # to begin it, or those that had its GPUs when this stage began, unless it came back to this
-        # one in place of an engine that is gone.
+            return  # A request is deferred at most once.
+        # The target may have finished its part of the later stage, or be on standby. Then use the
+        # origin or its mates: one of them still has to begin the later stage, unless the origin
+        # came back to this stage in place of an engine that is gone.
         welcome = [own for own in (target, origin, *origin.mates) if own.may_serve(later)]
         if not welcome:
             return
@@ -174,7 +175,7 @@ class Mover:
             deferred = stage.leave_to(later, request)
             self._fleet.chronicle.note(MoveKind.DEFERRED, request, origin, target)
             if target.index in later.queues:
-                # The longest there are: first.
+                # Deferred requests are the longest, so they go first.
                 later.queues[target.index].insert(0, deferred)
             else:
                 await target.give([deferred])

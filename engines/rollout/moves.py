@@ -1,4 +1,4 @@
-"""Policies look at a view and decide on moves; the coordinator makes them. Pure."""
+"""Views and moves: a policy reads a view and returns moves, the coordinator makes them. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,35 +9,35 @@ from schemas.rollout import DraftProgress, DraftSetting, RequestId
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine as a policy sees it."""
+    """What a policy knows about one engine."""
 
     engine: int
     progress: Mapping[RequestId, int]
-    """Response tokens so far of every unfinished request of this stage placed here. One that is
-    raced is on several engines."""
+    """Response tokens so far of each unfinished request of this stage here. A raced request is on
+    several engines."""
     drafting: Mapping[RequestId, DraftProgress] = field(default_factory=dict)
-    """Drafting of those among them that are drafted for, as far as the engine has told."""
+    """Last reported drafting state of the requests among them that have drafts."""
     tp_degree: int = 1
     node_id: str | None = None
-    """Node that it is on; None: it is not known."""
+    """Node of the engine. None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutView:
-    """The rollout stage of one step as a policy sees it."""
+    """What a policy knows about the rollout stage of one step."""
 
     elapsed_s: float
     engines: tuple[EngineView, ...]
-    """Engines that are alive and not yet at the work of another step."""
+    """Live engines at this stage: not on standby, and not yet at the next step."""
     num_finished: int
     num_rollouts: int
     num_deferrable: int = 0
-    """Requests that may still be deferred: the others fill the batch, and the next step is there
-    to take them."""
+    """Number of requests that may still be deferred to the next step. Zero while the next step is
+    not queued. The other requests fill the batch."""
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens so far of all unfinished requests; a raced one counts once."""
+        """Response tokens so far of all unfinished requests. A raced request counts once."""
         longest: dict[RequestId, int] = {}
         for engine in self.engines:
             for id, num_tokens in engine.progress.items():
@@ -47,8 +47,7 @@ class RolloutView:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Take an unfinished request from its engine and go on with it on another. Not while it is
-    raced."""
+    """Move an unfinished request to another engine. Ignored while the request is raced."""
 
     id: RequestId
     to_engine: int
@@ -56,8 +55,8 @@ class Migrate:
 
 @dataclass(frozen=True, slots=True)
 class Defer:
-    """Take an unfinished request from its engine and go on with it in the next step, there. Not
-    while it is raced."""
+    """Move an unfinished request to the next step, on `to_engine`. Ignored while the request is
+    raced."""
 
     id: RequestId
     to_engine: int
@@ -65,8 +64,8 @@ class Defer:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Generate an unfinished request on a further engine of this stage too, drafted for as told.
-    The first to finish counts and the others are withdrawn (SpecActor, section 4.2, best-of-N)."""
+    """Also generate an unfinished request on another engine of this stage, with these drafts. The
+    first copy to finish counts, the others are withdrawn (SpecActor, section 4.2, best-of-N)."""
 
     id: RequestId
     to_engine: int
@@ -75,8 +74,8 @@ class Race:
 
 @dataclass(frozen=True, slots=True)
 class Redraft:
-    """Draft differently for an unfinished request on this engine from now on. It keeps the setting
-    wherever it goes. Those of one decision are made before its other moves."""
+    """Change the drafting setting of an unfinished request on this engine. The request keeps the
+    setting when it moves. The coordinator makes all redrafts of a decision before other moves."""
 
     id: RequestId
     engine: int
@@ -85,19 +84,20 @@ class Redraft:
 
 @dataclass(frozen=True, slots=True)
 class Reshape:
-    """Let the GPUs of a pool be engines of another TP degree, and go on there with all unfinished
-    requests (PAT, section 4). The pool goes back to where its stages begin once it has nothing left
-    to do. Decided before a stage begins: that it and later ones begin there."""
+    """Switch a pool to engines of another TP degree, with all its unfinished requests (PAT,
+    section 4). The pool returns to its base layout once it has no requests left. If a policy
+    returns this from `begin`, the layout becomes the base for this and later stages."""
 
     pool: int
     tp_degree: int
     move_kv: bool = True
-    """Move keys and values along; False: compute them again."""
+    """Whether to move keys and values along, or recompute them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Concede:
-    """Take a raced request from this engine, in favour of its copies elsewhere. Not the last."""
+    """Withdraw a raced request from this engine, so that its other copies go on. Ignored for the
+    last copy."""
 
     id: RequestId
     engine: int
@@ -107,16 +107,16 @@ Move = Migrate | Defer | Race | Redraft | Reshape | Concede
 
 
 class Policy(Protocol):
-    """Decides; never does."""
+    """Chooser of moves. A policy has no side effects on engines."""
 
     def decide(self, view: RolloutView) -> Sequence[Move]: ...
 
 
 @runtime_checkable
 class Opening(Protocol):
-    """Decides in which layout each pool begins a stage, too."""
+    """Policy that also chooses the layout in which each pool begins a stage."""
 
     def begin(self, view: RolloutView) -> Sequence[Reshape]:
-        """Layouts to begin in, where they are not the present ones; `view`: of requests that are
-        queued and have no tokens yet, with nothing else under way."""
+        """Return a `Reshape` for each pool that should begin in another layout than the current
+        one. `view`: the queued requests, without tokens; no other stage is under way."""
         ...

@@ -1,4 +1,4 @@
-"""News of engines, as they come to the inbox of a fleet."""
+"""Reports about engines that arrive in a fleet's inbox."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,23 +9,23 @@ from schemas.rollout import SavedKV
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """An engine has the weights of its stage."""
+    """Report that an engine has the weights of its stage."""
 
     canary_error: float | None
-    """Largest error of the canaries; None when the engine had the weights before."""
+    """Largest error of the canaries. None if the engine already had the weights."""
     sync_s: float
 
 
 class Refreshed(Synced):
-    """A parked engine has the weights of the stage that its pool is at."""
+    """Report that a parked engine has the weights of its pool's stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """An engine has saved keys and values ahead, or has made ready what others saved."""
+    """Report that an engine has saved keys and values ahead, or is ready to load saved ones."""
 
     of: object
-    """The switch that it is a part of, as the order said."""
+    """Switch that the order belongs to."""
     saved: SavedKV | None = None
 
 
@@ -38,7 +38,7 @@ class Signal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fatal:
-    """An engine cannot be brought up again."""
+    """Report that an engine cannot be restarted."""
 
     error: Exception
 

@@ -1,12 +1,13 @@
-"""Books of a generation stage's races: who began with how much, and what came of it. Pure.
+"""Record of a generation stage's races: the tokens of each copy at its start, and the results.
+Pure.
 
-    begin ─► win ─► lose, once for each other copy ─► check, where one had finished too
-      ├────► drop, when a copy's engine dies; the last copy is raced no more
-      ├────► concede, when a copy is ended as another leads; the last one has won
-      ├────► leave, when a copy meets another one that has more
+    begin ─► win ─► lose, once for each other copy ─► check, if a losing copy finished too
+      ├────► drop, when a copy's engine dies; the last copy is no longer raced
+      ├────► concede, when a policy ends a copy because another leads; the last copy wins
+      ├────► leave, when a reshape puts two copies in one pool: ends the one with fewer tokens
       └────► move, when a copy goes to another engine
 
-Where the copies are, the tracked engines know.
+`TrackedEngine.unfinished` says where the copies are.
 """
 
 from dataclasses import dataclass, field
@@ -20,11 +21,11 @@ class RunningRace:
     """One request on several engines."""
 
     origin: int
-    """Engine that had the request when it was first raced."""
+    """Engine that had the request when the race began."""
     began_tokens: dict[int, int]
     """Response tokens of each copy when it joined the race, by engine."""
     winner: bytes | None = None
-    """Digest of the first copy's tokens."""
+    """Digest of the winning copy's tokens."""
 
 
 @dataclass(slots=True)
@@ -32,29 +33,29 @@ class Races:
     """Races of one generation stage."""
 
     num_raced: int = 0
-    """Copies that were begun: a request on three engines counts twice."""
+    """Number of copies started. A request on three engines counts twice."""
     num_with_kv: int = 0
-    """Copies among these that took their keys and values along."""
+    """Number of these copies that took keys and values along."""
     num_won: int = 0
-    """Requests that finished first elsewhere than on the engine that they were raced from."""
+    """Number of requests whose winning copy was not on the origin."""
     wasted_tokens: int = 0
-    """Tokens that losers generated since they joined, as far as it is known."""
+    """Tokens that losers generated since they joined, by the last known counts."""
     num_diverged: int = 0
-    """Copies that finished too late, and with other tokens."""
+    """Number of losing copies that finished with other tokens than the winner."""
     _races: dict[RequestId, RunningRace] = field(default_factory=dict)
 
     def begin(
         self, id: RequestId, origin: int, target: int, num_tokens: int, *, with_kv: bool = False
     ) -> None:
-        """Note a new copy. `num_tokens`: response tokens that it begins with; `with_kv`: and with
-        their keys and values."""
+        """Note a new copy that begins with `num_tokens` response tokens. `with_kv`: with their keys
+        and values."""
         race = self._races.setdefault(id, RunningRace(origin, {origin: num_tokens}))
         race.began_tokens[target] = num_tokens
         self.num_raced += 1
         self.num_with_kv += with_kv
 
     def win(self, rollout: Finished) -> bool:
-        """Note that a rollout is the first of its copies; False when it was not raced."""
+        """Note that a rollout is the first of its copies. Return False if it was not raced."""
         race = self._races.get(rollout.id)
         if race is None:
             return False
@@ -68,20 +69,20 @@ class Races:
         self.wasted_tokens += max(0, num_tokens - began_tokens)
 
     def drop(self, id: RequestId, engine: int) -> None:
-        """A copy died. What a death costs is not wasted by the race."""
+        """Note that a copy's engine died. Its tokens do not count as wasted by the race."""
         race = self._races[id]
         del race.began_tokens[engine]
         if len(race.began_tokens) == 1:
             del self._races[id]
 
     def leave(self, id: RequestId, engine: int, num_tokens: int) -> None:
-        """A copy ended, in favour of one that has come to the same GPUs."""
+        """Note that a copy ended because another copy moved to the same GPUs."""
         self.lose(id, engine, num_tokens)
         self.drop(id, engine)
 
     def concede(self, id: RequestId, engine: int, num_tokens: int) -> None:
-        """A copy ended, as another leads; where one is left, that has won. `num_tokens`: as for
-        `lose`."""
+        """Note that a copy ended because another leads. If one copy is left, it wins.
+        `num_tokens`: as for `lose`."""
         race = self._races[id]
         self.lose(id, engine, num_tokens)
         del race.began_tokens[engine]
@@ -90,12 +91,13 @@ class Races:
             del self._races[id]
 
     def has(self, id: RequestId, engine: int) -> bool:
-        """Whether a copy of the race is there."""
+        """Whether this engine has a copy of a raced request."""
         race = self._races.get(id)
         return race is not None and engine in race.began_tokens
 
     def move(self, id: RequestId, engine: int, target: int) -> None:
-        """A copy goes on elsewhere, if this is one; the origin's remains the origin's."""
+        """Note that a request moved to another engine, if it is raced. If it moved from the origin,
+        the target becomes the origin."""
         race = self._races.get(id)
         if race is None:
             return
@@ -104,8 +106,9 @@ class Races:
             race.origin = target
 
     def check(self, rollout: Finished) -> None:
-        """One that does not count, if it lost a race, should have the winner's tokens: only then
-        does it not matter who comes first. In bfloat16 a near-tie may flip (exact sampling)."""
+        """Compare a late rollout with the winner of its race, if there was one. Races are unbiased
+        only if all copies have the same tokens. In bfloat16 a near-tie may flip (exact sampling).
+        """
         race = self._races.get(rollout.id)
         if race and race.winner:
             self.num_diverged += rollout.token_digest != race.winner

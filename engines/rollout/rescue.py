@@ -1,10 +1,11 @@
-"""Requests of dead engines go to others, at once or when it is known that one will not come back.
+"""Move the requests of dead engines to other engines.
 
-    dies ─► copies elsewhere go on ─► its pool retreats, or others of the stage take its requests
-    gone ─► others take what it still has, and what it had to come; where none is left at a stage,
-            engines that have gone on come back to it
+    death ─► raced requests continue where their copies are
+          ─► the pool retreats to its base layout, or engines of the same stage take the requests
+    gone  ─► other engines take its current and queued requests. If no engine is left at the stage,
+             engines that have moved on to later stages come back
 
-No request is twice among the unfinished, and a stage's requests are with engines that will do them.
+Each unfinished request stays on one engine (or on each engine of its race) that will generate it.
 """
 
 from collections.abc import Sequence
@@ -18,17 +19,17 @@ from schemas.rollout import RolloutRequest
 
 
 class Rescuer:
-    """Finds engines for the requests of those that die."""
+    """Finder of other engines for the requests of dead engines."""
 
     def __init__(self, fleet: Fleet, reshaper: Reshaper, stages: Sequence[GenerationStage]) -> None:
-        """`stages`: those under way, at any time."""
+        """`stages`: live list of the stages under way; the coordinator updates it."""
         self._fleet = fleet
         self._reshaper = reshaper
         self._stages = stages
 
     async def on_death(self, tracked: TrackedEngine, death: EngineDied) -> None:
         if not tracked.alive:
-            return  # Its pump and its weight sync met the same death.
+            return  # Already handled: the pump and an order may report the same death.
         await self._fleet.bury(tracked, death)
         self._reshaper.drop_precopy(tracked)
         if (stage := tracked.stage) and stage in self._stages:
@@ -43,7 +44,8 @@ class Rescuer:
             await self._rescue(tracked, stage)
         for one in self._fleet.engines.values():
             if one.gone and one.unfinished:
-                await self._bequeath(one, stage)  # Its pool has come back to it.
+                # The retreat put requests on an engine that is gone.
+                await self._bequeath(one, stage)
 
     async def on_gone(self, tracked: TrackedEngine, gone: EngineGone) -> None:
         self._fleet.lose(tracked, gone)
@@ -52,20 +54,21 @@ class Rescuer:
         if self._stages:
             for index in self._fleet.take_lost():
                 self._stages[0].tallies[index].gone = True
-        # The weights of stages that are held here would stay in the object store.
+        # References to stages would keep their weights in the object store.
         tracked.stage = None
         tracked.waiting.clear()
 
     def _drop_copies(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
-        """Leave raced requests of a dead engine to the engines that have them too."""
+        """Remove the dead engine's copies of raced requests. The other copies go on."""
         for id in list(tracked.unfinished):
             if len(self._fleet.holders(stage, id)) > 1:
                 stage.races.drop(id, tracked.index)
                 tracked.forget(id)
 
     async def _rescue(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
-        """Spread its requests over the engines that are at the same stage or have yet to come to
-        it; without one they wait for the restart, of another engine if its GPUs are not its own."""
+        """Spread the requests over live engines that serve this stage now or later. If there is
+        none, the requests wait for the restart. If another layout has the GPUs, they move to its
+        engines."""
         others = [o for o in self._fleet.engines.values() if o.alive and o.may_serve(stage)]
         if not others and tracked.standby:
             others = [mate for mate in tracked.mates if mate.may_serve(stage)]
@@ -73,8 +76,8 @@ class Rescuer:
             await self._spread(stage, tracked.leave_unfinished(), others)
 
     async def _bequeath(self, gone: TrackedEngine, stage: GenerationStage) -> None:
-        """Spread what an engine has or would have of a stage, and will not do. Where no engine may
-        serve the stage any more, those that are left come back to it."""
+        """Spread a lost engine's current and queued requests of a stage over other engines. If no
+        engine serves the stage any more, all engines that are left come back to it."""
         orphans = stage.queues.pop(gone.index, [])
         if gone.stage is stage:
             orphans += gone.leave_unfinished()

@@ -1,29 +1,30 @@
-"""Takes the GPUs of a pool from layout to layout, and its requests along (PAT, section 4.3).
+"""Switch the GPUs of a pool between layouts, and move its requests along (PAT, section 4.3).
 
                  Reshape                                  engines of the old layout   of the new one
     TP2 x 4  ──────────────►  TP4 x 2 ─► TP8              precopy                     expect_kv
                                                           take, stand by              expect
        ▲                         │        │               park ─────────────────────► wake
-       └──── nothing left to do ─┴────────┘                                           weights
+       └──── no requests left ───┴────────┘                                           weights
              or a death                                                               submit
 
-Saving ahead and making it ready are orders to the engines (`Fleet`), which report to the inbox: all
-go on and are heard meanwhile. When the last has reported, the switch is made if it still can be.
-Then what is to the left of an arrow is over before a next event is read: a request is at one engine
-at any time, in the new layout's from the moment it was withdrawn. The arrows are such orders too.
-One that has finished before it could be withdrawn stays in its engine until the event comes.
+`precopy` and `expect_kv` are orders to the engines (`Fleet`) that report to the inbox, so
+generation continues meanwhile. After the last report the pool switches, if it still can. It takes
+the requests, updates the records and issues the orders before the coordinator reads another event.
+So a withdrawn request belongs to the new layout at once, and never to two engines. The `park` and
+`wake` orders run after that. A request that finished before it could be withdrawn stays with its
+engine until the event arrives.
 
-A pool goes back to its base once none of its engines has anything left, and when an engine of a
-higher TP degree dies. A dead engine is started again while its layout has the GPUs, or while the
-pool has nothing to do and they are free: nowhere beside others at work.
+A pool returns to its base layout when it has no requests left, or when an engine of another layout
+dies. A dead engine restarts while its layout has the GPUs, or while the pool is idle and the GPUs
+are free. It never restarts beside engines at work on the same GPUs.
 
-The base is the layout in which stages begin: the lowest, until a policy has a stage begin in
-another one. That one stays the base, so that steps which begin alike pay for no switch; nothing was
-generated then, and nothing travels but what is queued.
+Stages begin in the base layout. This is the lowest TP degree until a policy begins a stage in
+another layout, which then becomes the base. So later stages that begin in the same layout need no
+switch. A change of base happens before anything is generated and moves only queued requests.
 
-Deviations from the paper (4.3): the engines of each layout stay and are parked, with their
-communication groups and graphs, in place of one engine that is rebuilt; so weights are not
-resharded at a switch but are there, or are loaded. Keys and values go through the node's memory.
+Deviations from the paper (4.3): the engines of each layout stay parked with their communication
+groups and graphs, instead of one engine that is rebuilt. So a switch does not reshard weights: a
+parked engine keeps its weights or loads them. Keys and values go through the node's memory.
 """
 
 from collections import deque
@@ -42,37 +43,37 @@ from schemas.rollout import RequestId, RolloutRequest, SavedKV
 from schemas.timeline import MoveKind
 
 Taken = tuple[TrackedEngine, RolloutRequest]
-"""A request with the engine that it was taken from."""
+"""A request and the engine that had it."""
 
 
 @dataclass(slots=True, eq=False)
 class Precopy:
-    """A switch that is made when what was saved ahead is there."""
+    """A switch that waits until keys and values are saved ahead."""
 
     stage: GenerationStage
     move: Reshape
     left: set[int]
-    """Engines that have yet to report."""
+    """Engines whose report is still to come."""
     saved: list[SavedKV] = field(default_factory=list)
-    """Copies that have yet to be made ready."""
+    """Saved copies that the new layout has not prepared for yet."""
 
 
 @dataclass(slots=True)
 class PoolState:
-    """The engines of a pool, and which of them work."""
+    """Engines of a pool, by layout, and the layout that has the GPUs."""
 
     layouts: dict[int, list[TrackedEngine]]
     base: int
     """TP degree of the layout in which stages begin."""
     tp_degree: int
-    """TP degree of the present layout."""
+    """TP degree of the current layout."""
     under_way: tuple[GenerationStage, float] | None = None
-    """The stage of a switch whose engines do not all have their GPUs yet, and since when they have
-    been on the way, without saving keys and values."""
+    """Stage and start time of a switch whose engines do not all have their GPUs yet. The start
+    time excludes saving keys and values."""
     precopy: Precopy | None = None
-    """A switch that waits for its copies."""
+    """Switch that waits for saved copies."""
     keep_kv: bool = True
-    """Whether keys and values are kept, as its last move had it."""
+    """Whether the last move kept keys and values."""
 
     @property
     def working(self) -> list[TrackedEngine]:
@@ -90,7 +91,7 @@ class PoolState:
 
     @property
     def done(self) -> bool:
-        """Whether the pool has nothing left to do, and no event to wait for."""
+        """Whether no engine of the pool has an unfinished request."""
         return not any(tracked.unfinished for own in self.layouts.values() for tracked in own)
 
     def may_become(self, tp_degree: int, stage: GenerationStage) -> bool:
@@ -102,7 +103,7 @@ class PoolState:
         )
 
     def may_begin(self, tp_degree: int, stage: GenerationStage) -> bool:
-        """Whether all of the pool is about to begin this stage, and could elsewhere."""
+        """Whether the whole pool is about to begin this stage and could use the other layout."""
         return (
             tp_degree in self.layouts
             and tp_degree != self.base == self.tp_degree
@@ -112,14 +113,14 @@ class PoolState:
         )
 
     def seats(self, tracked: TrackedEngine) -> list[TrackedEngine]:
-        """Engines of the base that have, between them, what is meant for this one: prompts that
-        were dealt in turn stay so, and samples of a prompt together."""
+        """Return the base engines that share the requests assigned to this engine. Prompts dealt
+        in turn stay so, and samples of one prompt stay together."""
         own, base = self.layouts[tracked.engine.tp_degree], self.layouts[self.base]
         return [base[place] for place in places_after(own.index(tracked), len(own), len(base))]
 
 
 class Reshaper:
-    """Layouts of all pools, and what takes a pool from one to another."""
+    """Owner of all pools' layouts: switches a pool from one layout to another."""
 
     def __init__(self, fleet: Fleet, pools: Sequence[Pool]) -> None:
         self._fleet = fleet
@@ -131,8 +132,8 @@ class Reshaper:
             self._state_of |= {i: state for own in pool.engines.values() for i in own}
 
     async def make(self, stage: GenerationStage, move: Reshape) -> None:
-        """The move, if every engine that works is at this stage and in the middle of it. One that
-        takes keys and values along is made when most of them are saved."""
+        """Make the move, if every working engine serves this stage. A move with keys and values
+        begins by saving them ahead; the switch follows once most are saved."""
         state = self._states.get(move.pool)
         if state is None or state.precopy or not state.may_become(move.tp_degree, stage):
             return
@@ -144,7 +145,7 @@ class Reshaper:
             self._fleet.precopy(tracked, _not_finishing(tracked), state.precopy)
 
     async def note_copied(self, tracked: TrackedEngine, copied: Copied) -> None:
-        """Go on with a switch, if these were its last copies and it is still possible."""
+        """Continue a switch after the last report of its phase, if it is still possible."""
         state = self._state_of[tracked.index]
         precopy = state.precopy
         if precopy is None or precopy is not copied.of:
@@ -164,12 +165,12 @@ class Reshaper:
             await self._make(state, stage, move)
 
     def drop_precopy(self, dead: TrackedEngine) -> None:
-        """Give up a switch for which an engine has died."""
+        """Cancel a pending switch of the dead engine's pool."""
         if state := self._state_of.get(dead.index):
             state.precopy = None
 
     async def _make(self, state: PoolState, stage: GenerationStage, move: Reshape) -> None:
-        """Take all requests, and give them to the other layout."""
+        """Move all requests to the other layout."""
         state.precopy, state.keep_kv = None, move.move_kv
         ordered_s = now_s()
         taken = await self._take(state)
@@ -179,7 +180,7 @@ class Reshaper:
             state.under_way = stage, ordered_s + saved_s
 
     def note_woken(self, tracked: TrackedEngine) -> None:
-        """Note that an engine has its GPUs, and if all have theirs, what the switch took."""
+        """Note that an engine has its GPUs. After the last engine, record the switch's duration."""
         state = self._state_of.get(tracked.index)
         if state is None or state.under_way is None:
             return
@@ -190,7 +191,7 @@ class Reshaper:
             state.under_way = None
 
     async def begin(self, stage: GenerationStage, move: Reshape) -> None:
-        """Have this stage and those behind it begin in this layout, if the pool is idle."""
+        """Begin this stage and the queued ones in this layout, if the pool is idle."""
         state = self._states.get(move.pool)
         if state is None or not state.may_begin(move.tp_degree, stage):
             return
@@ -212,26 +213,25 @@ class Reshaper:
         await self._switch(state, state.base, None, [])
 
     def seats(self, index: int) -> list[TrackedEngine]:
-        """Engines on which a stage begins what is planned for this one."""
+        """Return the base engines that begin the requests assigned to this engine."""
         assert index in self._fleet.engines, f"no stage begins on engine {index}"
         tracked, state = self._fleet.engines[index], self._state_of.get(index)
         return state.seats(tracked) if state else [tracked]
 
     async def settle(self) -> None:
-        """Take the pools that have nothing left to do back to the base, by way of starting what is
-        dead of the other layouts."""
+        """Return idle pools to the base layout. Restart dead engines of other layouts first."""
         for state in self._states.values():
             if state.done and (state.raised or self._may_mend(state)):
                 await self._switch(state, state.base, None, [])
 
     def _may_mend(self, state: PoolState) -> bool:
-        """Whether engines on standby are to be started and those at work can leave."""
+        """Whether a dead engine on standby needs a restart and the working engines can park."""
         there = all(tracked.takes_requests or tracked.gone for tracked in state.working)
         return there and any(map(self._fleet.waits, state.standing_by))
 
     async def retreat(self, dead: TrackedEngine, stage: GenerationStage) -> bool:
-        """Take a pool back to the base with all requests if a working engine of another layout
-        died; whether it did."""
+        """Return the pool and all its requests to the base layout, if the dead engine worked in
+        another layout. Return whether the pool switched."""
         state = self._state_of.get(dead.index)
         if state is None or not state.raised or dead.standby:
             return False
@@ -239,7 +239,7 @@ class Reshaper:
         return True
 
     async def _take(self, state: PoolState) -> list[Taken]:
-        """All that is unfinished in the present layout, from all its engines at once."""
+        """Withdraw all unfinished requests from the engines of the current layout, in parallel."""
         taken = await all_of(self._take_from(tracked, state.keep_kv) for tracked in state.working)
         return [own for of_engine in taken for own in of_engine]
 
@@ -255,9 +255,9 @@ class Reshaper:
         stage: GenerationStage | None,
         taken: Sequence[Taken],
     ) -> float:
-        """Park the present layout and wake another. `stage`: of the requests that go along.
+        """Park the current layout and wake another. `stage`: stage of the taken requests.
 
-        Returns the seconds for which keys and values were saved.
+        Returns the longest time in seconds that an engine spent on saving keys and values.
         """
         state.under_way = state.precopy = None
         at_work = [tracked for tracked in state.working if tracked.takes_requests and tracked.stage]
@@ -283,7 +283,8 @@ class Reshaper:
         return max(saved_s, default=0.0)
 
     def _give(self, state: PoolState, stage: GenerationStage, taken: Sequence[Taken]) -> None:
-        """Give requests to engines that are alive, or else to those that will be again."""
+        """Give requests to live engines of the new layout. If none is alive, give them to the dead
+        ones, which will restart."""
         targets = [tracked for tracked in state.working if tracked.alive] or state.working
         shares = longest_first(taken, _context_tokens, len(targets))
         for target, share in zip(targets, shares, strict=True):
@@ -298,8 +299,8 @@ def _not_finishing(tracked: TrackedEngine) -> list[RequestId]:
 
 
 def _merge(state: PoolState, stage: GenerationStage, taken: Sequence[Taken]) -> list[Taken]:
-    """Requests without doubles: of the copies of a raced request that meet in a pool, the one with
-    the most tokens; none when one of them has finished."""
+    """Keep one copy of each raced request that meets its copies in the pool: the one with the most
+    tokens, or none if a copy has finished."""
     finishing = {
         id for own in state.layouts.values() for tracked in own for id in tracked.finishing
     }

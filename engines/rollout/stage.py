@@ -1,4 +1,4 @@
-"""The rollouts of one step, from when they are queued to when the last one is there."""
+"""The rollout stage of one step, from its queue to its last finished rollout."""
 
 import asyncio
 import math
@@ -14,14 +14,14 @@ from schemas.step import EngineShare
 from schemas.weights import PolicyWeights
 
 OnFinished = Callable[[Sequence[Any]], Awaitable[None]]
-"""Given finished rollouts as their engines told of them, returns when they are durable. Raises
-`EngineDied` when their tokens were lost with an engine: they are generated again."""
+"""Callback that stores finished rollouts and returns when they are durable. It raises `EngineDied`
+if their tokens were lost with an engine; the coordinator then generates them again."""
 OnProgress = Callable[[RolloutView], None]
 
 
 @dataclass
 class Tally:
-    """Work of one engine for a stage, to become its `EngineShare`."""
+    """Running totals of one engine's work for a stage. They become its `EngineShare`."""
 
     num_rollouts: int = 0
     num_tokens: int = 0
@@ -34,7 +34,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished stage; times are of the event loop's clock."""
+    """Result of a finished stage. Times are of the event loop's clock."""
 
     shares: tuple[EngineShare, ...]
     started_s: float
@@ -44,7 +44,7 @@ class Outcome:
     sync_s: float
     """Longest weight sync of an engine, canary included."""
     canary_error: float | None
-    """Largest canary error of the engines that took weights; None when none had to."""
+    """Largest canary error of the engines that loaded weights. None if no engine had to."""
     deferred: tuple[RequestId, ...]
     carried: tuple[RequestId, ...]
     moves: MoveCounts
@@ -52,7 +52,7 @@ class Outcome:
 
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """Outcome of stages of one step, one after the other."""
+    """Return the combined outcome of consecutive stages of one step."""
     shares: dict[int, EngineShare] = {}
     for share in (share for outcome in outcomes for share in outcome.shares):
         before = shares.get(share.engine)
@@ -79,19 +79,19 @@ def _joined_share(first: EngineShare, later: EngineShare) -> EngineShare:
 
 @dataclass(slots=True, eq=False)
 class GenerationStage:
-    """One step's requests: queued for their engines, running, finished, or left to the next one."""
+    """Requests of one step: queued, running, finished or deferred to the next step."""
 
     label: str
-    """Name of the step for people: `split/step`."""
+    """Display name of the step: `split/step`."""
     weights: PolicyWeights
     queues: dict[int, list[RolloutRequest]]
-    """Requests of each engine, until it begins."""
+    """Queued requests by engine. An engine that has begun the stage has no entry."""
     on_finished: OnFinished
     on_progress: OnProgress | None
     policies: Sequence[Policy]
     min_rollouts: int | None
-    """Rollouts that must finish in this stage; the other requests may be deferred. None: none may,
-    from or to here."""
+    """Rollouts that must finish in this stage. The other requests may be deferred. None: no request
+    is deferred from or to this stage."""
     done: asyncio.Future[Outcome]
     tallies: dict[int, Tally]
     num_rollouts: int
@@ -102,7 +102,7 @@ class GenerationStage:
     link_bytes_per_s: list[float] = field(default_factory=list)
     """Both as in `SwitchCounts`."""
     opened: bool = False
-    """Whether its policies were asked in which layouts it begins."""
+    """Whether the policies have chosen the layouts in which the stage begins."""
     began_s: float = math.inf
     """Time at which the first engine began."""
     sync_s: float = 0.0
@@ -113,7 +113,7 @@ class GenerationStage:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that are neither finished nor deferred; a raced one counts once."""
+        """Requests that are neither finished nor deferred. A raced request counts once."""
         return self.num_rollouts - self.num_finished
 
     @property
@@ -121,7 +121,7 @@ class GenerationStage:
         return 0 if self.min_rollouts is None else max(0, self.num_rollouts - self.min_rollouts)
 
     def leave_to(self, later: "GenerationStage", request: RolloutRequest) -> RolloutRequest:
-        """The request as one of the later stage's."""
+        """Defer the request to a later stage, and return it as that stage's request."""
         moved = request.deferred()
         self.deferred.append(request.id)
         self.num_rollouts -= 1

@@ -1,23 +1,23 @@
-"""One engine as the coordinator sees it: what it works on, and what it did when.
+"""The coordinator's record of one engine: its requests, its stage and its activities over time.
 
-A call that finds the engine dead raises nothing here: the engine's pump meets the same death and
-reports it. Meanwhile its requests stay among the unfinished, from where they are rescued.
+Methods here suppress `EngineDied`, because the engine's pump meets the same death and reports it.
+Until then the requests stay in `unfinished`. The `Rescuer` takes them from there.
 
-The coordinator's record of a request is the one that counts; from an engine comes only what was
-generated, and where its keys and values are saved. So a setting for its drafting goes with the
-request, wherever that goes; saved keys and values go with it to its next engine and no further.
+The coordinator's copy of a request is authoritative. An engine adds only the generated tokens and
+the place of saved keys and values. So a request keeps its drafting setting on every engine. Saved
+keys and values go to the next engine only.
 
 While the trainer has the GPUs, all engines are on standby.
 
-What it is there for is its `Lifecycle`, which goes these ways alone. A death does not change which
-layout has the GPUs, and they may change hands before the engine is there again.
+`Lifecycle` changes only along these arrows. A death does not change which layout has the GPUs, but
+the pool may switch layouts before the engine has restarted.
 
     SERVING, ENTERING ── enter ────► ENTERING ────────── serve ──────────► SERVING
     SERVING, ENTERING ── stand_by ─► STANDBY ─────────── leave_standby ──► ENTERING
     SERVING, ENTERING ── die ──────► DEAD ────────────── revive ─────────► SERVING
     STANDBY ──────────── die ──────► DEAD_ON_STANDBY ─── revive ─────────► STANDBY
     DEAD ─────────────── stand_by ─► DEAD_ON_STANDBY ─── leave_standby ──► DEAD
-    DEAD, DEAD_ON_STANDBY ── lose ─► GONE, whatever becomes of its layout
+    DEAD, DEAD_ON_STANDBY ── lose ─► GONE (final)
 """
 
 import asyncio
@@ -43,18 +43,18 @@ class Lifecycle(Enum):
     """States of an engine in a run."""
 
     SERVING = "serving"
-    """Has its GPUs and weights: a request that is submitted starts now."""
+    """Has its GPUs and weights: a submitted request starts at once."""
     ENTERING = "entering"
-    """Wakes, or takes the weights of its stage; requests wait."""
+    """Is waking or loading the weights of its stage. Requests wait."""
     STANDBY = "standby"
-    """Has left its GPUs to another layout or to the trainer: its engine is parked or asleep, or
-    about to be."""
+    """Another layout or the trainer has the GPUs. The engine is parked or asleep, or about to
+    be."""
     DEAD = "dead"
-    """Is being restarted; requests wait, or are rescued."""
+    """Is restarting. Requests wait, or move to other engines."""
     DEAD_ON_STANDBY = "dead on standby"
-    """Is being restarted, while another layout has its GPUs."""
+    """Is dead, and another layout has the GPUs. The restart may have to wait."""
     GONE = "gone"
-    """Has no place in the cluster any more: its requests are others'."""
+    """The cluster has no room for the engine any more. Other engines take its requests."""
 
 
 _SERVING, _ENTERING, _STANDBY, _DEAD, _DEAD_ON_STANDBY, _GONE = Lifecycle
@@ -64,36 +64,36 @@ _SERVING, _ENTERING, _STANDBY, _DEAD, _DEAD_ON_STANDBY, _GONE = Lifecycle
 class TrackedEngine:
     """An engine with its queue of sub-batches (RhymeRL, section 4.2).
 
-    It works on one stage at a time and goes to the next when it has nothing left, so all that is
-    on it was submitted under one policy version.
+    An engine works on one stage at a time and begins the next when it is empty. So all requests on
+    it run under one policy version.
     """
 
     engine: Engine
     lifecycle: Lifecycle = Lifecycle.SERVING
     holds_gpus: bool = False
-    """Whether it has the memory of its GPUs, whoever they are meant for."""
+    """Whether the engine occupies GPU memory, even if its GPUs belong to another layout now."""
     version: int | None = None
-    """Policy version of its weights; None when it has none."""
+    """Policy version of its weights. None: no weights."""
     stage: GenerationStage | None = None
-    """Stage that it works on, or did last."""
+    """Current or last stage."""
     waiting: deque[GenerationStage] = field(default_factory=deque)
-    """Stages to come."""
+    """Queue of later stages."""
     mates: "Sequence[TrackedEngine]" = ()
     """Engines on the same GPUs in other layouts."""
     unfinished: dict[RequestId, RolloutRequest] = field(default_factory=dict)
-    """Requests of its stage that it has not finished."""
+    """Requests of its stage that are not known to be finished."""
     finishing: set[RequestId] = field(default_factory=set)
-    """Unfinished requests that could not be withdrawn when it went on standby: its engine had
-    finished them and will say so, or is dead."""
+    """Unfinished requests that could not be withdrawn when the engine went on standby. Either the
+    engine had finished them and their event is still to come, or the engine is dead."""
     progress: Mapping[RequestId, int] = field(default_factory=dict)
     drafting: Mapping[RequestId, DraftProgress] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     """Spans of its activities, on the event loop's clock."""
     woken_s: float = -inf
-    """Time at which it last had taken its GPUs."""
+    """Time of the last wake, on the event loop's clock."""
     seen: EngineView | None = None
-    """The last view of it; None once something has changed, so that one event among hundreds of
-    engines costs one new view."""
+    """Cached view; None after a change. With hundreds of engines, one event then rebuilds one
+    view only."""
 
     @property
     def index(self) -> int:
@@ -114,8 +114,8 @@ class TrackedEngine:
 
     @property
     def standby(self) -> bool:
-        """Whether another layout has its GPUs. What it has unfinished had finished when it was to
-        leave."""
+        """Whether another layout or the trainer has its GPUs. If requests are still unfinished,
+        the engine had finished them before it left, and their event is still to come."""
         return self.lifecycle in (Lifecycle.STANDBY, Lifecycle.DEAD_ON_STANDBY)
 
     @property
@@ -124,17 +124,17 @@ class TrackedEngine:
 
     @property
     def free(self) -> bool:
-        """Whether it could begin the next stage."""
+        """Whether the engine can begin the next stage."""
         return self.takes_requests and not self.unfinished and not self.waits_for_mates
 
     @property
     def waits_for_mates(self) -> bool:
-        """Whether a layout that has left its GPUs has yet to say what it finished."""
+        """Whether a parked engine on the same GPUs still has to report finished requests."""
         return any(mate.standby and mate.unfinished for mate in self.mates)
 
     @property
     def takes_requests(self) -> bool:
-        """Whether a request that is submitted now starts now."""
+        """Whether a submitted request would start at once."""
         return self.lifecycle is Lifecycle.SERVING
 
     @property
@@ -142,11 +142,11 @@ class TrackedEngine:
         return self.stage.label if self.stage else ""
 
     def is_at(self, stage: GenerationStage) -> bool:
-        """Whether it works on the stage, or waits for another since it ended its part."""
+        """Whether the engine works on the stage, or has finished its part and begun no other."""
         return self.alive and not self.standby and self.stage is stage
 
     def may_serve(self, stage: GenerationStage) -> bool:
-        """Whether it is at the stage, or has yet to come to it."""
+        """Whether the engine works on the stage now or will later."""
         here = self.stage is stage and not self.standby
         return not self.gone and (here or self.index in stage.queues)
 
@@ -155,7 +155,7 @@ class TrackedEngine:
         self.seen = None
 
     def forget(self, id: RequestId) -> RolloutRequest | None:
-        """Drop a request and return it; None when it had no such request."""
+        """Remove a request and return it. Return None if the engine has no such request."""
         self.seen = None
         self.finishing.discard(id)
         found = self.unfinished.pop(id, None)
@@ -164,44 +164,45 @@ class TrackedEngine:
         return found
 
     def leave_unfinished(self) -> list[RolloutRequest]:
-        """All its requests, for others."""
+        """Remove all requests and return them, for other engines."""
         left = list(self.unfinished.values())
         self.unfinished, self.seen = {}, None
         return left
 
     def hear(self, events: EngineEvents) -> None:
-        """Take in what its engine tells; what is told of requests that are not here, or no more, is
-        not seen."""
+        """Store the engine's progress report. `view` ignores reports about requests that this
+        engine does not hold."""
         self.progress, self.drafting, self.seen = events.progress, events.drafting, None
 
     def num_tokens(self, id: RequestId) -> int:
-        """Response tokens of an unfinished request, as last told, or that it came with."""
+        """Return the response tokens of an unfinished request: the last reported count, or the
+        number it arrived with."""
         return max(self.progress.get(id, 0), num_response_tokens(self.unfinished[id]))
 
-    # Its lifecycle
+    # Lifecycle
 
     def enter(self) -> None:
-        """Begin to wake or to take weights; again, when it woke without."""
+        """Begin to wake or to load weights. May follow itself: a woken engine may need weights."""
         self._become({_SERVING: _ENTERING, _ENTERING: _ENTERING})
 
     def serve(self) -> None:
-        """Begin to work, with its GPUs and the weights of its stage."""
+        """Begin to work: the engine has its GPUs and the weights of its stage."""
         self._become({_ENTERING: _SERVING})
         self.rest()
 
     def stand_by(self) -> None:
-        """Leave the GPUs to another layout; what could be withdrawn was."""
+        """Leave the GPUs to another layout. Withdraw requests before this call."""
         arrows = {_SERVING: _STANDBY, _ENTERING: _STANDBY, _DEAD: _DEAD_ON_STANDBY}
         self._become(arrows | {_GONE: _GONE})
         self.finishing = set(self.unfinished)
         self.rest()
 
     def leave_standby(self) -> None:
-        """Come back to the GPUs with its layout, or after the trainer."""
+        """Come back to the GPUs, from another layout or from the trainer."""
         self._become({_STANDBY: _ENTERING, _DEAD_ON_STANDBY: _DEAD, _GONE: _GONE})
 
     def die(self) -> None:
-        """Lose all that it had, and be restarted."""
+        """Note the engine's death: weights and saved keys and values are lost."""
         self._become({_SERVING: _DEAD, _ENTERING: _DEAD, _STANDBY: _DEAD_ON_STANDBY})
         self.version = None
         self.finishing.clear()
@@ -209,12 +210,12 @@ class TrackedEngine:
         self.begin(Activity.RESTART)
 
     def revive(self) -> None:
-        """Be there again, empty."""
+        """Note that the engine has restarted, without weights or requests."""
         self._become({_DEAD: _SERVING, _DEAD_ON_STANDBY: _STANDBY})
         self.rest()
 
     def lose(self) -> None:
-        """Come back no more. Its requests stay until they are others'."""
+        """Note that the engine will not come back. Its requests stay until others take them."""
         self._become({_DEAD: _GONE, _DEAD_ON_STANDBY: _GONE})
         self._end_span()
 
@@ -223,7 +224,7 @@ class TrackedEngine:
         self.lifecycle = arrows[self.lifecycle]
 
     def shares_memory_with(self, other: "TrackedEngine") -> bool:
-        """Whether both are on one node."""
+        """Whether both engines are known to be on one node."""
         return self.engine.node_id is not None and self.engine.node_id == other.engine.node_id
 
     def view(self) -> EngineView:
@@ -235,14 +236,14 @@ class TrackedEngine:
         return self.seen
 
     def _drop_kv(self, requests: Iterable[RolloutRequest]) -> None:
-        """Forget saved keys and values of some of its unfinished requests, for whoever has them
-        after this one."""
+        """Forget saved keys and values of these unfinished requests: the next engine must not use
+        them."""
         self.expect([replace(request, kv=None) for request in requests if request.kv])
 
-    # What it does when
+    # Activities
 
     def begin(self, activity: Activity, label: str = "") -> None:
-        """Note that it does this from now on."""
+        """Begin a span of this activity and end the current one."""
         open_span = self.spans[-1] if self.spans and self.spans[-1].end_s == inf else None
         if open_span and (open_span.activity, open_span.label) == (activity, label):
             return
@@ -250,7 +251,7 @@ class TrackedEngine:
         self.spans.append(Span(self.index, activity, label, now_s()))
 
     def rest(self) -> None:
-        """Note that it has nothing to do from now on; on standby, it has no GPUs either."""
+        """End the current span. On standby, begin a span of `PARKED`."""
         if self.standby:
             self.begin(Activity.PARKED)
         else:
@@ -264,10 +265,10 @@ class TrackedEngine:
         if span.activity is Activity.ROLLOUT:
             self.tally.busy_s += span.end_s - span.start_s
 
-    # What it asks of its engine
+    # Calls to the engine
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        """Some of its unfinished requests."""
+        """Submit some of the unfinished requests to the engine."""
         if not requests:
             return
         assert self.takes_requests
@@ -278,12 +279,12 @@ class TrackedEngine:
         self._drop_kv(requests)
 
     async def submit_all(self) -> None:
-        """Submit what has waited for it to wake, or for weights."""
+        """Submit the requests that waited until the engine woke or had weights."""
         waiting = [r for id, r in self.unfinished.items() if id not in self.finishing]
         await self.submit(waiting)
 
     async def give(self, requests: Sequence[RolloutRequest]) -> None:
-        """Add to what it does in its present stage."""
+        """Add requests to the current stage. Submit them now if the engine is serving."""
         self.expect(requests)
         if self.takes_requests:
             await self.submit(requests)
@@ -291,7 +292,8 @@ class TrackedEngine:
     async def take(
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
     ) -> list[RolloutRequest]:
-        """Requests away from it; those that have finished meanwhile are left out and stay."""
+        """Withdraw requests from the engine and return them. Requests that have finished meanwhile
+        stay and are not returned."""
         taken = await self._fetch(ids, partial(self.engine.withdraw, keep_kv=keep_kv), keep_kv)
         for request in taken:
             self.forget(request.id)
@@ -300,19 +302,19 @@ class TrackedEngine:
     async def copy(
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
     ) -> list[RolloutRequest]:
-        """Requests, which go on here, without those that have finished meanwhile."""
+        """Return copies of requests, which go on here. Leave out those that have finished."""
         return await self._fetch(ids, partial(self.engine.copy, keep_kv=keep_kv), keep_kv)
 
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
-        """Draft so for these unfinished requests from now on."""
+        """Change the drafting settings of these unfinished requests."""
         self.expect(replace(self.unfinished[id], drafting=s) for id, s in settings.items())
         if self.takes_requests:
             with suppress(EngineDied):
                 await self.engine.redraft(settings)
 
     async def count(self) -> float:
-        """Add what it did since the last call to what is known of the stage; the seconds in which
-        it saved keys and values."""
+        """Add the engine's counts since the last call to the stage. Return the seconds it spent on
+        saving keys and values."""
         assert self.stage is not None
         kv = KVCounts()
         with suppress(EngineDied):
@@ -326,7 +328,7 @@ class TrackedEngine:
     async def _fetch(
         self, ids: Sequence[RequestId], call: Fetch, keep_kv: bool = False
     ) -> list[RolloutRequest]:
-        """Unfinished requests with what was generated."""
+        """Return unfinished requests with their generated tokens."""
         if not self.takes_requests:
             return [replace(self.unfinished[id], kv=None) for id in ids]
         try:
@@ -340,10 +342,10 @@ class TrackedEngine:
 
 
 def num_response_tokens(request: RolloutRequest) -> int:
-    """Response tokens that a request has."""
+    """Return the number of response tokens generated so far."""
     return len(request.generated.token_ids) if request.generated else 0
 
 
 def now_s() -> float:
-    """Seconds of the event loop's clock, which a simulation may have made its own."""
+    """Return the event loop's time in seconds. In simulations this is virtual time."""
     return asyncio.get_running_loop().time()

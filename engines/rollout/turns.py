@@ -1,9 +1,9 @@
-"""Engines that leave their GPUs to the trainer between stages, and come back.
+"""Hand the GPUs to the trainer between stages, and take them back.
 
-    leave   all fall asleep, those on standby too; of one that died there nothing is left
-    enter   those that stages begin on wake, without weights; a death is told when one is served
+    leave   all engines sleep, those on standby too; processes of engines that die are killed
+    enter   engines of the base layout wake, without weights; the next stage handles deaths
 
-Nothing is under way then: whoever calls this has waited until the engines have settled.
+Call these only when the engines are settled: no order and no stage may be under way.
 """
 
 from engines.bounded import all_of
@@ -14,7 +14,8 @@ from schemas.timeline import Activity
 
 
 async def leave(fleet: Fleet) -> None:
-    """Have every engine leave its GPUs. Raises `EngineDied` when what one left does not end."""
+    """Make every engine release its GPUs. Raises `EngineDied` when the processes of a dead engine
+    do not end."""
     for tracked in fleet.base:
         if not tracked.gone:
             tracked.begin(Activity.SWITCH)
@@ -26,7 +27,7 @@ async def leave(fleet: Fleet) -> None:
 
 
 async def enter(fleet: Fleet) -> None:
-    """Have the engines take their GPUs again."""
+    """Make the engines of the base layout take their GPUs back."""
     there = [tracked for tracked in fleet.base if tracked.standby]
     for tracked in there:
         tracked.begin(Activity.SWITCH)
