@@ -1,1 +1,1 @@
-"""veRL-style data sets as prompts, and which prompts each RL step takes."""
+"""Read veRL-style data sets into prompts, and choose the prompts of each RL step."""

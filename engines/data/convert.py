@@ -1,4 +1,4 @@
-"""Rows of public sets of questions as veRL's rows, which `dataset` reads. Pure.
+"""Convert public sets of questions to veRL's rows, which `dataset` reads. Pure.
 
 {"question": .., "answer": ".. #### 72"}  ─►  {"data_source", "prompt", "ability",
                                                "reward_model", "extra_info"}
@@ -17,24 +17,24 @@ Row = dict[str, Any]
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
-"""Texts that veRL's scripts append to a question."""
+"""Instructions that veRL's scripts append to a question."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Columns of a set of questions, and what its prompts say."""
+    """Columns of a set of questions, with the texts of its prompts."""
 
     question: str
     answer: str
     data_source: str
-    """Scorer of its answers."""
+    """Name that selects the scorer."""
     instruction: str
-    """Text after each question; empty: none."""
+    """Text after each question, or empty."""
     extract: Callable[[str], str | None] = str
-    """Right answer in the text of its column; None where there is none."""
+    """Function that finds the right answer in the answer column's text, or returns None."""
 
     def convert(self, row: Mapping[str, Any], split: str, index: int) -> Row:
-        """A row as veRL has it. Raises BadRowError."""
+        """Return the row in veRL's form. Raises BadRowError."""
         question, solution = (self._text(row, name) for name in (self.question, self.answer))
         answer = self.extract(solution)
         if answer is None:
@@ -50,10 +50,10 @@ class Columns:
 
     def _text(self, row: Mapping[str, Any], name: str) -> str:
         if name not in row:
-            raise BadRowError(f"no column `{name}`, but {', '.join(row) or 'none at all'}")
+            raise BadRowError(f"no column `{name}`: the row has {', '.join(row) or 'no columns'}")
         value = row[name]
         if not isinstance(value, str | int | float) or value == "":
-            raise BadRowError(f"`{name}` is {value!r}: it must be a text or a number")
+            raise BadRowError(f"`{name}` is {value!r}: make it a text or a number")
         return str(value)
 
 
@@ -63,19 +63,19 @@ def _gsm8k_answer(solution: str) -> str | None:
 
 
 def stated_answer(text: str) -> str:
-    """The answer behind `####`, or in a box, or the whole text."""
+    """Return the answer after `####` or in a box, or else the whole text."""
     return _gsm8k_answer(text) or text
 
 
 def take_over(row: Mapping[str, Any], split: str, index: int) -> Row:
-    """A row that is veRL's already."""
+    """Return a row that is in veRL's form already. Raises BadRowError if it is not."""
     del split, index
     missing = [name for name in COLUMNS[:-1] if row.get(name) is None]
     if missing:
-        raise BadRowError(f"no `{'`, no `'.join(missing)}`: name its columns to convert it")
+        raise BadRowError(f"no `{'`, no `'.join(missing)}`: name the columns to convert")
     messages_of(row, AS_THEY_ARE)
     if not isinstance(row["data_source"], str):
-        raise BadRowError("`data_source` is no text: make it the name that selects the scorer")
+        raise BadRowError("`data_source` is not a text: set it to the name that selects the scorer")
     rewarded = row["reward_model"]
     if not isinstance(rewarded, dict) or "ground_truth" not in rewarded:
         raise BadRowError("no `reward_model.ground_truth`: add what the scorer compares with")
@@ -84,7 +84,7 @@ def take_over(row: Mapping[str, Any], split: str, index: int) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class PublicSet:
-    """A set on the Hugging Face Hub."""
+    """Data set on the Hugging Face Hub."""
 
     repository: str
     splits: tuple[str, ...]
@@ -126,16 +126,16 @@ PUBLIC: dict[str, PublicSet] = {
         about="the 30 problems of 2024",
     ),
 }
-"""Sets that are known by name."""
+"""Public sets by their short names."""
 
 
 @dataclass(slots=True)
 class Converted:
-    """Rows of one split, and what was left out of it."""
+    """Distinct rows of one split."""
 
     rows: list[Row] = field(default_factory=list)
     num_repeated: int = 0
-    """Rows whose prompt and `extra_info` an earlier one has."""
+    """Number of rows left out because they repeat an earlier row's prompt and `extra_info`."""
 
 
 def convert_rows(
@@ -143,8 +143,8 @@ def convert_rows(
     convert: Callable[[Mapping[str, Any], str, int], Row],
     split: str,
 ) -> Converted:
-    """All rows, each prompt once for each `extra_info` (`engines.data.repeats`). Raises ValueError
-    that names the first bad row, from 1."""
+    """Convert all rows, and keep each prompt once for each `extra_info` (`engines.data.repeats`).
+    Raises ValueError that names the first bad row, from 1."""
     converted, seen = Converted(), set()
     for row in _converted(rows, convert, split):
         prompt = tuple((message["role"], message["content"]) for message in row["prompt"])

@@ -1,10 +1,9 @@
-"""A data set: the distinct prompts of its Parquet, JSON and JSONL files, tokenised with the model's
-chat template.
+"""Read the distinct prompts of Parquet, JSON and JSONL files, tokenised with the chat template.
 
-A prompt is known by the hash of its tokens, and rows with the same prompt by their `extra_info`
-(`engines.data.repeats`). `extra_info.index` is not looked at: it repeats across files, and a row
-number means nothing after the file was edited. Rows that have the same prompt and `extra_info` and
-another ground truth are refused: nobody knows which is right.
+The key of a prompt is the hash of its tokens. Rows with the same prompt are told apart by their
+`extra_info` (`engines.data.repeats`), but not by `extra_info.index`: it repeats across files and
+changes when a file is edited. Rows with the same prompt and `extra_info` but different ground
+truths raise an error, because refrain cannot know which one is right.
 """
 
 import json
@@ -39,30 +38,30 @@ from schemas.data import Prompt
 from schemas.keys import prompt_key
 
 COLUMNS = ("data_source", "prompt", "reward_model", "extra_info")
-"""Columns that are read; others may be there."""
+"""Columns that are read. Other columns are ignored."""
 
 BATCH_ROWS = 1024
 MAX_LINE = 64 * 2**20
-"""Characters of a row in a JSONL file, at most."""
+"""Most characters of a row in a JSONL file."""
 MAX_DEPTH = 64
-"""Lists and objects within one another, at most; pickling and JSON have limits of their own."""
+"""Deepest nesting of lists and objects, below the limits of pickle and JSON."""
 MAX_SOURCE_CHARACTERS = 1_000
-"""Length of a `data_source`, at most: it is in the names of metrics."""
+"""Most characters of a `data_source`, because metric names contain it."""
 BLANK = "\ufeff \t\r\n"
 BLANKS = re.compile(f"[{BLANK}]*")
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Samples in the order of the files, each once."""
+    """Distinct prompts in the order of the files."""
 
     prompts: tuple[Prompt, ...]
     rows: tuple[RowName, ...]
-    """The row of each prompt."""
+    """Row of each prompt."""
     num_duplicates: int
-    """Rows left out because they repeat an earlier row's prompt and `extra_info`."""
+    """Number of rows left out because they repeat an earlier row's prompt and `extra_info`."""
     num_overlong: int = 0
-    """Rows left out because their prompts are too long."""
+    """Number of rows left out because their prompts are too long."""
 
     @property
     def data_sources(self) -> set[str]:
@@ -74,15 +73,15 @@ class Dataset:
 
 
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a local Hugging Face directory.
+    """Return the tokenizer of a local Hugging Face directory.
 
-    Raises ValueError when there is none or it has no chat template.
+    Raises ValueError when there is no tokenizer or it has no chat template.
     """
     tokenizer = open_tokenizer(path, trust_remote_code=trust_remote_code)
     if not tokenizer.chat_template:
         raise ValueError(
-            f"{path} has no chat template, which turns messages into tokens: take an instruction-"
-            "tuned model, or save a template as chat_template.jinja beside the tokenizer"
+            f"{path} has no chat template, which turns messages into tokens. Use an instruction-"
+            "tuned model, or save a template as chat_template.jinja beside the tokenizer."
         )
     return tokenizer
 
@@ -94,11 +93,12 @@ def load_dataset(
     check_ground_truth: Callable[[Any], None] | None = None,
     settings: PromptSettings = AS_THEY_ARE,
 ) -> Dataset:
-    """Read veRL-style files into prompts of at most `max_prompt_tokens` tokens of a tokenizer from
-    `load_tokenizer`. `check_ground_truth` raises ValueError for one that cannot be compared with.
+    """Read veRL-style files into prompts of at most `max_prompt_tokens` tokens.
 
-    Raises ValueError that names each bad row by file and number (from 1) and says how to mend it,
-    and rows of the same prompt with other ground truths or data sources.
+    `tokenizer`: from `load_tokenizer`. `check_ground_truth` raises ValueError for a ground truth
+    that the scorer cannot compare with. Raises ValueError that names each bad row by file and
+    number (from 1) with a way to fix it. Also raises ValueError when rows of the same prompt have
+    different ground truths or data sources.
     """
     samples = Samples()
     rows: dict[str, RowName] = {}
@@ -130,11 +130,11 @@ def load_dataset(
 
 
 def check_shared(train: Dataset, validation: Dataset) -> list[tuple[RowName, RowName]]:
-    """Rows of prompts that both data sets have: for each validation row, the training row that is
-    most like it. Of two data sources each scores its own.
+    """Return the pairs of (training row, validation row) that share a prompt. Each validation row
+    is paired with the training row most like it. Data sources may differ.
 
-    Raises ValueError that names rows with other ground truths: of the same prompt and `extra_info`,
-    or of a prompt that each data set has once.
+    Raises ValueError that names rows with different ground truths, if they have the same prompt
+    and `extra_info`, or if each data set has the prompt once.
     """
     alike, firsts = Samples(), dict[tuple[int, ...], Prompt]()
     for prompt in train.prompts:
@@ -163,7 +163,7 @@ def _prompts_of_file(
     check_ground_truth: Callable[[Any], None] | None,
     settings: PromptSettings,
 ) -> Iterator[tuple[int, Prompt | None]]:
-    """Prompts with the numbers of their rows; None for one that is left out."""
+    """Yield row numbers and prompts. None for a prompt that is left out."""
     errors: list[str] = []
     number = 0
     for number, row in enumerate(read_rows(path), start=1):
@@ -173,7 +173,7 @@ def _prompts_of_file(
                 check_ground_truth(prompt.ground_truth)
         except StoppedTemplate as error:
             raise ValueError(
-                f"{path} row {number}: {error}: mend the template, which came with the model"
+                f"{path} row {number}: {error}: fix the chat template in the model's directory"
             ) from error
         except ValueError as error:
             errors.append(f"row {number}: {error}")
@@ -183,7 +183,7 @@ def _prompts_of_file(
             errors.append("(further rows were not read)")
             break
     if number == 0:
-        raise ValueError(f"{path} has no rows: leave it out or fill it")
+        raise ValueError(f"{path} has no rows: add rows, or remove the file from the list")
     if errors:
         raise ValueError("\n  ".join([f"{path} has bad rows (counted from 1):", *errors]))
 
@@ -197,25 +197,25 @@ def _prompt(
     extra_info = row.get("extra_info") or {}
     if not isinstance(extra_info, dict):
         kind = type(extra_info).__name__
-        raise BadRowError(f"`extra_info` is a {kind}: make it an object or leave it out")
+        raise BadRowError(f"`extra_info` is a {kind}: make it an object, or remove it")
     token_ids = tokenize(messages, tokenizer, settings.template_arguments, settings.date)
     if len(token_ids) > max_prompt_tokens:
         if settings.drops_overlong:
             return None
         raise BadRowError(
             f"the prompt has {len(token_ids)} tokens, more than data.max_prompt_tokens "
-            f"({max_prompt_tokens}): raise the limit, leave the row out, or set data.overlong=drop"
+            f"({max_prompt_tokens}): raise the limit, remove the row, or set data.overlong=drop"
         )
     return Prompt(prompt_key(token_ids), token_ids, data_source, ground_truth, extra_info)
 
 
 def _check_values(value: Any, depth: int = 0) -> None:
-    """Raises BadRowError for what a tokenizer, JSON or another process could not take."""
+    """Raise BadRowError for values that a tokenizer, JSON or another process cannot take."""
     if isinstance(value, str):
         _check_text(value)
     elif isinstance(value, dict | list | tuple):
         if depth == MAX_DEPTH:
-            raise BadRowError(f"it is nested over {MAX_DEPTH} deep: make it a JSON string")
+            raise BadRowError(f"it is nested over {MAX_DEPTH} levels deep: make it a JSON string")
         items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
         for item in items:
             _check_values(item, depth + 1)
@@ -228,7 +228,7 @@ def _check_text(text: str) -> None:
         place = text[max(0, error.start - 20) : error.start + 20]
         raise BadRowError(
             f"{place!r} holds {text[error.start]!r}, which is a byte that is not UTF-8 or half of "
-            "a surrogate pair: save the file as UTF-8, or mend the text"
+            "a surrogate pair: save the file as UTF-8, or fix the text"
         ) from error
 
 
@@ -256,8 +256,8 @@ def _ground_truth(row: dict[str, Any]) -> Any:
 
 
 def read_rows(path: Path, *, all_columns: bool = False) -> Iterator[dict[str, Any]]:
-    """The rows of one file, in order, with those of `COLUMNS` that it has, at least. Raises
-    ValueError when it is missing or unreadable."""
+    """Return the rows of one file, in order, at least with the columns in `COLUMNS` that the file
+    has. Raises ValueError when the file is missing or unreadable."""
     check_regular(path)
     match path.suffix.lower():
         case ".parquet":
@@ -288,7 +288,7 @@ def _parquet_rows(path: Path, all_columns: bool) -> Iterator[dict[str, Any]]:
 
 
 def _batch_rows(batch: Any, path: Path, number: int) -> list[dict[str, Any]]:
-    """Rows of an Arrow batch, `number` of the file's having come before it."""
+    """Return the rows of an Arrow batch. `number`: rows of the file before this batch."""
     try:
         return batch.to_pylist()
     except (ValueError, ArithmeticError):
@@ -301,8 +301,8 @@ def _batch_rows(batch: Any, path: Path, number: int) -> list[dict[str, Any]]:
 
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """A `.json` file may hold one list of objects or, like `.jsonl`, an object per line."""
-    # Bytes that are not UTF-8 come as surrogates, which are refused with the row that holds them.
+    """Yield the objects of a JSON file: of one list, or one per line as in `.jsonl`."""
+    # Bytes that are not UTF-8 become surrogates, which `_check_text` refuses with their row.
     with named(path), path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
         start = file.read(1024).lstrip(BLANK)
         file.seek(0)
@@ -316,13 +316,13 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _lines(file: TextIO, path: Path) -> Iterator[str]:
-    """Lines of bounded length: a file that has none is not read whole."""
+    """Yield lines of limited length, so that a file without line breaks is not read whole."""
     number = 0
     while line := file.readline(MAX_LINE):
         number += 1
         if len(line) == MAX_LINE:
             raise ValueError(
-                f"{path} line {number} is longer than {MAX_LINE:,} characters: write a row a line"
+                f"{path} line {number} is over {MAX_LINE:,} characters long: write one row per line"
             )
         yield line
 
@@ -336,7 +336,7 @@ def _line_rows(lines: Iterable[str], path: Path) -> Iterator[Any]:
 
 
 def _list_rows(text: str, path: Path) -> Iterator[Any]:
-    """Elements of a JSON list, one by one, so that a bad one has a number."""
+    """Yield the elements of a JSON list one by one, so that an error names the row."""
     decoder, number = json.JSONDecoder(), 0
     position = _after_blanks(text, text.index("[") + 1)
     while not text.startswith("]", position):
@@ -349,10 +349,10 @@ def _list_rows(text: str, path: Path) -> Iterator[Any]:
                 if text.startswith("]", position):
                     raise json.JSONDecodeError("a comma before ]", text, position)
             elif not text.startswith("]", position):
-                raise json.JSONDecodeError("neither , nor ] after it", text, position)
+                raise json.JSONDecodeError("there is no , or ] after it", text, position)
         yield row
     if text[position + 1 :].strip(BLANK):
-        raise ValueError(f"{path} goes on after its list: remove what is behind the ]")
+        raise ValueError(f"{path} goes on after its list: remove the text after the ]")
 
 
 def _after_blanks(text: str, position: int) -> int:

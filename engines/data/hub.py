@@ -1,7 +1,7 @@
-"""Data sets and models from the Hugging Face Hub, or from its cache on this machine.
+"""Load data sets and models from the Hugging Face Hub, or from its cache on this machine.
 
-An environment that is offline (`HF_HUB_OFFLINE=1`), a Hub that cannot be reached and a name that is
-not there are three errors, each with its mend.
+Errors tell three cases apart, each with its fix: the environment is offline (`HF_HUB_OFFLINE=1`),
+the Hub cannot be reached, or the Hub has no such name.
 """
 
 import os
@@ -17,8 +17,8 @@ OFFLINE = "HF_HUB_OFFLINE"
 
 
 def is_hub_name(path: Path | str) -> bool:
-    """Whether this may be a repository (`Qwen/Qwen3-1.7B`) rather than a file or directory: two
-    parts, of which the first is no directory here."""
+    """Whether this may be a repository (for example `Qwen/Qwen3-1.7B`) rather than a path: it has
+    two parts, and the first is not a directory here."""
     parts = str(path).split("/")
     if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
         return False
@@ -28,16 +28,16 @@ def is_hub_name(path: Path | str) -> bool:
 def hub_rows(
     repository: str, subset: str | None, split: str, revision: str | None
 ) -> Iterable[Mapping[str, Any]]:
-    """Rows of a data set's split. Raises ValueError."""
+    """Return the rows of a data set's split. Raises ValueError."""
     from datasets import load_dataset
 
-    with _told(f"data set {repository}", "give its files by --from"):
+    with _told(f"data set {repository}", "name local files with --from"):
         return load_dataset(repository, subset, split=split, revision=revision)
 
 
 def with_local_model(config: TrainConfig) -> TrainConfig:
-    """The same config with a directory for its model, downloaded where it is named as on the Hub.
-    Raises ValueError."""
+    """Return the config with a local directory as its model. Download the model if `model.path` is
+    a name on the Hub. Raises ValueError."""
     model = config.model
     if model.path.exists() or not is_hub_name(model.path):
         return config
@@ -46,13 +46,11 @@ def with_local_model(config: TrainConfig) -> TrainConfig:
 
 
 def model_directory(repository: str, revision: str | None) -> Path:
-    """Directory of a model's files, downloaded where they are not there yet. Raises ValueError."""
+    """Return the directory of a model's files. Download missing files. Raises ValueError."""
     from huggingface_hub import snapshot_download
 
     unneeded = ["*.bin", "*.pth", "*.gguf", "*.h5", "*.msgpack", "original/*"]
-    with _told(
-        f"model {repository}", "set model.path to a directory, as there is none of this name"
-    ):
+    with _told(f"model {repository}", "set model.path to a directory that exists"):
         return Path(snapshot_download(repository, revision=revision, ignore_patterns=unneeded))
 
 
@@ -66,20 +64,20 @@ def _told(what: str, instead: str) -> Generator[None]:
         RevisionNotFoundError,
     )
 
-    # Whatever library noticed it, and `datasets` has classes of its own for some.
+    # Both libraries raise these classes. Some errors of `datasets` are subclasses of OSError.
     try:
         yield
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise ValueError(
-            f"there is no {what} on the Hub, or it wants a login (`hf auth login`): {error}"
+            f"there is no {what} on the Hub, or it needs a login (`hf auth login`): {error}"
         ) from error
     except (OfflineModeIsEnabled, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         if os.environ.get(OFFLINE, "0") not in ("", "0"):
             raise ValueError(
-                f"{what} is not in this machine's cache, and {OFFLINE} is set, as it is in a run "
-                f"that was started in the browser: `hf download` it, unset that, or {instead}"
+                f"{what} is not in this machine's cache, and {OFFLINE} is set (runs started in the "
+                f"browser set it). Run `hf download`, unset the variable, or {instead}"
             ) from error
         raise ValueError(
-            f"the Hub cannot be reached for the {what} ({first_line(error, 200)}): try again with "
-            f"a network, or {instead}"
+            f"the Hub cannot be reached for the {what} ({first_line(error, 200)}): check the "
+            f"network and try again, or {instead}"
         ) from error

@@ -1,12 +1,12 @@
-"""Prompts that each RL step takes: a pure function of the seed and the step's number.
+"""Choose the prompts of each RL step: a pure function of the seed and the step's number.
 
-Nothing is consumed, so there is nothing to lose: a resumed run asks for step n and gets what the
-first run would have taken, at the boundary of an epoch as elsewhere. Steps count from 1, epochs
-from 0; the last step of an epoch takes what is left.
+The loader has no state to lose. A resumed run asks for step n and gets the same prompts as before,
+also across epochs. Steps count from 1, epochs from 0. The last step of an epoch takes the prompts
+that are left.
 
-What a step draws beyond its own prompts, where some teach nothing, is such a function too, and
-takes nothing away from other steps: an epoch has as many steps, and each its own prompts, whatever
-was drawn.
+A step may draw more prompts (refills) when some of its own teach nothing. Refills are a pure
+function of seed and step too. They take no prompts away from other steps, and leave the number of
+steps of an epoch unchanged.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class PromptLoader:
-    """The order of prompts over a run."""
+    """Order of the prompts over a run."""
 
     def __init__(
         self,
@@ -28,10 +28,10 @@ class PromptLoader:
         seed: int,
         max_steps: int | None = None,
     ) -> None:
-        """Raises ValueError when there are no prompts. The keys must be distinct. `max_steps`: the
-        run's at most."""
+        """Raises ValueError when there are no prompts. The keys must be distinct. `max_steps`:
+        upper limit for the steps of the run."""
         if not prompt_keys:
-            raise ValueError("there are no training prompts: check data.train")
+            raise ValueError("there are no training prompts: check the files in data.train")
         assert len(set(prompt_keys)) == len(prompt_keys), "prompt keys must be distinct"
         assert prompts_per_step > 0
         assert num_epochs > 0
@@ -49,46 +49,49 @@ class PromptLoader:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the whole run."""
         of_epochs = self.steps_per_epoch * self.num_epochs
         return min(of_epochs, self.max_steps or of_epochs)
 
     def epoch_of(self, step: int) -> int:
-        """Raises ValueError when the run has no such step."""
+        """Return the epoch of a step. Raises ValueError when the run has no such step."""
         if not 1 <= step <= self.num_steps:
             raise ValueError(f"step {step} is outside the run, whose steps are 1..{self.num_steps}")
         return (step - 1) // self.steps_per_epoch
 
     def prompts_of(self, step: int) -> tuple[str, ...]:
-        """The prompt keys of this step, in order. Raises ValueError as `epoch_of` does."""
+        """Return the step's prompt keys, in order. Raises ValueError as `epoch_of` does."""
         order = self._order_of(self.epoch_of(step))
         start = (step - 1) % self.steps_per_epoch * self.prompts_per_step
         return order[start : start + self.prompts_per_step]
 
     def refills_of(self, step: int) -> tuple[str, ...]:
-        """All prompts but the step's own, in the order in which it draws more of them: that of the
-        epoch from half an epoch on, so that none returns in the next step and steps draw others.
-        Raises ValueError as `epoch_of` does."""
+        """Return all prompts but the step's own, in the order in which the step draws refills.
+
+        The order is that of the epoch, from half an epoch after the step. So refills do not return
+        in the next step, and steps draw different ones. Raises ValueError as `epoch_of` does.
+        """
         order, own = self._order_of(self.epoch_of(step)), set(self.prompts_of(step))
         at = (step - 1) % self.steps_per_epoch * self.prompts_per_step + len(order) // 2
         start = at % len(order)
         return tuple(key for key in order[start:] + order[:start] if key not in own)
 
     def state(self, step: int) -> dict[str, Any]:
-        """State that a checkpoint of `step` keeps, to tell whether the data are still the same."""
+        """Return the state that a checkpoint of `step` saves. `check_state` uses it to detect
+        changed data."""
         return {"step": step, **self._identity()}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raises ValueError when a run with this `state` cannot go on with these data.
+        """Raise ValueError when a run with this `state` cannot continue with these data.
 
-        `num_epochs` and `max_steps` may differ: a run may be prolonged.
+        `num_epochs` and `max_steps` may differ, so that you can prolong a run.
         """
         for name, value in self._identity().items():
             if state[name] != value:
                 raise ValueError(
                     f"the checkpoint of step {state['step']} was made with {name} = "
-                    f"{state[name]!r}, now it is {value!r}: give the run its former data and "
-                    "seed, and data.date where its chat template has a date, or start a new run "
+                    f"{state[name]!r}, but now it is {value!r}. Use the run's former data and "
+                    "seed (and data.date, if its chat template shows a date), or start a new run "
                     "under another name"
                 )
 
@@ -105,7 +108,7 @@ class PromptLoader:
         if not self.shuffle:
             return self._keys
         if self._last_order[0] != epoch:
-            # Sorting by a hash rather than random.shuffle: the same under any Python.
+            # Sort by a hash, because random.shuffle may differ between Python versions.
             order = sorted(self._keys, key=lambda key: _hash(f"{self.seed}/{epoch}/{key}"))
             self._last_order = (epoch, tuple(order))
         return self._last_order[1]

@@ -1,4 +1,4 @@
-"""A row's messages as the tokens of a prompt, by the model's chat template."""
+"""Tokenise a row's messages with the model's chat template."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,35 +10,35 @@ from engines.data.template import StoppedTemplate, templates
 
 
 class BadRowError(ValueError):
-    """Fault of a row, and how to mend it."""
+    """Fault of a row. The message says how to fix it."""
 
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """How prompts are made of a file's rows, and which of them are used."""
+    """Settings that turn a file's rows into prompts, and select among them."""
 
     system_prompt: str | None = None
-    """Message before those of a row that has none of the role `system`."""
+    """System message for rows that have none."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template."""
     drops_overlong: bool = False
-    """Leave out rows that are too long, which are refused otherwise."""
+    """Whether to leave out rows that are too long. Otherwise they raise an error."""
     max_prompts: int | None = None
-    """Prompts used, the first ones; None: all."""
+    """Number of prompts to use, from the first. None: all."""
     date: datetime | None = None
-    """Time that the chat template sees; None: the clock's."""
+    """Current time for the chat template. None: the clock's."""
 
 
 AS_THEY_ARE = PromptSettings()
 
 
 def messages_of(row: Mapping[str, Any], settings: PromptSettings) -> list[dict[str, Any]]:
-    """Messages of a row, the system's first. Raises BadRowError."""
+    """Return the messages of a row, the system message first. Raises BadRowError."""
     messages = row.get("prompt")
     if messages is None:
         raise BadRowError(
-            "no `prompt`: add a list of {role, content} messages, or have `refrain data` make "
-            "veRL's rows of it (gsm8k, math, or columns that you name)"
+            "no `prompt`: add a list of {role, content} messages, or convert the file with "
+            "`refrain data` (gsm8k, math, or columns that you name)"
         )
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise BadRowError(
@@ -62,10 +62,10 @@ def tokenize(
     arguments: Mapping[str, Any],
     date: datetime | None = None,
 ) -> tuple[int, ...]:
-    """Tokens of a prompt, the beginning of the answer included, as by `apply_chat_template` at this
-    date; None: now.
+    """Return the tokens of a prompt with the generation prompt, as `apply_chat_template` does.
+    `date`: current time for the template; None: the clock's.
 
-    Raises BadRowError, and `StoppedTemplate` for a template that takes too long.
+    Raises BadRowError, or `StoppedTemplate` for a template that takes too long.
     """
     given = dict(arguments)
     try:
@@ -83,7 +83,7 @@ def tokenize(
         )
     except StoppedTemplate:
         raise
-    except Exception as error:  # The model's template decides which.
+    except Exception as error:  # A template may raise anything.
         raise BadRowError(f"the chat template refuses `prompt`: {error}") from error
     if not token_ids:
         raise BadRowError("the chat template makes no tokens of `prompt`: check the messages")

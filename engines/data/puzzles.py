@@ -1,4 +1,5 @@
-"""Questions of reasoning-gym as veRL's rows. It makes them, by a seed, and scores their answers."""
+"""Convert questions of reasoning-gym to veRL's rows. reasoning-gym generates the questions from a
+seed and scores their answers."""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -7,11 +8,12 @@ from typing import Any
 from engines.answers.puzzles import INSTRUCTION, PREFIX, reasoning_gym, write_entry
 
 MOST_TRIES = 20
-"""Questions drawn for each that is kept: small sets repeat theirs."""
+"""Most questions drawn for each one kept, because small sets repeat questions."""
 
 
 def check_sets(names: Sequence[str], levels: Sequence[int]) -> None:
-    """Raise ValueError for names that are no sets, or that have no levels of difficulty."""
+    """Raise ValueError for unknown sets, or for sets without difficulty levels if `levels` are
+    given."""
     factory = reasoning_gym().factory
     known = sorted(factory.DATASETS.keys() - {"composite"})
     if unknown := [name for name in names if name not in known]:
@@ -19,7 +21,9 @@ def check_sets(names: Sequence[str], levels: Sequence[int]) -> None:
             f"reasoning-gym has no set {', '.join(unknown)}: it has {', '.join(known)}"
         )
     if levels and (without := [name for name in names if name not in factory.CURRICULA]):
-        raise ValueError(f"--difficulty: {', '.join(without)} has none; leave it out")
+        raise ValueError(
+            f"--difficulty: {', '.join(without)} has no difficulty levels: remove the option"
+        )
 
 
 def puzzle_rows(
@@ -30,11 +34,11 @@ def puzzle_rows(
     split: str,
     used: set[str],
 ) -> list[dict[str, Any]]:
-    """Return rows of the sets in turn, easier ones first, none of whose questions is in `used`,
-    which they are added to.
+    """Return rows of the sets in turn, easier ones first. Skip questions in `used`, and add the
+    new ones to it.
 
-    `levels`: of difficulty, from 0; none: each set's own mixture. Raises ValueError when a set has
-    too few questions.
+    `levels`: difficulty levels, from 0. Empty: the default mixture of each set. Raises ValueError
+    when a set has too few questions.
     """
     kinds = list(product(levels or [None], names))
     share, more = divmod(num_rows, len(kinds))
@@ -69,7 +73,7 @@ def _rows(
             rows.append(_row(name, level, entry, write_entry(entry, score), split))
     if len(rows) < num_rows:
         raise ValueError(
-            f"{name} has {len(rows)} further questions, and {num_rows} are wanted: "
+            f"{name} has only {len(rows)} further questions, but {num_rows} are needed: "
             "lower --size, or add sets or --difficulty"
         )
     return rows

@@ -1,9 +1,10 @@
-"""Rows that have the same prompt: which of them are samples of their own, and what the others must
-agree on.
+"""Tell rows with the same prompt apart: distinct samples, or repeats that must agree.
 
-    extra_info differs     two samples: a scorer may score them differently
-    index, split differ    a repeat: these say where a row stood, not what it asks
-    nothing else differs   a repeat, which must have the same ground truth and data source
+    extra_info differs          two samples, because a scorer may score them differently
+    only index, split differ    a repeat: these two give the row's place in a file
+    nothing differs             a repeat
+
+A repeat must have the same ground truth and data source.
 """
 
 import hashlib
@@ -18,36 +19,37 @@ from schemas.keys import variant_key
 
 MAX_ERRORS_SHOWN = 5
 PLACE = ("index", "split")
-"""Entries of veRL's `extra_info` that say where a row stood in its data set."""
+"""Entries of veRL's `extra_info` that give a row's place in its data set."""
 
 
 class RowName(NamedTuple):
-    """A row of a file, for people."""
+    """Name of a row in messages."""
 
     path: Path
     number: int
-    """Rows are counted from 1."""
+    """Number of the row, from 1."""
 
     def __str__(self) -> str:
         return f"{self.path} row {self.number}"
 
 
 def content_hash(extra_info: Mapping[str, Any]) -> str:
-    """Hash of the extra information that a row gives a scorer, whatever file it stood in."""
+    """Return a hash of the extra information without the row's place in its file."""
     told = {name: value for name, value in extra_info.items() if name not in PLACE}
     text = json.dumps(_given(told), sort_keys=True, default=repr)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _given(value: Any) -> Any:
-    """A value without the empty fields that Parquet adds to objects that lack them."""
+    """Return a value without None fields, because Parquet adds them to objects that lack a
+    field."""
     if isinstance(value, dict):
         return {name: _given(inner) for name, inner in value.items() if inner is not None}
     return list(map(_given, value)) if isinstance(value, list) else value
 
 
 class Samples:
-    """Rows that repeat none before them, each with a key of its own."""
+    """Collection of distinct rows, each with its own key."""
 
     def __init__(self) -> None:
         self.prompts: dict[str, Prompt] = {}
@@ -55,12 +57,13 @@ class Samples:
         self._keys: dict[tuple[tuple[int, ...], str], str] = {}
 
     def find(self, prompt: Prompt) -> Prompt | None:
-        """Return the row that this one repeats, if there is one."""
+        """Return the earlier row that this one repeats, if any."""
         key = self._keys.get((prompt.token_ids, content_hash(prompt.extra_info)))
         return self.prompts[key] if key else None
 
     def add(self, prompt: Prompt) -> Prompt:
-        """Add a row that repeats none. The first of a prompt keeps its key, others get another."""
+        """Add a row that repeats no earlier one. The first row of a prompt keeps its key, later
+        rows of the same prompt get a new one."""
         content = content_hash(prompt.extra_info)
         if prompt.key in self.prompts:
             prompt = replace(prompt, key=variant_key(prompt.key, content))
@@ -70,21 +73,21 @@ class Samples:
 
 
 def contradiction(first: Prompt, later: Prompt) -> str:
-    """Disagreement of two rows of one prompt; empty where there is none that counts."""
+    """Describe how two rows of one prompt disagree. Empty if they agree."""
     if first.data_source != later.data_source:
         return f"data_source {first.data_source!r} and {later.data_source!r}"
     return other_truth(first, later)
 
 
 def other_truth(first: Prompt, later: Prompt) -> str:
-    """Disagreement about the ground truth alone."""
+    """Describe how the ground truths of two rows disagree. Empty if they agree."""
     if first.ground_truth == later.ground_truth:
         return ""
     return f"ground_truth {shown(first.ground_truth)} and {shown(later.ground_truth)}"
 
 
 def refuse(contradictions: Sequence[str]) -> None:
-    """Raises ValueError that names them, where there are some."""
+    """Raise ValueError that lists the contradictions, if there are any."""
     if not contradictions:
         return
     more = len(contradictions) - MAX_ERRORS_SHOWN
@@ -92,9 +95,9 @@ def refuse(contradictions: Sequence[str]) -> None:
     raise ValueError(
         "\n  ".join(
             [
-                f"the same prompt stands in several rows that do not agree ({len(contradictions)}; "
-                "rows are counted from 1): correct one of them, remove it, or tell them apart in "
-                "`extra_info`",
+                f"several rows have the same prompt but do not agree ({len(contradictions)}; "
+                "rows are counted from 1): correct one of them, remove it, or give them different "
+                "values in `extra_info`",
                 *named,
             ]
         )
@@ -102,6 +105,6 @@ def refuse(contradictions: Sequence[str]) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, cut short."""
+    """Return a value as text for a message, at most 60 characters of it."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."

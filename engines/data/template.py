@@ -1,5 +1,5 @@
-"""Chat templates and tokenizers, at work in a process of their own: a model brings them, they may
-loop for ever or fill the memory, and no thread can be stopped in that."""
+"""Run chat templates and tokenizers in a separate process. They come with a model, and may loop for
+ever or fill the memory. Python could not stop a thread that does so."""
 
 import hashlib
 import json
@@ -17,43 +17,43 @@ from typing import IO, Any
 
 CPU_S = 2
 LOAD_CPU_S = 10
-"""CPU seconds for one prompt, for each million of its characters, and to load a tokenizer."""
+"""CPU seconds for a prompt, per started million characters; and for loading a tokenizer."""
 WALL_S = 30.0
-"""Seconds for one prompt where the machine is busy; the process may have to start in them."""
+"""Time limit in seconds for one prompt on a busy machine, including the start of the process."""
 MORE_CHARACTERS = 2**20
 TIMES_CHARACTERS = 8
-"""Characters of a prompt, at most: so many times those of its messages, and the former more."""
+"""A prompt may have `TIMES_CHARACTERS` times its messages' characters, plus `MORE_CHARACTERS`."""
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME")
 _COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("template_process.py")))
 _MAX_ESCAPED = 12
-"""Bytes of one character in JSON, at most."""
+"""Most bytes of one character in JSON."""
 
 
 class StoppedTemplate(ValueError):
-    """A template had to be stopped, and would have to be with the next prompt too."""
+    """A template had to be stopped. The next prompt would fail in the same way."""
 
 
 class TemplateProcess:
-    """The process. Started on first use, and again after a template was stopped."""
+    """Handle to the process. It starts on first use, and again after a template was stopped."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._kept: tuple[Any, str] | None = None
-        """The tokenizer that it was given last, and its key."""
+        """Last tokenizer sent to the process, and its key."""
 
     def try_tokenizer(self, file: Path) -> None:
-        """Raises ValueError for a tokenizer.json that cannot be loaded and used."""
+        """Raise ValueError for a tokenizer.json that cannot be loaded and used."""
         with self._lock:
             self._request("tokenizer", LOAD_CPU_S, file=str(file))
 
     def tokens(
         self, arguments: Mapping[str, Any], tokenizer: Any, now: datetime | None = None
     ) -> list[int]:
-        """Return the tokens of a prompt; `arguments`: of transformers' `render_jinja_template`.
-        `now`: time that the template sees; None: the clock's.
+        """Return the tokens of a prompt. `arguments`: those of transformers'
+        `render_jinja_template`. `now`: current time for the template; None: the clock's.
 
-        Raises ValueError when the template refuses them, and `StoppedTemplate`.
+        Raises ValueError when the template refuses the arguments, or `StoppedTemplate`.
         """
         given = {"arguments": arguments, "now": now and now.isoformat()}
         with self._lock:
@@ -64,7 +64,7 @@ class TemplateProcess:
             return self._request("chat template", CPU_S, key=key, **given)["tokens"]
 
     def _key(self, tokenizer: Any) -> str:
-        """Key of a tokenizer, which the process has from now on."""
+        """Return the tokenizer's key. Send the tokenizer to the process if it lacks it."""
         if self._process and self._kept and self._kept[0] is tokenizer:
             return self._kept[1]
         content = tokenizer.backend_tokenizer.to_str()
@@ -74,7 +74,7 @@ class TemplateProcess:
         return key
 
     def _request(self, what: str, seconds: int, **fields: Any) -> dict[str, Any]:
-        """Answer to a request; `what` it tries."""
+        """Send a request and return the reply. `what`: name of the part that runs, for errors."""
         given = json.dumps(fields, default=str)
         characters = MORE_CHARACTERS + TIMES_CHARACTERS * len(given)
         seconds *= 1 + len(given) // 10**6
@@ -141,7 +141,7 @@ class TemplateProcess:
 
 
 def _line(stream: IO[bytes], timeout_s: float, max_bytes: int) -> bytes:
-    """A line, or nothing where the stream ends. Raises TimeoutError."""
+    """Return a line, or nothing at the end of the stream. Raises TimeoutError."""
     deadline, found = time.monotonic() + timeout_s, bytearray()
     while not found.endswith(b"\n"):
         left_s = deadline - time.monotonic()
@@ -156,4 +156,4 @@ def _line(stream: IO[bytes], timeout_s: float, max_bytes: int) -> bytes:
 
 
 templates = TemplateProcess()
-"""The one of this process."""
+"""Template process shared by all callers in this process."""

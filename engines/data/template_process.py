@@ -1,4 +1,4 @@
-"""Makes text and tokens of prompts, one request a line. A script: it imports nothing of refrain,
+"""Script that renders and tokenises prompts, one request per line. It imports nothing of refrain,
 and no torch.
 
     parent ── stdin:  {"seconds", "characters"} and
@@ -7,8 +7,8 @@ and no torch.
                         {"key", "arguments", "now"}     of render_jinja_template, and its date
            ◄─ stdout: {"text"} or {"tokens"}, {"error"} or {"stopped"}
 
-Its own limits end it: for memory by an error, for CPU time by SIGXCPU, so that it does not outlive
-a parent that was killed by more than `seconds`.
+The process limits itself. Too much memory raises an error, and SIGXCPU ends it after too much CPU
+time. So it uses at most `seconds` of CPU time after its parent was killed.
 """
 
 import json
@@ -23,14 +23,14 @@ from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 MEMORY_BYTES = 2 * 2**30
-"""Memory for tokenizer and template, beside what the process has when it begins."""
+"""Memory limit for tokenizer and template, on top of the memory that the process starts with."""
 MAX_REASON = 300
 TOKENS_PER_CHARACTER = 16
-"""Tokens of a text, at most."""
+"""Most tokens per character of a text."""
 MAX_ID = 2**24
-"""Largest token id: some loaders make a list of so many."""
+"""Largest token id, because some loaders make a list of that length."""
 PROBE = "A probe: 1 + 2 = 3, in several words.\n" * 4
-"""Text that a tokenizer is tried with."""
+"""Text to try a tokenizer with."""
 
 
 def main() -> None:
@@ -45,7 +45,8 @@ def main() -> None:
 
 
 def _answer(line: bytes, kept: dict[str, Tokenizer]) -> dict[str, Any]:
-    """`error`: of this prompt; `stopped`: what would happen with any."""
+    """Return the reply to a request. `error` concerns this prompt only. `stopped`: the next prompt
+    would fail too."""
     try:
         request = json.loads(line)
         _limit_cpu(request["seconds"])
@@ -54,7 +55,7 @@ def _answer(line: bytes, kept: dict[str, Tokenizer]) -> dict[str, Any]:
         return {"stopped": f"takes over {MEMORY_BYTES // 2**20} MiB of memory"}
     except RecursionError:
         return {"stopped": "calls itself without end"}
-    except Exception as error:  # The template decides which.
+    except Exception as error:  # A template may raise anything.
         return {"error": (str(error) or type(error).__name__)[:MAX_REASON]}
 
 
@@ -77,8 +78,8 @@ def _done(request: dict[str, Any], kept: dict[str, Tokenizer]) -> dict[str, Any]
 
 
 def _reproducible(arguments: dict[str, Any], now: str | None, **_: Any) -> dict[str, Any]:
-    """Arguments with the run's time in the place of the clock's; what a template draws by chance
-    (the filter `random`) depends on the messages alone."""
+    """Return arguments that make the text reproducible: the template sees the run's time instead of
+    the clock's, and its random choices (filter `random`) depend only on the messages."""
     random.seed(json.dumps(arguments["conversations"]))
     if now is None:
         return arguments

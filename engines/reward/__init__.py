@@ -1,7 +1,7 @@
-"""Verifiers: a number for each response, or an error that names it.
+"""Reward stage: compute a score for each response, or raise an error that names the response.
 
 driver: ScorerPool -> RewardActor (pool.py) -> Scorer (scorer.py)
-    -> a user's function or one that ships (engines/answers), in processes that can be killed
+    -> the user's function or a built-in one (engines/answers), in processes that can be killed
        (process.py, worker.py)
 """
 

@@ -1,7 +1,7 @@
-"""refrain's end of the socket to a scorer's process: JSON, a line a message.
+"""refrain's end of the socket to a scorer's process, with one JSON message per line.
 
-The process may write anything. So a line has a largest size, every wait has an end, and a reply
-that is not as it should be is refused.
+The process may write anything. So lines have a size limit, waits have a time limit, and invalid
+replies raise NoReplyError.
 """
 
 import json
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from engines.reward.worker import Reply
 
 MAX_LINE_BYTES = 2**18
-"""Longest line: the extra values of a response, or a message with its traceback."""
+"""Size limit of a line, which holds a response's extra values or a message with traceback."""
 
 
 class ReplyLine(BaseModel):
@@ -23,16 +23,16 @@ class ReplyLine(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     chunk: str
-    """Name of the chunk that the call is of."""
+    """Name of the call's chunk."""
     reply: Reply
     index: int
-    """Place of the call in its chunk."""
+    """Position of the call in its chunk."""
     content: JsonValue
     """`DONE`: the score and extra values. `FAILED`: the reason."""
 
 
 class NoReplyError(ValueError):
-    """The process wrote something else."""
+    """The process wrote something that is not a valid reply."""
 
 
 class Channel:
@@ -43,11 +43,11 @@ class Channel:
         self._received = bytearray()
 
     def close(self) -> None:
-        """The guard sees it, and ends the process."""
+        """Close the socket. The guard notices this and ends the process."""
         self._socket.close()
 
     def is_silent(self) -> bool:
-        """Whether the process lives and nothing has come that was not read."""
+        """Whether the process is alive and nothing unread has arrived."""
         self._socket.settimeout(0.0)
         try:
             self._socket.recv(1)
@@ -56,15 +56,15 @@ class Channel:
         return False
 
     def send(self, message: Any, timeout_s: float) -> None:
-        """Raises TimeoutError where the process does not take all of it in time, and OSError where
-        it has ended."""
+        """Send a message. Raises TimeoutError if the process does not read all of it in time, and
+        OSError if the process has ended."""
         self._socket.settimeout(timeout_s)
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_s: float) -> ReplyLine:
-        """The next reply.
+        """Return the next reply.
 
-        Raises TimeoutError, NoReplyError, and EOFError or OSError where the process has ended.
+        Raises TimeoutError, NoReplyError, or EOFError or OSError if the process has ended.
         """
         line = self.receive_line(timeout_s)
         try:
@@ -73,12 +73,12 @@ class Channel:
             raise NoReplyError(f"{bytes(line[:80])!r}") from error
 
     def receive_line(self, timeout_s: float) -> bytearray:
-        """The next line; raises as `receive` does."""
+        """Return the next line. Raises as `receive` does."""
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._received:
             if len(self._received) > MAX_LINE_BYTES:
                 raise NoReplyError(f"over {MAX_LINE_BYTES} bytes without an end of line")
-            # At the deadline too, what has come by then is taken.
+            # Even at the deadline, read the bytes that have already arrived.
             self._socket.settimeout(max(0.0, deadline - time.monotonic()))
             try:
                 received = self._socket.recv(2**16)

@@ -1,11 +1,12 @@
-"""A command and all that it starts, ended together. A script: it imports nothing of refrain.
+"""Script that runs a command and ends it with all that it starts. It imports nothing of refrain.
 
     parent ── socket ──► guard ── starts ──► command, in a session and process group of its own
 
 The guard first writes the command's process group to the socket, as a line. It ends when the
-command does, or when the parent's end of the socket is closed, as the kernel does for a parent that
-was killed. Before it ends it kills the command's group, and, as the reaper of their orphans, every
-process that has left the group. Should the guard itself be killed, so is the command.
+command ends or when the parent's end of the socket closes. If the parent is killed, the kernel
+closes that end. Before it ends, the guard kills the command's group. Orphans that have left the
+group become the guard's children (subreaper), and it kills them too. If the guard is killed, the
+kernel kills the command.
 """
 
 import ctypes
@@ -22,14 +23,14 @@ from contextlib import suppress
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 CLEAR_S = 20.0
-"""Longest time to kill all."""
+"""Time limit for killing all processes."""
 SIGNALLED = 128
-"""Exit code of a command that signal n ended, less n; as a shell has it."""
+"""Exit code of a command that signal n ended, minus n, as in a shell."""
 
 
 def guard(descriptor: int, command: list[str]) -> int:
-    """Exit code of the command, which gets the descriptor of the socket too and waits there until
-    the parent has read its process group."""
+    """Run the command and return its exit code. The command inherits the socket, and waits there
+    until the parent has read the process group."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     own = os.getpid()
@@ -65,7 +66,7 @@ def _wait_for(pid: int) -> int:
 
 
 def _kill_all(group: int) -> None:
-    """The group at once, then the others, generation by generation."""
+    """Kill the group, then the processes that left it, generation by generation."""
     _kill_group(group)
     deadline = time.monotonic() + CLEAR_S
     with suppress(ChildProcessError):
@@ -81,7 +82,7 @@ def _children() -> Iterator[int]:
     own = str(os.getpid())
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat") as stat:
-            # After the name, which may hold anything: state, parent.
+            # The process name may hold any character. State and parent come after it.
             if stat.read().rpartition(")")[2].split()[1] == own:
                 yield int(name)
 

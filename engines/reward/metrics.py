@@ -1,4 +1,4 @@
-"""Figures of a validation from the samples of each prompt: pure functions of reward rows."""
+"""Validation metrics from the samples of each prompt. Pure functions of reward rows."""
 
 import json
 import math
@@ -14,14 +14,13 @@ Sample = tuple[float, dict[str, Any]]
 
 
 def sample_figures(rewards: pa.Table, data_sources: Mapping[str, str]) -> dict[str, float]:
-    """`{data_source}/mean@n`, `/best@n` and, where scorers give `pred`, `/maj@n`.
+    """Return `{data_source}/mean@n` and `/best@n`, and `/maj@n` if scorers return `pred`.
 
-    Each is a mean over the prompts of one data source, n being the samples per prompt;
-    `data_sources` gives the data source of each prompt key. With two prompts or more,
-    `/std_error@n` is that of `mean@n`; with rewards of 0 and 1 alone, `/pass@k` estimates what
-    `best@k` of fewer samples would be, for k = 2, 4, ... below n. A deviation from veRL's
-    `process_validation_metrics`, which resamples: `best@n` and `maj@n` are taken over exactly the
-    n samples there are.
+    n is the number of samples per prompt. Each metric is a mean over the prompts of one data
+    source; `data_sources` maps prompt keys to data sources. With two prompts or more,
+    `/std_error@n` is the standard error of `mean@n`. If all rewards are 0 or 1, `/pass@k`
+    estimates `best@k` for k = 2, 4, ... below n. Deviation from veRL's
+    `process_validation_metrics`, which resamples: `best@n` and `maj@n` use all n samples once.
     """
     groups: dict[str, list[Sample]] = defaultdict(list)
     for row in rewards.select(["prompt_key", "reward", "extra"]).to_pylist():
@@ -37,9 +36,10 @@ def sample_figures(rewards: pa.Table, data_sources: Mapping[str, str]) -> dict[s
 
 
 def majority_of(group: Sequence[Sample]) -> float:
-    """Reward of the first sample with the answer (`pred`) that most samples gave; ties go to the
-    one given first. None at all is an answer like others, as in veRL's `calc_maj_val`: where most
-    samples answer nothing, so does the majority.
+    """Return the reward of the first sample with the most frequent answer (`pred`).
+
+    In a tie the answer that came first wins. A missing answer (None) is an answer like any other,
+    as in veRL's `calc_maj_val`, so None can be the majority.
     """
     rewards: dict[str, float] = {}
     votes: Counter[str] = Counter()
@@ -68,15 +68,15 @@ def _figures_of(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
 
 
 def standard_error(groups: Sequence[Sequence[Sample]]) -> float:
-    """Standard error of the mean over prompts, from the means of their samples: samples of one
-    prompt are not independent, prompts are."""
+    """Return the standard error of the mean over prompts. It uses one mean per prompt, because
+    samples of one prompt are not independent, but prompts are."""
     means = [fmean(reward for reward, _ in group) for group in groups]
     return stdev(means) / math.sqrt(len(means))
 
 
 def pass_at(k: int, group: Sequence[Sample]) -> float:
-    """Chance that one of k samples is right, from n of which c are: `1 - C(n - c, k) / C(n, k)`,
-    without bias (Codex, arXiv:2107.03374, equation 1)."""
+    """Estimate the probability that at least one of k samples is right. With c of n samples right
+    this is `1 - C(n - c, k) / C(n, k)`, without bias (Codex, arXiv:2107.03374, equation 1)."""
     num_wrong = sum(reward == 0.0 for reward, _ in group)
     return 1.0 - math.comb(num_wrong, k) / math.comb(len(group), k)
 

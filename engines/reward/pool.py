@@ -1,5 +1,4 @@
-"""Scoring off the driver: the process that decodes and scores responses, and what the driver holds
-of it."""
+"""Ray actor that decodes and scores responses, and the driver's handle to it."""
 
 import json
 import os
@@ -21,22 +20,22 @@ from schemas.inputs import ModelConfig
 from schemas.reward import BuiltinReward, FunctionReward
 
 MAX_PROCESSES = 8
-"""Processes that score, at most; otherwise one per core."""
+"""Most scorer processes. On fewer cores there is one per core."""
 MAX_ROWS_AT_ONCE = 64
-"""Rows whose tokens are Python's at a time: they take ten times as much room there."""
+"""Rows converted to Python at a time: Python objects take ten times the memory of Arrow."""
 START_TIMEOUT_S = 600.0
-"""Longest time to start the process and load the tokenizer."""
+"""Time limit for starting the process and loading the tokenizer."""
 QUIET_S = 120.0
-"""Longest time in which nothing is done, besides that of one response: `MAX_ROWS_AT_ONCE` rows are
-decoded, or the process starts again after a death."""
+"""Longest time without progress, besides scoring one response: decoding `MAX_ROWS_AT_ONCE` rows, or
+restarting the process after a death."""
 
 
 class ScorerHangs(RuntimeError):
-    """Nothing was scored for longer than one response may take."""
+    """No response was scored for longer than one response may take."""
 
 
 class RewardActor:
-    """A tokenizer and a scorer. It keeps nothing between calls, so a call may be repeated."""
+    """Tokenizer and scorer. It keeps no state between calls, so a call may be repeated."""
 
     def __init__(
         self,
@@ -53,11 +52,12 @@ class RewardActor:
         self._num_decoded = 0
 
     def num_done(self) -> int:
-        """Responses decoded so far, and responses scored; asked for while `score` runs."""
+        """Return the responses decoded so far plus the responses scored. The driver calls this
+        while `score` runs."""
         return self._num_decoded + self._scorer.num_scored
 
     def score(self, rows: pa.Table, prompts: Mapping[str, Prompt]) -> pa.Table:
-        """Rewards of rows with `prompt_key`, `sample_index` and `response_token_ids`.
+        """Score rows with `prompt_key`, `sample_index` and `response_token_ids`.
 
         Returns `prompt_key`, `sample_index`, `reward` and `extra` (a JSON object) in the same
         order. Raises ValueError as `Scorer.score` does.
@@ -91,19 +91,19 @@ class RewardActor:
 
 
 class ScorerPool:
-    """A `RewardActor` and the processes it runs a user's function in. Needs Ray."""
+    """Driver's handle to a `RewardActor` and its scorer processes. Needs Ray."""
 
     def __init__(self, config: TrainConfig, name: str | None = None) -> None:
-        """`name`: what other processes find the actor by."""
+        """`name`: name by which other processes find the actor."""
         self._name = name
-        # The actor has another working directory.
+        # The actor has another working directory, so make paths absolute.
         self._model = with_absolute_paths(config.model)
         self._reward = with_absolute_paths(config.reward)
         self._surroundings = config.data.surroundings
         self._actor: RemoteActor | None = None
 
     async def start(self) -> None:
-        """Start the process. Raises RuntimeError when it does not come up in time."""
+        """Start the actor. Raises RuntimeError when it is not ready in time."""
         import ray
 
         self._actor = RemoteActor(
@@ -121,12 +121,12 @@ class ScorerPool:
         await self._actor.call("__ray_ready__", timeout_s=START_TIMEOUT_S)
 
     def adopt(self, actor: Any) -> None:
-        """Take the process that another one has started."""
+        """Use an actor that another process has started."""
         self._actor = RemoteActor.of("the scorer", actor)
 
     async def score(self, rows: StoredRows, prompts: Mapping[str, Prompt]) -> pa.Table:
-        """Rewards of rows with the columns `engines.store.tables.SCORING`, as `RewardActor.score`
-        gives them. Raises ValueError that names the first response without a score, and
+        """Score rows with the columns `engines.store.tables.SCORING`, and return the table of
+        `RewardActor.score`. Raises ValueError that names the first response without a score, or
         ScorerHangs."""
         assert self._actor, "start() comes first"
         asked = {key: prompts[key] for key in rows.counts.prompt_keys}
@@ -137,20 +137,20 @@ class ScorerPool:
             )
         except NoAnswer as error:
             raise ScorerHangs(
-                f"{error}: of {rows.counts.num_rows} responses none was scored meanwhile, where "
-                f"one may take reward.timeout_s = {self._reward.timeout_s:g} s"
+                f"{error}: none of {rows.counts.num_rows} responses was scored meanwhile. One may "
+                f"take at most reward.timeout_s = {self._reward.timeout_s:g} s"
             ) from error
         except ActorError as error:
             raise error.cause or error from None
 
     async def shutdown(self) -> None:
-        """Ends the process; what it runs ends with it."""
+        """Kill the actor. Its scorer processes end with it."""
         actor, self._actor = self._actor, None
         if actor:
             actor.kill()
 
 
 def longest_stall_s(reward: BuiltinReward | FunctionReward) -> float:
-    """Longest time in which no response is decoded or scored."""
+    """Return the longest time in seconds without a decoded or scored response."""
     importing_s = IMPORT_TIMEOUT_S if isinstance(reward, FunctionReward) else 0.0
     return reward.timeout_s + max(QUIET_S, importing_s)

@@ -1,6 +1,5 @@
-"""A scorer in a process of its own, so that one that hangs can be killed, and all that it started
-with it. What it sends is checked here (`channel.py`): it scores the calls that it was given and can
-do no more."""
+"""Run a scorer in its own process, so that refrain can kill a scorer that hangs, with all processes
+that it started. refrain checks each reply (`channel.py`): a scorer can only score its own calls."""
 
 import os
 import secrets
@@ -20,21 +19,21 @@ from engines.reward.worker import LIMITS, Call, RefusedError, Reply, Setup, chec
 from schemas.reward import FunctionReward
 
 START_TIMEOUT_S = 300.0
-"""Longest time to import the user's file, which may import large libraries."""
+"""Time limit for importing the user's file, which may import large libraries."""
 END_TIMEOUT_S = 2 * guard.CLEAR_S
-"""Longest time for the process to end with all that it started."""
+"""Time limit for ending the process and all that it started."""
 
 COMMAND = (sys.executable, "-I", "-S", guard.__file__)
 WORKER = (sys.executable, "-P", worker.__file__)
 
 LOCALE = ("LANG", "LANGUAGE", "LC_*", "TZ")
-"""Environment variables that say how and when it is, as patterns."""
+"""Environment variables of language and time zone, as patterns."""
 PASSED_ON = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", *LOCALE, "TMPDIR", "PYTHON*", "VIRTUAL_ENV",
     "LD_LIBRARY_PATH", "XDG_*", "*_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
     "HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "DO_NOT_TRACK", "REFRAIN_RUN_DIR",
 )  # fmt: skip
-"""Environment variables that every scorer gets, as patterns: none that holds a secret."""
+"""Environment variables that every scorer gets, as patterns. None of them holds a secret."""
 
 SIGNALS = {int(one): one.name for one in signal.Signals}
 
@@ -51,7 +50,7 @@ class CallError(Exception):
     """The call at `index` failed, ended the process or took too long."""
 
     def __init__(self, index: int, reason: str, suspects: Sequence[int] = ()) -> None:
-        """`suspects`: calls that ran together, of which any may have ended the process."""
+        """`suspects`: concurrent calls, any of which may have ended the process."""
         super().__init__(index, reason)
         self.index = index
         self.reason = reason
@@ -59,12 +58,12 @@ class CallError(Exception):
 
 
 class ScorerProcess:
-    """Runs one function. Started on first use, and again after an error ended it."""
+    """Process that runs one function. It starts on first use, and again after an error."""
 
     def __init__(
         self, config: FunctionReward, surroundings: Mapping[str, str] | None = None
     ) -> None:
-        """`surroundings`: variables of the run in the place of this machine's `LOCALE`."""
+        """`surroundings`: the run's `LOCALE` variables, used instead of this machine's."""
         self._config = config
         self._surroundings = surroundings
         self.num_scored = 0
@@ -73,10 +72,11 @@ class ScorerProcess:
         self._group: int | None = None
 
     def start(self) -> None:
-        """Raises ValueError when the user's file cannot be used."""
+        """Start the process unless it is ready. Raises ValueError when the user's file cannot be
+        used."""
         if self._is_ready():
             return
-        # One that was killed while it had nothing to do took no score with it.
+        # A process that died while idle lost no score: replace it.
         self.close()
         environment = passed_on(os.environ, self._config.environment)
         if self._surroundings is not None:
@@ -101,15 +101,15 @@ class ScorerProcess:
             raise
 
     def _is_ready(self) -> bool:
-        """Whether it lives, and has written nothing since its last reply."""
+        """Whether the process is alive and has sent nothing since its last reply."""
         alive = self._process is not None and self._process.poll() is None
         return alive and self._channel is not None and self._channel.is_silent()
 
     def score(self, calls: Sequence[Call]) -> list[Scored | Failed | None]:
-        """Outcome of each call: one fails that raises, gives no finite number, ends the process
-        or takes over `timeout_s` seconds. None: another one ended the process before.
+        """Return the outcome of each call. None: another call ended the process first.
 
-        Raises CallError for the first that fails where `on_error` is `stop`.
+        A call fails if it raises, returns no finite number, ends the process or takes more than
+        `timeout_s` seconds. With `on_error` = `stop`, the first failure raises CallError.
         """
         self.start()
         assert self._channel is not None
@@ -120,17 +120,17 @@ class ScorerProcess:
             raise
 
     def close(self) -> None:
-        """Kills the process with everything it started."""
+        """Kill the process with everything it started."""
         if self._process is None or self._channel is None:
             return
-        # The guard sees it, and kills them.
+        # The guard notices the closed socket and kills them.
         self._channel.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_TIMEOUT_S)
         if self._process.poll() is None:
             self._process.kill()
         if self._process.wait() < 0 and self._group is not None:
-            # It is the guard that was killed: the command is dead, what it started may not be.
+            # The guard itself was killed. The scorer died with it, but its children may live.
             with suppress(ProcessLookupError):
                 os.killpg(self._group, signal.SIGKILL)
         self._process = self._channel = self._group = None
@@ -138,7 +138,7 @@ class ScorerProcess:
     def _load(self, channel: Channel) -> None:
         path = self._config.path
         try:
-            # Of the guard, as no code of the user's runs yet.
+            # This line is from the guard, because no code of the user runs yet.
             self._group = int(channel.receive_line(START_TIMEOUT_S))
             channel.send(self._setup(), START_TIMEOUT_S)
             line = channel.receive(START_TIMEOUT_S)
@@ -181,7 +181,7 @@ class ScorerProcess:
     def _score_alone(
         self, calls: Sequence[Call], suspects: Sequence[int], outcomes: dict[int, Scored | Failed]
     ) -> None:
-        """Score calls one after the other, so that the one that ends the process is known."""
+        """Score calls one by one, to find the call that ends the process."""
         for index in suspects:
             try:
                 (outcome,) = self.score([calls[index]])
@@ -207,21 +207,22 @@ class ScorerProcess:
     def _collect(
         self, channel: Channel, chunk: str, num_calls: int, outcomes: dict[int, Scored | Failed]
     ) -> None:
-        """Raises CallError for the one that ends the process or has to be ended with it; for one
-        that fails otherwise where that stops the run."""
+        """Read replies into `outcomes` until each call has one. Raise CallError for a call that
+        ended the process or must be killed with it. With `on_error` = `stop`, raise it for any
+        call that fails."""
         timeout_s = self._config.timeout_s
         started_s: dict[int, float] = {}
         num_repeated = 0
         while len(outcomes) < num_calls:
             oldest = min(started_s, key=started_s.__getitem__, default=None)
             running = _first_without(outcomes, num_calls) if oldest is None else oldest
-            # Nothing has started: the process is only busy receiving, which is bounded too.
+            # If no call has started, the process is still receiving: that is limited too.
             since_s = time.monotonic() if oldest is None else started_s[oldest]
             wait_s = since_s + timeout_s - time.monotonic()
             line = self._receive(channel, wait_s, running, list(started_s))
             index, starts = line.index, line.reply == Reply.STARTED
             if line.chunk == chunk and index in outcomes:
-                # The first reply counts. Who repeats it without end does not score the others.
+                # Only the first reply counts. Give up on a process that keeps repeating replies.
                 num_repeated += 1
                 if num_repeated > num_calls:
                     self.close()
@@ -282,16 +283,16 @@ def _first_without(outcomes: Mapping[int, Any], num_calls: int) -> int:
 
 
 def passed_on(environment: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
-    """The variables that a scorer gets: those of `PASSED_ON`, and those that `reward.environment`
-    names.
+    """Return the environment of a scorer: variables of `PASSED_ON` and those in
+    `reward.environment`.
 
-    Raises ValueError when one of the latter is not set.
+    Raises ValueError when a variable in `reward.environment` is not set.
     """
     for name in named:
         if name not in environment:
             raise ValueError(
-                f"reward.environment names {name}, which is not set where the scorer runs: export "
-                "it (on a cluster, where Ray is started), or leave it out"
+                f"reward.environment names {name}, which is not set where the scorer runs. Export "
+                "it before the run (on a cluster: before Ray starts), or remove it from the list."
             )
     return {
         name: value
@@ -301,7 +302,7 @@ def passed_on(environment: Mapping[str, str], named: Sequence[str]) -> dict[str,
 
 
 def locale_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `LOCALE`."""
+    """Return the variables of `LOCALE`."""
     return {
         name: value
         for name, value in environment.items()

@@ -1,7 +1,7 @@
-"""Scoring responses: a finite number for each, or what `reward.on_error` says.
+"""Score responses: a finite number for each, or the outcome that `reward.on_error` sets.
 
-A user's function and the scorers that refrain ships run in processes of their own (`process.py`),
-where one that hangs is killed.
+Both a user's function and the built-in scorers run in separate processes (`process.py`), so that a
+call that hangs can be killed.
 """
 
 import time
@@ -20,21 +20,21 @@ from engines.reward.worker import ARGUMENTS, Call
 from schemas.reward import BuiltinReward, FunctionReward
 
 MAX_CALLS_PER_CHUNK = 32
-"""Responses given to one process at once; an async function scores them concurrently."""
+"""Responses sent to one process at once. An async function scores them concurrently."""
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
-"""Waits before responses are scored again; each is twice the one before."""
+"""First and longest wait before a retry. Each wait is twice the one before."""
 BUILTIN_MEMORY_BYTES = 2**32
-"""Memory of a process that compares answers."""
+"""Memory limit of a process that runs a built-in scorer."""
 ERROR, NUM_RETRIES = "error", "num_retries"
-"""Extra values of a response: why it has no score, and how often it was scored again."""
+"""Names of extra values: why a response has no score, and the number of its retries."""
 
 MAX_RESPONSE_CHARACTERS_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One response to score, with what the data set says about its prompt."""
+    """One response to score, with its prompt's fields of the data set."""
 
     prompt_key: str
     sample_index: int
@@ -45,11 +45,11 @@ class Response:
 
 
 def check_reward_file(config: BuiltinReward | FunctionReward) -> None:
-    """Raises ValueError when the user's file is not there; `check_reward` tries to use it."""
+    """Raise ValueError if the user's file does not exist. `check_reward` also loads the file."""
     if isinstance(config, FunctionReward) and not config.path.is_file():
         raise ValueError(
-            f"reward.path: there is no file {config.path}: give the Python file that defines "
-            f"{config.function}"
+            f"reward.path: there is no file {config.path}. Set it to the Python file that defines "
+            f"{config.function}."
         )
 
 
@@ -58,10 +58,9 @@ def check_reward(
     data_sources: Iterable[str],
     surroundings: Mapping[str, str] | None = None,
 ) -> None:
-    """Check of the scorers, to be called before anything expensive starts; `surroundings`: see
-    `ScorerProcess`.
+    """Raise ValueError if a data source has no scorer, or if the user's function cannot be used.
 
-    Raises ValueError when a data source has no scorer or the user's function cannot be used.
+    Call this before anything expensive starts. `surroundings`: see `ScorerProcess`.
     """
     if isinstance(config, BuiltinReward):
         for data_source in sorted(data_sources):
@@ -76,14 +75,14 @@ def check_reward(
 
 
 def check_ground_truth(config: BuiltinReward | FunctionReward, ground_truth: Any) -> None:
-    """Raises ValueError for a ground truth that a built-in scorer cannot compare with; a user's
-    function knows its own."""
+    """Raise ValueError if a built-in scorer cannot compare with this ground truth. A user's
+    function may take any ground truth."""
     if isinstance(config, BuiltinReward):
         accepted_answers(ground_truth)
 
 
 class Scorer:
-    """Scores responses with one configured reward, in processes that end with this one."""
+    """Scorer with one configured reward. Its processes end with this process."""
 
     def __init__(
         self,
@@ -91,15 +90,16 @@ class Scorer:
         num_processes: int = 1,
         surroundings: Mapping[str, str] | None = None,
     ) -> None:
-        """`num_processes` is how many calls of a plain function run at once; an async one runs up
-        to 32 times as many. `surroundings`: see `ScorerProcess`."""
+        """`num_processes`: number of concurrent calls of a plain function. An async function runs
+        up to 32 times as many. `surroundings`: see `ScorerProcess`."""
         self._config = as_function(config)
         self.processes = [ScorerProcess(self._config, surroundings) for _ in range(num_processes)]
 
     def score(self, responses: Sequence[Response]) -> list[Scored]:
-        """Score and extra values of each response, in order.
+        """Return the score and extra values of each response, in order.
 
-        Raises ValueError for the first that has none, where `reward.on_error` says so.
+        Raises ValueError for the first response without a score, unless `reward.on_error` allows
+        it.
         """
         idle: SimpleQueue[ScorerProcess] = SimpleQueue()
         for process in self.processes:
@@ -117,17 +117,18 @@ class Scorer:
             chunks = _chunks(responses, len(self.processes))
             return [scored for scores in pool.map(score, chunks) for scored in scores]
         finally:
-            # After an error the chunks that have not begun are dropped.
+            # After an error, drop the chunks that have not begun.
             pool.shutdown(cancel_futures=True)
 
     @property
     def num_scored(self) -> int:
-        """Calls of the function that have ended so far."""
+        """Number of calls that have finished so far."""
         return sum(process.num_scored for process in self.processes)
 
 
 def as_function(config: BuiltinReward | FunctionReward) -> FunctionReward:
-    """The function that scores. Those that refrain ships fail where a comparison has no end."""
+    """Return the reward as a function. A built-in scorer becomes a function too, because a
+    comparison of answers may not end; such a response gets 0."""
     if isinstance(config, FunctionReward):
         return config
     return FunctionReward(

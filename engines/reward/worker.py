@@ -1,15 +1,15 @@
-"""The process in which a user's scorer runs, loaded from a Python file as it is. A script: it
-imports nothing of refrain, as the user may have modules of the same names.
+"""Script that runs a user's scorer in its own process. The script imports nothing of refrain,
+because the user may have modules of the same names.
 
-The file defines `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, plain or
-`async`, with more arguments if `reward.kwargs` gives them; it returns a number or a dict with
-`score`.
+The user's Python file defines
+`compute_score(data_source, solution_str, ground_truth, extra_info=None)`, plain or `async`.
+`reward.kwargs` may add arguments. The function returns a number or a dict with `score`.
 
-The process talks to refrain over one socket, in JSON, a line a message. First it receives the
-function to load (`Setup`) and replies READY or FAILED. Then it receives chunks of calls, and for
-each call it replies STARTED and then DONE or FAILED, in any order. Each reply repeats the name of
-the chunk, which nobody can guess. The other side keeps the clock, kills what hangs and checks all
-that it receives (`channel.py`).
+The process talks to refrain over one socket, with one JSON message per line. First it receives the
+function to load (`Setup`) and replies READY or FAILED. Then it receives chunks of calls. For each
+call it replies STARTED and then DONE or FAILED, in any order. Each reply repeats the chunk's random
+name, which the user's code cannot guess. refrain enforces the time limits, kills a process that
+hangs and checks all replies (`channel.py`).
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from types import ModuleType
 from typing import Any, SupportsFloat
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""Given by keyword, as veRL does."""
+"""Keyword arguments of the user's function, as in veRL."""
 
 Call = dict[str, Any]
 """Keyword arguments of one call of the scorer."""
@@ -46,23 +46,23 @@ Setup = dict[str, Any]
 
 MAX_MESSAGE_CHARACTERS = MAX_TRACEBACK_CHARACTERS = 4000
 MAX_SCORE = 1e9
-"""Largest score, of either sign: its square must fit the trainer's float32."""
+"""Largest absolute score: its square must fit the trainer's float32."""
 MAX_PART = 1e100
-"""Largest number in an extra value: sums over a step stay finite."""
+"""Largest absolute number in an extra value, so that sums over a step stay finite."""
 MAX_PARTS = 100
-"""Extra values of one response."""
+"""Most extra values of one response."""
 MAX_NAME_CHARACTERS = 200
 MAX_EXTRA_BYTES = 2**16
-"""Size of all extra values of a response, as JSON."""
+"""Largest size of all extra values of a response, as JSON."""
 MAX_DEPTH = 20
-"""Nesting of an extra value."""
+"""Deepest nesting of an extra value."""
 
 LIMITS = {
     "max_memory_bytes": resource.RLIMIT_DATA,
     "max_processes": resource.RLIMIT_NPROC,
     "max_file_bytes": resource.RLIMIT_FSIZE,
 }
-"""Limits of `reward`, which hold for each process that the function starts too."""
+"""Settings of `reward` that limit the scorer's process, and each process that it starts."""
 LIMIT_OF_ERRNO = {errno.EAGAIN: "max_processes", errno.EFBIG: "max_file_bytes"}
 
 
@@ -74,10 +74,10 @@ class Reply(StrEnum):
 
 
 class Parent:
-    """The socket to refrain. Only the process that opened it may use it.
+    """Socket to refrain. Only the process that opened the socket may use it.
 
-    A function may fork, and both processes may return from it. The child has no socket, and ends
-    when it would reply.
+    A user's function may fork, and both processes may return from it. The child's socket is closed,
+    and the child exits when it tries to reply.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -86,11 +86,11 @@ class Parent:
         self._pid = os.getpid()
         self._received = bytearray()
         self.chunk = ""
-        """Name of the chunk that is being scored."""
+        """Name of the current chunk."""
         os.register_at_fork(after_in_child=self._socket.close)
 
     def receive(self) -> dict[str, Any]:
-        """The next message. Raises EOFError when refrain has closed its end."""
+        """Return the next message. Raises EOFError when refrain has closed its end."""
         while b"\n" not in self._received:
             received = self._socket.recv(2**20)
             if not received:
@@ -107,9 +107,9 @@ class Parent:
 
 
 def serve(parent: Parent) -> None:
-    """Load the function and score with it until refrain closes its end."""
+    """Load the function, then score chunks until refrain closes its end of the socket."""
     with suppress(OSError):
-        # Where memory is short, Linux ends a scorer before it ends the run.
+        # If memory runs out, Linux should kill a scorer rather than the run.
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         function = set_up(**parent.receive())
@@ -134,7 +134,7 @@ def set_up(
     search_path: Sequence[str],
     limits: Mapping[str, int],
 ) -> Callable[..., Any]:
-    """The user's function, its process limited and finding the user's modules.
+    """Set the import path and the limits of this process, and return the user's function.
 
     Raises RefusedError as `load_function` does.
     """
@@ -147,8 +147,8 @@ def set_up(
 
 
 def ordered_path(directory: Path, entries: Sequence[str]) -> list[str]:
-    """The standard library, the directory of the user's file, the other entries, refrain last: no
-    file of the user's hides a standard module, none of refrain's hides the user's."""
+    """Return the import path: standard library, directory of the user's file, other entries,
+    refrain. So the user's files hide no standard module, and refrain's hide none of the user's."""
     standard_library = sysconfig.get_path("stdlib")
     refrain = str(Path(__file__).resolve().parents[2])
     ranks = {standard_library: 0, f"{standard_library}/lib-dynload": 0, str(directory): 1}
@@ -157,8 +157,8 @@ def ordered_path(directory: Path, entries: Sequence[str]) -> list[str]:
 
 
 def to_json(value: Any) -> Any:
-    """A value of a data set as JSON, of which `from_json` makes the same value: what Parquet has
-    and JSON lacks becomes an object with a type. Raises ValueError for other types."""
+    """Convert a value of a data set to JSON. Types of Parquet that JSON lacks become objects with a
+    type name. `from_json` reverses this. Raises ValueError for other types."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, list):
@@ -171,11 +171,11 @@ def to_json(value: Any) -> Any:
             return {TYPE: name, VALUE: encode(value)}
     if hasattr(value, "tolist"):
         return to_json(value.tolist())  # NumPy's.
-    raise ValueError(f"no scorer can be given a {type(value).__name__}: leave it out of the rows")
+    raise ValueError(f"scorers cannot receive a {type(value).__name__}: remove it from the rows")
 
 
 def from_json(value: dict[str, Any]) -> Any:
-    """The value that `to_json` was given; a hook of `json.loads`."""
+    """Restore a value that `to_json` converted. Object hook of `json.loads`."""
     if TYPE not in value:
         return value
     _, _, decode = TYPES[value[TYPE]]
@@ -204,7 +204,7 @@ def _score_in_turn(
 ) -> None:
     for index, call in enumerate(calls):
         with _replied(parent, index):
-            # Not inside the loop: plain code may call `asyncio.run` itself.
+            # Call outside the event loop, because plain code may call `asyncio.run` itself.
             result = function(**call)
             if inspect.isawaitable(result):
                 result = runner.run(_wait_for(result))
@@ -226,7 +226,7 @@ def _reply_with_score(parent: Parent, index: int, result: Any) -> None:
 
 @contextmanager
 def _replied(parent: Parent, index: int) -> Generator[None]:
-    """Reply that a call begins and, if so, that it fails."""
+    """Reply STARTED, and FAILED if the call raises."""
     parent.reply(Reply.STARTED, index)
     try:
         yield
@@ -239,7 +239,7 @@ async def _wait_for(result: Awaitable[Any]) -> Any:
 
 
 def _explain(error: BaseException) -> str:
-    """The message; with the traceback where the user's code, not refrain, raised."""
+    """Return the error's message, with the traceback if the user's code raised it."""
     raised = error.__cause__ if isinstance(error, RefusedError) else error
     message = str(error) if isinstance(error, RefusedError) else _message_of(error)
     if raised is not None:
@@ -257,7 +257,7 @@ def _message_of(error: BaseException) -> str:
 
 
 def _limit_of(error: BaseException) -> str:
-    """The setting that an error comes from, where it is set."""
+    """Return the `reward` limit that caused an error, or nothing if that limit is not set."""
     if isinstance(error, MemoryError):
         limit = "max_memory_bytes"
     elif isinstance(error, OSError) and error.errno in LIMIT_OF_ERRNO:
@@ -269,11 +269,11 @@ def _limit_of(error: BaseException) -> str:
 
 
 class RefusedError(ValueError):
-    """Fault of a user's scorer; the cause, if any, is an exception of its own code."""
+    """Fault of a user's scorer. `__cause__` is the exception of the user's code, if any."""
 
 
 def load_function(path: Path, name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function `name` of the file.
+    """Import the file and return its function `name`.
 
     Raises RefusedError when the file is missing or cannot be imported, and when the function is
     missing, is not callable or cannot take its arguments.
@@ -291,13 +291,13 @@ def load_function(path: Path, name: str, kwargs: Mapping[str, Any]) -> Callable[
 
 
 def checked_score(result: Any) -> tuple[float, dict[str, Any]]:
-    """The score and whatever came with it, as JSON can hold it.
+    """Return the score and the extra values, converted to what JSON can hold.
 
-    Both sides call it: the scorer's process to name the fault, refrain because it trusts nothing
-    that comes from there. A number among the extra values that is not finite becomes None.
+    The scorer's process calls this to explain the fault. refrain calls it again, because it does
+    not trust that process. Extra numbers that are not finite or too large become None.
 
-    Raises RefusedError for anything but a finite number or a dict whose `score` is one, and for
-    extra values that are too many, too large or no valid text.
+    Raises RefusedError unless the result is a finite number or a dict whose `score` is one. Also
+    raises RefusedError for extra values that are too many, too large or not valid text.
     """
     extra: dict[str, Any] = {}
     score = result
@@ -322,14 +322,14 @@ def _as_float(number: SupportsFloat) -> float:
 def _checked_extra(extra: dict[str, Any]) -> dict[str, Any]:
     if len(extra) > MAX_PARTS or any(len(name) > MAX_NAME_CHARACTERS for name in extra):
         raise RefusedError(
-            f"the scorer returned {len(extra)} values beside the score; at most {MAX_PARTS} will "
-            f"do, with names of at most {MAX_NAME_CHARACTERS} characters"
+            f"the scorer returned {len(extra)} values beside the score: return at most "
+            f"{MAX_PARTS}, with names of at most {MAX_NAME_CHARACTERS} characters"
         )
     text = json.dumps(extra, default=str)
     if len(text) > MAX_EXTRA_BYTES:
         raise RefusedError(
-            f"the values that the scorer returned beside the score take {len(text)} bytes as JSON; "
-            f"at most {MAX_EXTRA_BYTES} will do: shorten them"
+            f"the values that the scorer returned beside the score take {len(text)} bytes as JSON: "
+            f"shorten them to at most {MAX_EXTRA_BYTES} bytes"
         )
     return {
         _checked_value(name, name): _checked_value(value, name)
@@ -339,7 +339,7 @@ def _checked_extra(extra: dict[str, Any]) -> dict[str, Any]:
 
 def _checked_value(value: Any, name: str, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
-        raise RefusedError(f"{_shown(name)} is nested over {MAX_DEPTH} deep: flatten it")
+        raise RefusedError(f"{_shown(name)} is nested over {MAX_DEPTH} levels deep: flatten it")
     if isinstance(value, list):
         return [_checked_value(one, name, depth + 1) for one in value]
     if isinstance(value, dict):
@@ -353,7 +353,7 @@ def _checked_value(value: Any, name: str, depth: int = 0) -> Any:
         return value.encode().decode() if isinstance(value, str) else value
     except UnicodeEncodeError:
         raise RefusedError(
-            f"the scorer returned a text that is no valid UTF-8 in {_shown(name)}: return "
+            f"the scorer returned a text that is not valid UTF-8 in {_shown(name)}: return "
             "text.encode('utf-8', 'replace').decode()"
         ) from None
 
@@ -361,14 +361,14 @@ def _checked_value(value: Any, name: str, depth: int = 0) -> Any:
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise RefusedError(f"reward.path {path} does not exist")
-    # Under a name of its own, or a file called `math.py` would hide a module.
+    # A unique module name: otherwise a file called `math.py` would hide a standard module.
     private = f"_refrain_reward_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
     spec = importlib.util.spec_from_file_location(private, path)
     if spec is None or spec.loader is None:
         raise RefusedError(f"reward.path {path} is not a Python file: its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[private] = module
-    # Looking at a scorer leaves no `__pycache__` beside it.
+    # Leave no `__pycache__` beside the user's file.
     sys.dont_write_bytecode = True
     try:
         spec.loader.exec_module(module)

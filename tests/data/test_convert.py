@@ -69,8 +69,8 @@ def test_rows_of_one_prompt_with_other_extra_info_are_all_taken_over():
     ("row", "message"),
     [
         ({"question": "?", "answer": "no mark"}, r"row 2: `answer` holds no answer: 'no mark'"),
-        ({"question": "?"}, "no column `answer`, but question"),
-        ({"question": "", "answer": "#### 1"}, "`question` is '': it must be a text"),
+        ({"question": "?"}, "no column `answer`: the row has question"),
+        ({"question": "", "answer": "#### 1"}, "`question` is '': make it a text"),
     ],
 )
 def test_a_bad_row_is_named(row, message):

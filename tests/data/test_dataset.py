@@ -336,7 +336,10 @@ GOOD, BAD = json.dumps(make_row("hello")), json.dumps(make_row("world", extra_in
         ("{'a': 1}", "is not JSON: Expecting property name"),
         ('{"a": "\xff"}', r"holds '\\udcff', which is a byte that is not UTF-8"),
         (f'{{"a": {DEEP}}}', "is nested too deep: make it a JSON string"),
-        (f'{{"a": {"[" * 200 + "]" * 200}}}', "is nested over 64 deep: make it a JSON string"),
+        (
+            f'{{"a": {"[" * 200 + "]" * 200}}}',
+            "is nested over 64 levels deep: make it a JSON string",
+        ),
         (f'{{"a": {LONG}}}', "holds a number that is too long: Exceeds the limit"),
     ],
 )

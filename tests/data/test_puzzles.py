@@ -120,7 +120,7 @@ def test_what_it_does_not_have_is_named():
         check_sets(["chain_sum", "nonsense"], ())
     with pytest.raises(ValueError, match="gsm_symbolic has none"):
         check_sets(["gsm_symbolic"], (1,))
-    with pytest.raises(ValueError, match="further questions, and 2000 are wanted"):
+    with pytest.raises(ValueError, match="further questions, but 2000 are needed"):
         make(["chain_sum"], (0,), 2000)
 
 

@@ -77,7 +77,7 @@ def test_ending_tokens_are_of_the_vocabulary(ids):
 @pytest.mark.parametrize("ids", [36, -1, 10**9, [1, 36], "2", [[2]], 2.0])
 def test_an_ending_token_that_is_never_sampled_is_refused(ids):
     with pytest.raises(
-        ValueError, match=r"eos_token_id=.* and the model a vocabulary of 36 tokens"
+        ValueError, match=r"eos_token_id=.* but the model has a vocabulary of 36 tokens"
     ):
         check_ending_tokens(ids, 36, DEMO)
 

@@ -206,13 +206,13 @@ def test_how_a_scorer_ends_is_named(tmp_path, body, reason, monkeypatch):
 
 
 BAD = {
-    "{'score': 1, 'pred': '\\ud800'}": "no valid UTF-8 in 'pred'",
-    "{'score': 1, 'pred': [{'a': '\\ud800'}]}": "no valid UTF-8 in 'pred'",
-    "{'score': 1, '\\ud800': 1}": "no valid UTF-8",
+    "{'score': 1, 'pred': '\\ud800'}": "not valid UTF-8 in 'pred'",
+    "{'score': 1, 'pred': [{'a': '\\ud800'}]}": "not valid UTF-8 in 'pred'",
+    "{'score': 1, '\\ud800': 1}": "not valid UTF-8",
     "{'score': 1, 'x' * 201: 1}": "names of at most 200 characters",
     "{'score': 1} | {str(i): 1 for i in range(101)}": "101 values beside the score",
-    "{'score': 1, 'log': 'x' * 10**6}": "take 1000011 bytes as JSON; at most 65536",
-    "{'score': 1, 'deep': eval('[' * 50 + ']' * 50)}": "'deep' (str) is nested over 20 deep",
+    "{'score': 1, 'log': 'x' * 10**6}": "shorten them to at most 65536 bytes",
+    "{'score': 1, 'deep': eval('[' * 50 + ']' * 50)}": "'deep' (str) is nested over 20 levels deep",
     "{'score': 10**400}": "not a finite number",
     "10**400": "not a finite number",
     "1e30": "not a finite number within 1e+09",
@@ -260,7 +260,7 @@ def test_what_a_scorer_is_given_is_what_the_rows_hold(tmp_path):
     scorer = Scorer(write(tmp_path, body), 1)
     try:
         assert scorer.score([response]) == [(1.0, {})]
-        with pytest.raises(ValueError, match="given a set: leave it out"):
+        with pytest.raises(ValueError, match="cannot receive a set: remove it"):
             scorer.score([Response("cafe", 0, "mine", "four", {1}, {})])
     finally:
         scorer.processes[0].close()

@@ -106,7 +106,7 @@ async def test_a_scorer_that_is_stopped_is_waited_for_no_longer(tokenizer_path, 
     try:
         async with asyncio.timeout(60):
             with pytest.raises(
-                ScorerHangs, match=r"scorer stood still .* 4 s: of 2 .*reward\.timeout_s = 1 s"
+                ScorerHangs, match=r"scorer stood still .* 4 s: none of 2 .*reward\.timeout_s = 1 s"
             ):
                 await scorers.score(rows(TABLE), PROMPTS)
     finally:
