@@ -1,1 +1,1 @@
-"""Tables, pictures and pages of runs, profiles and simulations, for people."""
+"""Tables, pictures and pages that show runs, profiles and simulations to people."""

@@ -1,4 +1,4 @@
-"""Picture of a step: how long its responses are, and how often each drafter was right."""
+"""Picture of a step's response lengths and of each drafter's acceptance rates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from schemas.rollout import FinishReason
 NUM_BINS = 40
 LENGTH_COLOUR, CUT_COLOUR = "#2b6cb0", "#c0282d"
 DRAFTER_COLOURS = ("#2f9e5f", "#7b3fa0", "#f5a300", "#00706b", "#c2007a")
-"""Colours of drafters in the order of their names; then from the first again."""
+"""Colours of the drafters, in the order of their names. Further drafters repeat them."""
 WIDTH_IN, HEIGHT_IN, DPI = 10.0, 3.6, 100
 
 
 @dataclass(frozen=True, slots=True)
 class StepDistributions:
-    """Lengths and acceptance of the rollouts of one step."""
+    """Response lengths and acceptance rates of the rollouts of one step."""
 
     lengths: np.ndarray
     """int64 [rollouts]: response tokens."""
@@ -28,9 +28,9 @@ class StepDistributions:
     """Length at which a response is cut."""
     num_cut: int
     acceptance: Mapping[str, np.ndarray]
-    """Accepted over drafted tokens of each rollout, by drafter: float64 [rollouts drafted for]."""
+    """Accepted / drafted tokens of each rollout, by drafter: float64 [rollouts with drafts]."""
     mean_acceptance: Mapping[str, float]
-    """Accepted over drafted tokens in all, by drafter."""
+    """Accepted / drafted tokens of all rollouts, by drafter."""
 
     @property
     def median_tokens(self) -> float:
@@ -38,7 +38,7 @@ class StepDistributions:
 
 
 def step_distributions(rows: pa.Table, max_tokens: int) -> StepDistributions:
-    """Distributions of the durable rows of a step (`Store.timed_rollouts`)."""
+    """Return the distributions of a step's durable rows (`Store.timed_rollouts`)."""
     drafted = rows["num_draft_tokens"].to_numpy()
     accepted = rows["num_accepted_tokens"].to_numpy()
     names = np.asarray(rows["drafter"].to_pylist(), dtype=object)
@@ -55,10 +55,10 @@ def step_distributions(rows: pa.Table, max_tokens: int) -> StepDistributions:
 
 
 def draw_distributions(distributions: StepDistributions, path: Path | str, title: str) -> None:
-    """A PNG: lengths on the left, acceptance on the right."""
+    """Draw a PNG: response lengths on the left, acceptance rates on the right."""
     figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN))
     lengths, acceptance = figure.subplots(1, 2)
-    # A computed layout would cost more time than the drawing.
+    # Matplotlib's automatic layout would take longer than the drawing.
     figure.subplots_adjust(left=0.07, right=0.98, top=0.84, bottom=0.15, wspace=0.2)
     figure.suptitle(title, fontsize=11)
     _draw_lengths(lengths, distributions)

@@ -1,4 +1,4 @@
-"""Ways to divide a run's GPUs, as simulated: a table, what is recommended and why, and JSON."""
+"""Report simulated divisions of a run's GPUs: a table, a recommendation with reasons, and JSON."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,7 +13,7 @@ SYNC = "sync"
 
 
 def print_divided(runs: Sequence[DividedRun], tp_degree: int, console: Console) -> None:
-    """The runs of one policy set."""
+    """Print the runs of one policy set, and the recommendation."""
     columns = ("GPUs", "step s", "rollout", "training", "between", "idle", "")
     table = plain_table("mode, placement", *columns, text=("mode, placement",), min_width=16)
     best = fastest(runs)
@@ -40,25 +40,25 @@ def print_divided(runs: Sequence[DividedRun], tp_degree: int, console: Console) 
 
 
 def recommend(runs: Sequence[DividedRun], tp_degree: int) -> list[str]:
-    """Settings of the fastest way, and why it is; of the fastest on-policy one too, where that is
-    another. `runs` are of one policy set."""
+    """Return lines with the settings of the fastest division and the reasons. If the fastest
+    on-policy division is another one, add its lines. `runs` must be of one policy set."""
     best, on_policy = fastest(runs), fastest(runs, SYNC)
     if best is None:
-        return ["none fits: take more GPUs, or larger ones"]
+        return ["no division fits: use more GPUs, or larger ones"]
     lines = [f"recommended: {settings(best.division, tp_degree)}"]
     lines += [f"  {_why(best, runs)}"]
     if on_policy and on_policy is not best:
         ratio = on_policy.step_s / best.step_s
         lines += [
             f"strictly on-policy: {settings(on_policy.division, tp_degree)}",
-            f"  {ratio:.2f} times the seconds of that, and no token of an earlier policy version; "
+            f"  takes {ratio:.2f} times as long, without tokens of earlier policy versions; "
             f"{_why(on_policy, [run for run in runs if run.division.mode == SYNC])}",
         ]
     return lines
 
 
 def settings(division: Division, tp_degree: int) -> str:
-    """Settings of a run for it."""
+    """Return the run settings for a division."""
     engines = f"rollout.num_engines={division.engine_gpus // tp_degree}"
     tp = f" rollout.tp_degree={tp_degree}" if tp_degree > 1 else ""
     return (
@@ -74,7 +74,8 @@ def gpus(division: Division) -> str:
 
 
 def divided_json(name: str, runs: Sequence[DividedRun], tp_degree: int, command: str) -> str:
-    """The same bytes for the same simulation; a row for each policy set and division."""
+    """Return the JSON report with a row for each policy set and division. The same simulation gives
+    the same bytes."""
     figures: dict[str, Cell] = {}
     for policy_set in dict.fromkeys(run.policy_set for run in runs):
         own = [run for run in runs if run.policy_set == policy_set]
@@ -87,7 +88,8 @@ def divided_json(name: str, runs: Sequence[DividedRun], tp_degree: int, command:
 
 
 def _why(best: DividedRun, runs: Iterable[DividedRun]) -> str:
-    """The nearest way of another placement or mode beside it, and what takes its time there."""
+    """Explain a division's time, and compare it with the fastest run of each other mode and
+    placement."""
     others = [run for run in runs if _kind(run) != _kind(best) and not run.lacks]
     said = f"{best.step_s:,.2f} s a step, {best.idle_share:.0%} of the GPUs' time idle"
     if best.division.mode == SYNC and best.between_s:

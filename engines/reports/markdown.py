@@ -1,4 +1,4 @@
-"""A step's page in Prefect: what was planned, what happened, what each technique did. Pure."""
+"""Write a step's page for Prefect: the plan, the result, the effect of each technique. Pure."""
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean
@@ -29,7 +29,7 @@ def step_page(
     record: str,
     savings: Savings | None = None,
 ) -> str:
-    """Markdown. `record`: where MLflow's record of the run is, as `record_link` says it."""
+    """Return the page as Markdown. `record`: sentence of `record_link` about MLflow's record."""
     timing_s = report.timing_s
     phases = [
         (words, f"{timing_s[name]:.2f}") for name, words in PHASES.items() if name in timing_s
@@ -52,9 +52,10 @@ def step_page(
 
 
 def record_link(page: str | None, runs_dir: str, experiment_id: str, run_id: str) -> str:
-    """`page`: address of MLflow's page; None where no server is known."""
+    """Return a sentence that links to the run in MLflow. `page`: address of the MLflow server, if
+    known. Without an address, the sentence says which command shows the run."""
     if page and page.startswith("http"):
-        # Without it MLflow shows its pages for applications of language models.
+        # Otherwise MLflow shows its view for LLM applications.
         kind = "?workflowType=machine_learning"
         address = f"{page.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}{kind}"
         return f"[The run in MLflow]({address}): curves, plans, rollouts, pictures of every step."
@@ -71,7 +72,7 @@ def _planned(config: TrainConfig, plan: StepPlan, batch: RolloutBatch) -> Iterab
         f"{plan.policy_version}"
     )
     if plan.num_refills:
-        yield f"{plan.num_refills} of them drawn in place of prompts that teach nothing"
+        yield f"{plan.num_refills} of them drawn to replace prompts that teach nothing"
     there = sum(share.engine < rollout.num_engines for share in batch.shares)
     yield f"{there} engines of TP {rollout.tp_degree}, mode `{config.mode}`"
     yield f"drafts: {_drafter(config, plan)}"
@@ -88,7 +89,7 @@ def _planned(config: TrainConfig, plan: StepPlan, batch: RolloutBatch) -> Iterab
         sooner = plan.expected_s < plan.equal_s
         yield f"{ends}, with equal passes after {plan.equal_s:,.1f} s" if sooner else ends
     if carried := batch.num_rollouts + batch.moves.num_deferred - plan.num_planned:
-        yield f"{carried} samples taken over from the step before"
+        yield f"{carried} samples deferred from the previous step"
 
 
 def _drafter(config: TrainConfig, plan: StepPlan) -> str:
@@ -142,12 +143,12 @@ def _techniques(config: TrainConfig, plan: StepPlan, batch: RolloutBatch) -> Ite
     moves = batch.moves
     if plan.ranking_groups:
         yield (
-            f"HistoPipe: {moves.num_migrated} requests migrated, {moves.num_deferred} left to the "
-            "next step"
+            f"HistoPipe: {moves.num_migrated} requests migrated, {moves.num_deferred} deferred to "
+            "the next step"
         )
     if config.specactor.draft_models:
         yield (
-            f"racing: {moves.num_raced} copies begun ({moves.num_raced_with_kv} with keys and "
+            f"racing: {moves.num_raced} copies started ({moves.num_raced_with_kv} with keys and "
             f"values), {moves.num_races_won} finished first, "
             f"{moves.wasted_tokens:,} tokens of losing copies"
         )
@@ -167,9 +168,9 @@ def _saved(savings: Savings | None) -> Iterable[str]:
         yield _bullets(saving_words(savings))
     if savings and savings.each:
         yield (
-            f"Predicted without it by {savings.source}, minus measured; ± how far the same "
-            "prediction is off for the step as it was. The timeline in MLflow (`timelines/`) shows "
-            "the step."
+            f"Predicted without it by {savings.source}, minus measured; ± the error of the same "
+            "prediction for the measured step. The timeline in MLflow (`timelines/`) shows the "
+            "step."
         )
 
 

@@ -1,4 +1,4 @@
-"""The memory plan of a run as a table in a terminal."""
+"""Print the memory plan of a run as a table in the terminal."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from engines.reports.tables import plain_table
 
 
 def print_plan(needs: Sequence[Need]) -> None:
-    """Nothing where nothing is known."""
+    """Print a row per need. Print nothing if no needs are known."""
     if not needs:
         return
     table = plain_table("memory", "takes GB", "of GB", "for", text=("memory", "for"))

@@ -1,5 +1,5 @@
-"""A profile for people: tables in the terminal, and pictures; its draft ladder (SpecActor, figure
-10 a) is one of each."""
+"""Show a profile as tables in the terminal and as pictures. Both include its draft ladder
+(SpecActor, figure 10 a)."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -26,20 +26,20 @@ _TICKS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Rung(NamedTuple):
-    """A row of the table."""
+    """Row of the ladder's table."""
 
     batch: int
     drafter: str
     acceptance: float
     """Probability that a draft token is accepted."""
     window: int
-    """The best one; 0: do not draft."""
+    """Best draft window. 0: drafting does not pay."""
     speedup: float
-    """Over decoding."""
+    """Speed-up over decoding without drafts."""
 
 
 def print_profile(report: ProfileReport) -> None:
-    """Show what was measured, how well the fit predicts it, and where drafting pays."""
+    """Print the measured points, the error of the fit, and the batches where drafting pays."""
     console, profile = Console(highlight=False), report.profile
     links = f", shards with the links of {profile.links}" if profile.links else ""
     console.print(
@@ -64,7 +64,7 @@ def print_profile(report: ProfileReport) -> None:
 
 
 def paying_lines(profile: Profile) -> list[str]:
-    """Up to which batch each drafter pays, at a few acceptances."""
+    """Return a line per drafter: the largest batch where it pays, at a few acceptance rates."""
     lines = []
     for drafter, surface in _surfaces(profile).items():
         largest = [(surface.max_paying_batch(p), p) for p in (0.3, 0.5, 0.7, 0.9)]
@@ -74,7 +74,7 @@ def paying_lines(profile: Profile) -> list[str]:
 
 
 def draw_profile(report: ProfileReport) -> list[Path]:
-    """Draw the pictures beside the profile; returns their files."""
+    """Draw the pictures beside the profile, and return their files."""
     directory, profile = report.profile_file.parent, report.profile
     pictures = [directory / "decode.png", directory / "prefill.png"]
     draw_curves(profile, PointKind.DECODE, pictures[0])
@@ -89,7 +89,7 @@ def draw_profile(report: ProfileReport) -> list[Path]:
 
 
 def draw_curves(profile: Profile, kind: PointKind, path: Path) -> None:
-    """Measured points and the fit, one curve per TP degree and batch size."""
+    """Draw measured points and the fit, with one curve per TP degree and batch size."""
     latency = FittedLatency(profile)
     at: Callable[[int, int, float], float]
     if kind is PointKind.DECODE:
@@ -114,8 +114,8 @@ def draw_curves(profile: Profile, kind: PointKind, path: Path) -> None:
 
 
 def draw_speedup(surface: SpeedupSurface, drafter: str, path: Path) -> None:
-    """Speed-up of the best window over batch and acceptance; the line is where drafting stops
-    paying."""
+    """Draw the speed-up of the best window over batch and acceptance rate. The white line marks
+    where drafting stops paying."""
     figure, axes = _axes("batch", "acceptance", f"best speed-up of drafting with {drafter}")
     axes.set_xscale("log", base=2)
     grid = (surface.batches, surface.acceptances, surface.speedups.T)
@@ -127,10 +127,11 @@ def draw_speedup(surface: SpeedupSurface, drafter: str, path: Path) -> None:
 
 
 def profiled_ladder(profile: Profile) -> Ladder | None:
-    """Draft ladder at the first TP degree and the median context that was verified; None without
-    drafters.
+    """Return the draft ladder at the first TP degree and the median verified context. Return None
+    without drafters.
 
-    The history is on it wherever n-gram drafting is, whose times it has (`engines.latency.fitted`).
+    The history is on the ladder if n-gram drafting is, because both take the same time
+    (`engines.latency.fitted`).
     """
     latency, points = FittedLatency(profile), _verified(profile)
     if not points or not latency.drafters:
@@ -146,12 +147,12 @@ def profiled_ladder(profile: Profile) -> Ladder | None:
 
 
 def verified_batches(profile: Profile) -> tuple[int, ...]:
-    """Batch sizes that were verified at the first TP degree, ascending."""
+    """Return the batch sizes with verification points at the first TP degree, ascending."""
     return tuple(sorted({point.batch for point in _verified(profile)}))
 
 
 def ladder_rungs(profile: Profile) -> list[Rung]:
-    """Rows of the table by batch, drafter and acceptance; empty without drafters."""
+    """Return the table's rows by batch, drafter and acceptance rate. Empty without drafters."""
     ladder = profiled_ladder(profile)
     if ladder is None:
         return []
@@ -164,7 +165,7 @@ def ladder_rungs(profile: Profile) -> list[Rung]:
 
 
 def ladder_table(rungs: list[Rung]) -> Table:
-    """A line for each batch and drafter, a column for each acceptance of a token."""
+    """Return a table with a line per batch and drafter, and a column per acceptance rate."""
     columns = ("gain (window)", "drafter", *(f"{share:.0%}" for share in ACCEPTANCES))
     table = Table(*columns, box=None, padding=(0, 2), header_style="bold")
     for (batch, drafter), line in groupby(rungs, key=lambda rung: (rung.batch, rung.drafter)):
@@ -173,7 +174,7 @@ def ladder_table(rungs: list[Rung]) -> Table:
 
 
 def draw_ladder(profile: Profile, path: Path) -> None:
-    """A panel for each batch: the best speed-up of every drafter over acceptance."""
+    """Draw a panel per batch: the best speed-up of each drafter over the acceptance rate."""
     ladder, batches = profiled_ladder(profile), _shown_batches(profile)
     assert ladder is not None
     surfaces = ladder.surfaces(batches, _LINE)
@@ -181,12 +182,12 @@ def draw_ladder(profile: Profile, path: Path) -> None:
     panels = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
     for row, (batch, axes) in enumerate(zip(batches, panels, strict=True)):
         for drafter, surface in surfaces.items():
-            # The history's line lies on that of n-gram drafting.
+            # Dash the history's line, because n-gram drafting's line lies below it.
             look = {"ls": "--", "zorder": 3} if drafter == HISTORY else {}
             axes.plot(surface.acceptances, surface.speedups[row], label=drafter, **look)
         axes.set(title=f"batch {batch}", xlabel="acceptance of a token", xlim=(0, 1))
         axes.grid(alpha=0.3)
-    # All panels share it.
+    # The panels share this y axis.
     panels[0].set_yscale("log", base=2)
     panels[0].set_yticks(_TICKS, map(str, _TICKS))
     largest = max(surface.speedups.max() for surface in surfaces.values())
@@ -197,7 +198,7 @@ def draw_ladder(profile: Profile, path: Path) -> None:
 
 
 def _surfaces(profile: Profile) -> dict[str, SpeedupSurface]:
-    """Speed-ups by drafter, over the batch sizes that were verified."""
+    """Return the speed-ups by drafter, over the batch sizes with verification points."""
     ladder = profiled_ladder(profile)
     return ladder.surfaces(verified_batches(profile), _ACCEPTANCES) if ladder else {}
 
@@ -209,13 +210,13 @@ def _axes(x_label: str, y_label: str, title: str):
 
 
 def _shown_batches(profile: Profile) -> list[int]:
-    """Those of `BATCHES` that the profile has room for, or else its largest beside them."""
+    """Return `BATCHES`, each limited to the profile's smallest and largest batch."""
     smallest, *_, largest = verified_batches(profile)
     return sorted({min(max(batch, smallest), largest) for batch in BATCHES})
 
 
 def _verified(profile: Profile) -> list[ProfilePoint]:
-    """Points of verification at the first TP degree."""
+    """Return the verification points at the first TP degree."""
     tp_degree = min(point.tp_degree for point in profile.of_kind(PointKind.DECODE))
     return [p for p in profile.of_kind(PointKind.VERIFY) if p.tp_degree == tp_degree]
 

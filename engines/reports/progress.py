@@ -1,4 +1,4 @@
-"""A run's progress in the terminal: a live line where it is one, plain lines elsewhere."""
+"""Show a run's progress: a live line in a terminal, plain lines elsewhere."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -14,28 +14,28 @@ from schemas.step import RunSummary, StepReport
 
 
 class Progress(Protocol):
-    """Reports of a run while it goes on."""
+    """Receiver of reports from a running run."""
 
     def phase(self, text: str) -> None:
-        """Tell what is being done now."""
+        """Show the current phase."""
         ...
 
     def warn(self, text: str) -> None:
-        """Tell what went wrong without ending the run."""
+        """Show a problem that does not end the run."""
         ...
 
     def rolling(self, rolling: Rolling) -> None:
-        """Say how far the generation stage is."""
+        """Show the progress of the rollout stage."""
         ...
 
     def step(self, report: StepReport, num_steps: int) -> None: ...
 
 
 class TerminalProgress:
-    """One line a step stays; the line below it, where there is a terminal, is live."""
+    """Printer of one lasting line per step. In a terminal it adds a live line below."""
 
     def __init__(self, console: Console | None = None) -> None:
-        # A text may hold anything: `[/tmp]` is no markup.
+        # Texts may contain brackets, for example `[/tmp]`: do not read them as markup.
         self._console = console or Console(markup=False)
         self._text = ""
         self._step_s: list[float] = []
@@ -64,7 +64,8 @@ class TerminalProgress:
             )
 
     def counting(self, done: int, total: int, what: str, left_s: float) -> None:
-        """Progress of something that takes long; without a terminal, a line every tenth."""
+        """Show the progress of a long operation. Without a terminal, print a line every tenth of
+        it."""
         line = f"{self._text.split(':')[0]}: {done}/{total} {what}, {left_s:.0f} s left"
         if self._live.is_started:
             self._live.update(f"  {line}")
@@ -73,7 +74,7 @@ class TerminalProgress:
 
     def step(self, report: StepReport, num_steps: int) -> None:
         self._step_s.append(report.timing_s["step"])
-        # The last few steps: lengths, and with them times, drift over a run.
+        # Average the last few steps only, because lengths and times drift over a run.
         recent = self._step_s[-8:]
         left_s = (num_steps - report.step) * sum(recent) / len(recent)
         self._console.print(
@@ -88,8 +89,8 @@ class TerminalProgress:
 
 
 class Everywhere:
-    """Reports to several at once; one that fails, such as a terminal that was closed, is a failure
-    of the record."""
+    """Sender of each report to several places. If one place fails (for example a closed terminal),
+    this counts as a failure of the record, and the run goes on."""
 
     def __init__(self, failures: Failures, *places: Progress) -> None:
         self._failures, self._places = failures, places
@@ -121,7 +122,7 @@ def accepted_text(rolling: Rolling) -> str:
 
 
 def step_line(report: StepReport, num_steps: int) -> str:
-    """A finished step in one line."""
+    """Return a finished step as one line."""
     metrics = report.metrics
     return (
         f"step {report.step:>4}/{num_steps}  reward {report.reward_mean:.3f}  "
@@ -132,7 +133,7 @@ def step_line(report: StepReport, num_steps: int) -> str:
 
 
 def print_summary(summary: RunSummary) -> None:
-    """The short table at the end of a run."""
+    """Print the short table at the end of a run."""
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_row("steps", str(summary.steps))
     table.add_row("rollouts", f"{summary.num_rollouts:,}")
@@ -161,6 +162,6 @@ def _accepted(metrics: Mapping[str, float]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds; the hours may be many."""
+    """Return HH:MM:SS. Hours may exceed 24."""
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60:02}:{minutes % 60:02}:{rest:02}"

@@ -1,4 +1,4 @@
-"""Returns from epoch to epoch, in tables and in a picture."""
+"""Tables and a picture of what repeats from epoch to epoch: text, lengths and their ranks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -13,13 +13,13 @@ from engines.accounting.returning import GROWN, LengthChanges, RankChanges, Simi
 from engines.reports.tables import plain_table
 
 STRETCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Longest stretch of each row of the table but the last."""
+"""Longest stretch in tokens of each row of the table. The last row has no limit."""
 WIDTH_IN, HEIGHT_IN, DPI = 11.0, 6.4, 100
 COLOUR, SOFT = "#2b6cb0", "#a9b0b8"
 
 
 def stretches(similarity: Similarity) -> list[tuple[str, float, float]]:
-    """(tokens, share of the stretches, share of their tokens): figure 8."""
+    """Return rows of (tokens, share of the stretches, share of their tokens), as in figure 8."""
     lengths, rows, low = similarity.segments, [], 1
     for high in (*STRETCHES, None):
         here = lengths[(lengths >= low) & (lengths <= (high or lengths.max(initial=0)))]
@@ -36,14 +36,14 @@ def tables(
     changes: Sequence[RankChanges],
     lengths: Sequence[LengthChanges],
 ) -> Iterator[tuple[str, Table]]:
-    """Titles and tables."""
-    yield "tokens of a response, and medians against the last epoch's", _lengths(lengths)
+    """Yield titles and tables."""
+    yield "tokens of a response, and medians compared with the last epoch", _lengths(lengths)
     returning = plain_table("epoch", "responses", "found again", "p10", "median", "p90")
     for one in similar:
         quantiles = np.quantile(one.rates, (0.1, 0.5, 0.9)) if len(one.rates) else (0.0,) * 3
         shares = (f"{share:.1%}" for share in (one.share, *quantiles))
         returning.add_row(f"{one.epoch + 1}", f"{len(one.rates):,}", *shares)
-    yield "tokens that the last epoch's responses have (RhymeRL, figure 6)", returning
+    yield "tokens found in the last epoch's responses (RhymeRL, figure 6)", returning
     of_length = plain_table("tokens", "stretches", "their tokens", text=["tokens"])
     for name, num, tokens in stretches(similar[-1]):
         of_length.add_row(name, f"{num:.1%}", f"{tokens:.1%}")
@@ -54,7 +54,7 @@ def tables(
         ranks.add_row(
             f"{one.epoch + 1}", f"{one.num_groups}", *(f"{share:.2%}" for share in shares)
         )
-    yield "responses against their ranking group (figure 9, table of 6.3)", ranks
+    yield "responses compared with their ranking group (figure 9, table of 6.3)", ranks
 
 
 def _lengths(lengths: Sequence[LengthChanges]) -> Table:
@@ -69,7 +69,7 @@ def _lengths(lengths: Sequence[LengthChanges]) -> Table:
 
 
 def draw(similar: Sequence[Similarity], changes: Sequence[RankChanges], path: Path) -> None:
-    """A picture of the same."""
+    """Draw the picture of these results."""
     figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
     (share, rates), (lengths, ranks) = figure.subplots(2, 2)
     epochs = [one.epoch + 1 for one in similar]
@@ -99,7 +99,7 @@ def figures(
     changes: Sequence[RankChanges],
     lengths: Sequence[LengthChanges],
 ) -> dict[str, float]:
-    """Means over epochs, by flat names."""
+    """Return means over the epochs by flat name."""
     means = {"found_share": float(np.mean([one.share for one in similar]))}
     for name in ("rank_correlation", "grown", "shrunk"):
         known = [value for one in lengths if (value := getattr(one, name)) is not None]
@@ -117,8 +117,8 @@ def rows(
     changes: Sequence[RankChanges],
     lengths: Sequence[LengthChanges],
 ) -> list[dict[str, Any]]:
-    """A row for each epoch, for each one after the first, and for each of those and number of
-    ranking groups."""
+    """Return the JSON rows: lengths of each epoch, similarity of each epoch after the first, and
+    rank changes of each such epoch and number of ranking groups."""
     found = [
         {
             "epoch": one.epoch + 1,

@@ -1,4 +1,4 @@
-"""Runs, and how they look in the terminal: all as a table, one in full, one as it goes on."""
+"""Show runs in the terminal: a table of all runs, one run in full, and a live view."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,46 +23,46 @@ from schemas.step import RunSummary, StepReport
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVE_COLUMNS = 60
-"""Longest curve; of more steps, neighbours are averaged."""
+"""Longest curve in characters. With more steps, each character is a mean of adjacent steps."""
 PHASES = ("sync", "rollout", "reward", "train", "step")
-"""Phases whose seconds are shown, of `StepReport.timing_s`."""
+"""Keys of `StepReport.timing_s` that tables show."""
 
 
 class RunState(StrEnum):
     RUNNING = "running"
     FINISHED = "finished"
     STOPPED = "stopped"
-    """Interrupted, cancelled or killed: it can be resumed."""
+    """Interrupted, cancelled or killed. You can resume it."""
     FAILED = "failed"
-    """Ended with an error; it can be resumed once that is mended."""
+    """Ended with an error. You can resume it after fixing the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """One run by its directory, alive or not; `tasks.run.record` reads it."""
+    """Record of one run, read from its directory by `tasks.run.record`."""
 
     run_dir: Path
     live: bool
-    """A process holds it."""
+    """Whether a process is running it."""
     config: TrainConfig | None
-    """None when it cannot be read."""
+    """None if it cannot be read."""
     progress: RunProgress | None
-    """None of a run that an earlier version made."""
+    """None for a run of an earlier version."""
     summary: RunSummary | None
-    """None before the end, and when it cannot be read."""
+    """None before the end, or if it cannot be read."""
     steps: Sequence[StepReport]
-    """Finished ones, in order."""
+    """Finished steps, in order."""
     checkpoint: Path | None
-    """The last one."""
+    """Last checkpoint."""
     mlflow_run: str | None
     modified_s: float
-    """Unix time of its last start, when its config was written."""
+    """Unix time of the last start: when the config was written."""
     troubles: Sequence[str] = ()
-    """Complaints about parts of the directory that cannot be read."""
+    """Messages about parts of the directory that cannot be read."""
     changes: Sequence[SettingChange] = ()
-    """Settings that were changed when it was resumed."""
+    """Settings that changed when the run was resumed."""
     crashes: Sequence[Crash] = ()
-    """Crashes that it has gone on after by itself."""
+    """Crashes from which the run recovered by itself."""
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ class RunRecord:
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of the whole run; None where it is not known."""
+        """Number of steps of the whole run. None: unknown."""
         if self.progress:
             return self.progress.num_steps
         return self.summary.steps if self.summary else None
@@ -90,16 +90,16 @@ class RunRecord:
 
     @property
     def started_s(self) -> float:
-        """Unix time of its first start; of its last one for a run that an earlier version made."""
+        """Unix time of the first start; for a run of an earlier version, of the last start."""
         return self.progress.first_started_s if self.progress else self.modified_s
 
     @property
     def failures(self) -> Mapping[str, int]:
-        """Failures of what records the run, by kind."""
+        """Number of failures to record the run (MLflow, pictures, terminal), by kind."""
         return self.progress.failures if self.progress else {}
 
     def wall_s(self, now_s: float) -> float | None:
-        """Seconds that its processes took; None where it is not known."""
+        """Return the seconds that the run's processes took. None: unknown."""
         if self.progress is None:
             return self.summary.wall_s if self.summary else None
         if self.live:
@@ -118,11 +118,11 @@ STATES = {
     RunState.STOPPED: ("stopped, resumable", "yellow"),
     RunState.FAILED: ("failed", "red"),
 }
-"""Words for each state, and their style."""
+"""Words and style of each state."""
 
 
 def print_runs(records: Sequence[RunRecord], console: Console, now_s: float) -> None:
-    """One line a run; below, what of them cannot be read."""
+    """Print one line per run, then messages about files that cannot be read."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("run", "mode", "state", "step", "epochs", "reward", "started", "wall time"):
         table.add_column(name, no_wrap=name != "run", justify="right" if name == "step" else "left")
@@ -146,7 +146,7 @@ def print_runs(records: Sequence[RunRecord], console: Console, now_s: float) -> 
 
 
 def print_run(record: RunRecord, console: Console, now_s: float, num_rows: int | None) -> None:
-    """Show a run in full, with the last `num_rows` steps; None: all."""
+    """Show a run in full, with its last `num_rows` steps. None: all steps."""
     console.print(f"{record.name}: {STATES[record.state][0]}", style="bold")
     console.print(_facts(record, now_s))
     _print_troubles(record, console)
@@ -162,7 +162,8 @@ def print_run(record: RunRecord, console: Console, now_s: float, num_rows: int |
 
 
 def step_table(steps: Iterable[StepReport]) -> Table:
-    """A row a step. Idle: of the engines' time since the step before."""
+    """Return a table with one row per step. Idle is a share of the engines' time since the previous
+    step."""
     names = ("step", "epoch", "reward", "length", "tokens/s", "accepted", "a pass", "idle")
     table = plain_table(*names, *(f"{phase} s" for phase in PHASES))
     for step in steps:
@@ -186,7 +187,8 @@ def step_cells(step: StepReport) -> list[str]:
 
 
 def sparkline(values: Sequence[float], num_columns: int = CURVE_COLUMNS) -> str:
-    """Blocks from the lowest to the highest; neighbours are averaged where there is no room."""
+    """Draw values as blocks between the lowest and the highest value. If there are more values than
+    columns, average adjacent ones."""
     if not values:
         return ""
     num = min(len(values), num_columns)
@@ -202,7 +204,7 @@ def reward_curve(rewards: Sequence[float]) -> str:
 
 
 def live_view(record: RunRecord, now_s: float) -> RenderableType:
-    """View of a running run."""
+    """Return the live view of a running run."""
     assert record.progress is not None
     so_far = f"  step {_step_of(record)}  {clock(record.wall_s(now_s) or 0.0)}  "
     parts: list[RenderableType] = [
@@ -225,7 +227,7 @@ def rolling_text(rolling: Rolling) -> str:
 
 
 def what_next(record: RunRecord) -> list[str]:
-    """Sentences about what a person may want to do with it now."""
+    """Return commands that the user may want next, with the run's error if it failed."""
     run = record.run_dir
     if record.state is RunState.RUNNING:
         return [f"watch it: refrain show {run} --follow"]
@@ -264,7 +266,7 @@ def _facts(record: RunRecord, now_s: float) -> Table:
 
 
 def config_facts(config: TrainConfig) -> dict[str, str]:
-    """The config in brief."""
+    """Return the main settings by name."""
     rollout, files = config.rollout, ", ".join(map(str, config.data.train))
     return {
         "mode": f"{config.mode}, {config.num_epochs} epochs, seed {config.seed}",
@@ -312,8 +314,8 @@ def _moment(at_s: float) -> str:
 
 
 def print_evaluation(report: EvaluationReport, console: Console) -> None:
-    """A row for each data source; `maj@n` where the scorer tells the answer. Means have their
-    standard error behind them, where there is more than one prompt."""
+    """Print one row per data source. `maj@n` needs a scorer that returns answers. A mean over
+    several prompts has its standard error after it."""
     names = (f"mean@{report.samples}", f"best@{report.samples}", f"maj@{report.samples}")
     table = plain_table("data source", "prompts", *names, text=("data source",))
     for source in report.sources:

@@ -1,5 +1,5 @@
-"""Result of a simulation: tables and pictures for people, JSON for machines. Always labelled
-SIMULATION."""
+"""Reports of a simulation: tables and pictures for people, JSON for machines. Each report carries
+the label SIMULATION."""
 
 import json
 import re
@@ -22,49 +22,49 @@ from engines.simulate.pace import Interval
 from schemas.simulate import PolicySetSummary, SimulatedStep
 
 MAX_LISTED_ENGINES = 16
-"""Engines up to which each is listed; of more, only the least, median and largest idle share."""
+"""With more engines than this, the table shows only the least, median and largest idle share."""
 PACKAGES = ("refrain", "numpy", "scipy")
-"""Packages on whose version a figure may depend."""
+"""Packages whose version may change a figure."""
 SHARES = ("idle_share", "one_left_share", "last_alone_share")
 Cell = str | int | float
 NUM_BINS = 1200
-"""Parts of a step in its picture."""
+"""Number of time bins of a step in its picture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A figure that a paper prints of its baseline."""
+    """Figure that a paper prints for its baseline."""
 
     figure: str
-    """The simulated counterpart, as `figures` names it."""
+    """Name of the simulated counterpart in `figures`."""
     printed: str
-    """Value that the paper prints, and where."""
+    """Value that the paper prints, with its place."""
     note: str
-    """Remark on how far the settings are free of the figure."""
+    """Remark on whether the simulation's settings were chosen with this figure in mind."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationOutcome:
-    """One trace on one cluster, every policy set on every step."""
+    """Results of one trace on one cluster: every policy set on every step."""
 
     name: str
     results: Sequence[SimulatedStep]
     measured_s: Mapping[int, float]
-    """Measured seconds by step, where the trace is of a run that took so long."""
+    """Measured seconds of each step. Empty if the trace is not of a measured run."""
     facts: Sequence[Fact] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """Gains of a paper's parts, as JSON has them."""
+    """Speed-ups from the parts of a paper's technique, for the JSON report."""
 
     figures: Mapping[str, float]
     rows: Sequence[Mapping[str, Cell]]
 
 
 def calibrate(outcome: SimulationOutcome) -> dict[str, tuple[float, float]]:
-    """Medians of |simulated - measured| / measured and of simulated / measured over the steps that
-    were measured, by policy set; empty when none was."""
+    """Return two medians for each policy set, over the measured steps: of |simulated - measured| /
+    measured, and of simulated / measured. Empty without measured steps."""
     ratios: dict[str, list[float]] = {}
     for result in outcome.results:
         if measured_s := outcome.measured_s.get(result.step):
@@ -76,7 +76,8 @@ def calibrate(outcome: SimulationOutcome) -> dict[str, tuple[float, float]]:
 
 
 def figures(outcome: SimulationOutcome) -> dict[str, float]:
-    """Flat names: the first policy set is `baseline_`, the others go by their names."""
+    """Return figures by flat name. The prefix is `baseline_` for the first policy set, and the
+    name of each other one."""
     values: dict[str, float] = {}
     for index, row in enumerate(summarise(outcome.results)):
         name = flat(row.policy_set) if index else "baseline"
@@ -97,8 +98,8 @@ def to_json(
     command: str,
     ablations: Sequence[Ablation] = (),
 ) -> str:
-    """The same bytes for the same simulation; a row for each step and policy set, and for each
-    configuration of an ablation, on a line."""
+    """Return the JSON report, with one line for each row: for each step and policy set, and for
+    each configuration of an ablation. The same simulation gives the same bytes."""
     several = len(outcomes) > 1
     found, rows = {}, []
     for outcome in outcomes:
@@ -115,7 +116,7 @@ def to_json(
 def report_json(
     name: str, figures: Mapping[str, Cell], rows: Sequence[Mapping[str, Cell]], command: str
 ) -> str:
-    """Figures and rows of a simulation, a row on a line."""
+    """Return the JSON of a simulation's figures and rows, with one line for each row."""
     parts = {
         "name": json.dumps(name),
         "simulation": "true",
@@ -139,7 +140,7 @@ def print_outcome(outcome: SimulationOutcome, console: Console) -> None:
     if calibration := calibrate(outcome):
         num_steps = len({r.step for r in outcome.results if r.step in outcome.measured_s})
         console.print(
-            f"against the run itself, which places by `ranked`: median of {num_steps} steps"
+            f"compared with the measured run, which places by `ranked`: median of {num_steps} steps"
         )
         table = _table("error", "simulated / measured")
         for name, (error, ratio) in calibration.items():
@@ -149,7 +150,7 @@ def print_outcome(outcome: SimulationOutcome, console: Console) -> None:
 
 
 def print_facts(outcomes: Sequence[SimulationOutcome], console: Console) -> None:
-    """Print what the papers say beside what was simulated, on lines of their own."""
+    """Print the papers' figures beside the simulated ones, one line each."""
     for outcome in outcomes:
         found = figures(outcome)
         for fact in outcome.facts:
@@ -158,7 +159,8 @@ def print_facts(outcomes: Sequence[SimulationOutcome], console: Console) -> None
 
 
 def batch_over_time(timelines: Sequence[Sequence[Interval]], step_s: float) -> np.ndarray:
-    """Mean batch size of each engine in each of `NUM_BINS` equal parts of the step; [E, T]."""
+    """Return the mean batch size of each engine in each of `NUM_BINS` equal parts of the step:
+    [engines, bins]."""
     edges = np.linspace(0.0, step_s, NUM_BINS + 1)
     rows = []
     for intervals in timelines:
@@ -172,7 +174,8 @@ def batch_over_time(timelines: Sequence[Sequence[Interval]], step_s: float) -> n
 def draw_gantt(
     timelines: Sequence[Sequence[Interval]], step_s: float, path: Path, title: str
 ) -> None:
-    """A PNG: one line per engine, coloured by batch size (logarithmic), white where idle."""
+    """Draw a PNG with one line per engine. The colour is the batch size (logarithmic), white is
+    idle time."""
     batches = batch_over_time(timelines, step_s)
     busy = np.ma.masked_less(batches, 1e-3)
     figure = Figure(figsize=(10, min(12.0, 2.0 + 0.25 * len(timelines))), layout="constrained")
@@ -234,7 +237,7 @@ def _row(result: SimulatedStep, outcome: SimulationOutcome) -> dict[str, Cell]:
 
 
 def short(value: Cell) -> Cell:
-    """Six digits of a fraction: what is the same on every machine."""
+    """Round a float to six significant digits, which are the same on every machine."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 

@@ -1,4 +1,4 @@
-"""Tables in a terminal, all alike: without a frame, numbers whole and to the right."""
+"""Style of all terminal tables: no frame, numbers to the right and never wrapped."""
 
 from collections.abc import Collection
 
@@ -12,12 +12,12 @@ def plain_table(
     min_width: int | None = None,
     header: bool = True,
 ) -> Table:
-    """A table without rows.
+    """Return a table without rows.
 
     Args:
-        text: Columns that hold words; where room is short they fold.
-        gap: Spaces between two columns.
-        min_width: Characters that a column of words has at least.
+        text: Columns that hold words. They wrap when the terminal is narrow.
+        gap: Number of spaces between two columns.
+        min_width: Least width of a column of words, in characters.
     """
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=header)
     for column in columns:
@@ -29,8 +29,8 @@ def plain_table(
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """The text with escapes in place of characters that a terminal could obey, as in ``\\x1b[2J``.
-    With `lines`, line feeds and tabs stay."""
+    """Escape control characters, which could command the terminal (for example ``\\x1b[2J``). With
+    `lines`, keep line feeds and tabs."""
     if text.isprintable():
         return text
     kept = "\n\t" if lines else ""

@@ -1,4 +1,4 @@
-"""Picture and tables of a stretch of a run, by engine."""
+"""Picture and tables of a time window of a run, by engine."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,17 +18,17 @@ from matplotlib.patches import Patch
 from schemas.timeline import Activity, MoveKind, MoveRecord, Savings, Span, Timeline
 
 BETWEEN_COLOUR = "#d5d8dc"
-"""Colour between lanes, so that white is idle time and nothing else."""
+"""Colour between lanes, so that white always means idle time."""
 MAIN_COLOUR = "#2b6cb0"
 STEP_COLOURS = ("#9fd4b1", "#cdbbe8", "#e0cf9b", "#a9c9ea")
-"""Colours of the other steps, in the order in which they begin; then from the first again."""
+"""Colours of the other steps, in the order in which they begin. Further steps repeat them."""
 OTHERS = " and others"
 CLEAR_COLOUR, UNCLEAR_COLOUR = "#2f855a", "#b8bec6"
-"""Colours of what a technique saved, where it can be told from none and where not."""
+"""Colours of savings that are larger than their uncertainty, and of those that are not."""
 
 
 class Look(NamedTuple):
-    """How something is shown."""
+    """Words and colour of an activity or a move."""
 
     words: str
     colour: str
@@ -43,7 +43,7 @@ ACTIVITIES = {
     Activity.PARKED: Look("parked: its GPUs are in another layout", "#a9b0b8"),
     Activity.TRAINING: Look("training, on the same GPUs", "#8fb3a3"),
 }
-"""All but rollouts, whose colours are those of their steps."""
+"""Looks of all activities except rollouts, which have the colour of their step."""
 MOVES = {
     MoveKind.MIGRATED: Look("migrated", "black"),
     MoveKind.DEFERRED: Look("deferred to the next step", "#c2007a", (0, (3, 1.5))),
@@ -54,32 +54,33 @@ MOVE_COLUMNS = (
     *("migrated_in", "migrated_out", "deferred_out", "raced_in", "raced_out"),
     *("reshaped_in", "reshaped_out"),
 )
-"""Counts of moves in a table. A request that was raced on another engine goes on here too."""
+"""Counts of moves in a table. A request in `raced_out` also continues on its own engine."""
 MAX_MOVES = 5000
-"""Rows of a step's table of moves; further ones are in the counts."""
+"""Most rows of a step's table of moves. The counts include further moves."""
 
 LANE_HEIGHT = 0.76
-"""Share of the distance between lanes that a lane fills."""
+"""Height of a lane, as a share of the distance between lanes."""
 MAX_LABELS = 32
-"""Lanes up to which each has a label; of more, only every second, third, ... has one."""
+"""Most labelled lanes. With more lanes, only every second, third, ... has a label."""
 MAX_ROOMY = 12
-"""Lanes that are high enough for words in them, at most so many."""
+"""Up to this many lanes, a lane is high enough for words."""
 WIDE_SHARE = 0.07
-"""Share of the window from which an idle stretch has room for words."""
+"""Shortest idle stretch that has room for words, as a share of the window."""
 NUM_SLOTS = 150
-"""Slots of the window; moves between the same two engines in one slot are one arrow."""
+"""Time slots of the window. Moves of one kind and engine pair in a slot are drawn as one arrow."""
 LEAN_SHARE = 0.012
-"""Share of the window by which a move's arrow leans, so that moves of one moment stay apart."""
+"""Slant of a move's arrow as a share of the window, so that simultaneous moves stay apart."""
 LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.7, 0.3, 0.6, 1.2
-"""Margins in inches. A computed layout would cost more time than the drawing."""
+"""Margins in inches. Matplotlib's automatic layout would take longer than the drawing."""
 BAR_IN, CHART_MARGINS_IN, CHART_BOTTOM_IN = 0.3, 1.1, 0.5
-"""A bar of the chart with its distance to the next; above and below all bars; below the axis."""
+"""Chart of savings in inches: distance of its bars; margins above and below all bars together;
+margin below the axis."""
 WIDTH_IN, DPI = 10.0, 100
 
 
 def timeline_rows(timeline: Timeline) -> list[dict[str, Any]]:
-    """A row per engine: seconds within the window by activity, and numbers of moves; then one of
-    `all`, whose idle share is the bubble share."""
+    """Return a row per engine: seconds of each activity within the window, and counts of moves. The
+    last row is `all`, whose idle share is the bubble share."""
     spans: dict[int, list[Span]] = defaultdict(list)
     for span in timeline.spans:
         spans[span.engine].append(span)
@@ -99,8 +100,8 @@ def timeline_rows(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def move_rows(timeline: Timeline) -> list[dict[str, Any]]:
-    """A row per move, in order of time: the request, from where to where, in seconds since the
-    window began, with so many response tokens."""
+    """Return a row per move, in order of time, at most `MAX_MOVES`. Times are in seconds since the
+    window began, `num_tokens` counts response tokens."""
     return [
         {
             "request": str(move.id),
@@ -117,8 +118,8 @@ def move_rows(timeline: Timeline) -> list[dict[str, Any]]:
 def draw_timeline(
     timeline: Timeline, path: Path | str, title: str, savings: Savings | None = None
 ) -> None:
-    """A PNG: one lane per engine over the seconds of the window, white where it is idle; below them
-    what each technique saved, where that is known."""
+    """Draw a PNG with one lane per engine over the seconds of the window. White is idle time. Below
+    the lanes is the time that each technique saved, if known."""
     lanes = {engine: lane for lane, engine in enumerate(timeline.engines)}
     roomy = len(lanes) <= MAX_ROOMY
     bars = clip_spans(timeline)
@@ -144,8 +145,8 @@ def draw_timeline(
 
 
 def clip_spans(timeline: Timeline) -> list[Span]:
-    """Spans within the window, in order of time, in seconds since it began; one that goes on ends
-    with it."""
+    """Return the spans in order of time, cut at both ends of the window, in seconds since its
+    start."""
     begin_s, clipped = timeline.start_s, []
     for span in sorted(timeline.spans, key=lambda span: span.start_s):
         start_s, end_s = max(span.start_s, begin_s), min(span.end_s, timeline.end_s)
@@ -155,8 +156,8 @@ def clip_spans(timeline: Timeline) -> list[Span]:
 
 
 def join_moves(timeline: Timeline) -> Mapping[MoveRecord, int]:
-    """The first move of each slot of time, kind and pair of engines, in order of time since the
-    window began: one arrow for so many."""
+    """Return the arrows to draw, in order of time, with the number of moves that each stands for.
+    An arrow is the first move of its time slot, kind and pair of engines."""
     slot_s = timeline.window_s / NUM_SLOTS or 1.0
     first: dict[tuple[int, int, int, MoveKind], MoveRecord] = {}
     arrows = Counter[MoveRecord]()
@@ -167,8 +168,8 @@ def join_moves(timeline: Timeline) -> Mapping[MoveRecord, int]:
 
 
 def step_colours(bars: Sequence[Span]) -> dict[str, str]:
-    """Colours by step, in the order in which they begin; the step with the most rollout time has
-    the main one."""
+    """Return colours by step, in the order in which steps begin. The step with the most rollout
+    time gets the main colour."""
     rollout_s: dict[str, float] = defaultdict(float)
     for bar in bars:
         if bar.activity is Activity.ROLLOUT:
@@ -182,7 +183,8 @@ def step_colours(bars: Sequence[Span]) -> dict[str, str]:
 def idle_stretches(
     bars: Sequence[Span], engine: int, window_s: float
 ) -> Iterator[tuple[float, float]]:
-    """Beginnings and ends, in seconds since the window began; `bars` are in order of time."""
+    """Yield the start and end of each idle stretch, in seconds since the window began. `bars` must
+    be in order of time."""
     free_s = 0.0
     for bar in bars:
         if bar.engine == engine:
@@ -201,7 +203,7 @@ def _add_axes(figure: Figure, bottom_in: float, height_in: float) -> Axes:
 def _draw_bars(
     axes: Axes, bars: Sequence[Span], lanes: Mapping[int, int], window_s: float
 ) -> list[Patch]:
-    """Lanes are white, bars lie over them. Returns what explains them in the legend."""
+    """Draw white lanes with bars over them. Return the legend's entries."""
     _draw_boxes(axes, [(lane, 0.0, window_s) for lane in lanes.values()], "white")
     colours = step_colours(bars)
     boxes: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
@@ -212,7 +214,7 @@ def _draw_bars(
     words = _step_words(colours)
     words |= {look.colour: look.words for look in ACTIVITIES.values()}
     for colour in words:
-        # However short, a sync or a restart is seen.
+        # Draw a border, so that even a short sync or restart is visible.
         _draw_boxes(axes, boxes[colour], colour, 0.0 if colour in colours.values() else 1.0)
     handles = [Patch(color=colour, label=text) for colour, text in words.items() if boxes[colour]]
     return [*handles, Patch(facecolor="white", edgecolor="0.4", label="idle (a bubble)")]
@@ -233,7 +235,7 @@ def _draw_boxes(
 
 
 def _step_words(colours: Mapping[str, str]) -> dict[str, str]:
-    """Words for each colour, for the legend."""
+    """Return the legend's words for each colour."""
     words: dict[str, str] = {}
     for label, colour in colours.items():
         if colour not in words:
@@ -246,7 +248,7 @@ def _step_words(colours: Mapping[str, str]) -> dict[str, str]:
 def _write_idle(
     axes: Axes, bars: Sequence[Span], lanes: Mapping[int, int], window_s: float
 ) -> None:
-    """Write idle seconds at the bottom of the lane, as arrows begin and end in its middle."""
+    """Write idle seconds at the bottom of lanes, because arrows start and end in the middle."""
     for engine, lane in lanes.items():
         for start_s, end_s in idle_stretches(bars, engine, window_s):
             if end_s - start_s >= WIDE_SHARE * window_s:
@@ -258,8 +260,7 @@ def _write_idle(
 def _draw_arrows(
     axes: Axes, arrows: Collection[MoveRecord], lanes: Mapping[int, int], roomy: bool
 ) -> list[Line2D]:
-    """Draw each arrow from a dot at the time of the move. Returns what explains them in the
-    legend."""
+    """Draw each arrow from a dot at the time of the move. Return the legend's entries."""
     handles = []
     for kind, look in MOVES.items():
         own = [arrow for arrow in arrows if arrow.kind is kind]
@@ -274,7 +275,7 @@ def _draw_arrows(
 def _draw_arrows_alike(
     axes: Axes, arrows: Collection[MoveRecord], look: Look, lanes: Mapping[int, int], roomy: bool
 ) -> None:
-    """All of one kind. Where there is no room, many are thin and see-through."""
+    """Draw all arrows of one kind. If there is little room, draw them thin and translucent."""
     _, colour, dashes = look
     tails = np.array([(arrow.at_s, lanes[arrow.from_engine]) for arrow in arrows])
     heads = np.array([(arrow.at_s, lanes[arrow.to_engine]) for arrow in arrows])
@@ -303,7 +304,7 @@ def _label(axes: Axes, rows: Sequence[Mapping[str, Any]], title: str) -> None:
 
 
 def _explain(figure: Figure, handles: Sequence[Artist], chart_in: float) -> None:
-    """The legend, below the axis."""
+    """Draw the legend below the axis."""
     top = (BOTTOM_IN + chart_in - 0.5) / figure.get_figheight()
     legend = figure.legend(handles=handles, ncols=4, fontsize=9, frameon=False)
     legend.set_loc("upper center")
@@ -311,7 +312,7 @@ def _explain(figure: Figure, handles: Sequence[Artist], chart_in: float) -> None
 
 
 def _draw_savings(axes: Axes, savings: Savings) -> None:
-    """A bar for each technique, grey where it cannot be told from none."""
+    """Draw a bar for each technique, grey if its saving is within the uncertainty."""
     places = range(len(savings.each))
     axes.barh(
         places,

@@ -1,8 +1,8 @@
-"""A step's timeline as one HTML file that opens without a server and asks no network. Pure.
+"""Write a step's timeline as one HTML file that needs no server and no network. Pure.
 
     timeline, requests, savings ─► page_data (JSON) ─► the template's script draws it
 
-The script writes data into the page as text and as numbers alone, never as markup.
+The script inserts data only as text and numbers, never as markup.
 """
 
 import json
@@ -27,20 +27,21 @@ from schemas.timeline import Activity, RecordedTimeline, Savings, Timeline
 TEMPLATE = Path(__file__).with_name("timeline_page.html")
 PLACEHOLDER = "/*DATA*/"
 _GRAIN_SHARE = 1 / 400
-"""Share of the window within which requests count as begun together, for the order of rows."""
+"""Share of the window. Requests that begin this close together count as simultaneous when rows are
+ordered."""
 _DIGITS = 4
-"""Decimals of seconds."""
+"""Number of decimals of seconds."""
 _ESCAPES = str.maketrans({char: f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"})
-"""Characters that could end a script element, or a line of a script."""
+"""Escapes for characters that could end a script element or a line of a script."""
 
 Gpus = Mapping[int, tuple[int, ...]]
-"""GPUs of each engine, numbered over all nodes."""
+"""GPUs of each engine, numbered across all nodes."""
 
 
 def timeline_page(
     recorded: RecordedTimeline, requests: Sequence[StepRequest], gpus: Gpus, title: str
 ) -> str:
-    """The file's content. `gpus` may lack engines: they are given the next free ones."""
+    """Return the file's content. Engines missing in `gpus` get the next free GPU numbers."""
     text = json.dumps(
         page_data(recorded, requests, gpus, title), ensure_ascii=False, separators=(",", ":")
     )
@@ -51,7 +52,7 @@ def timeline_page(
 def page_data(
     recorded: RecordedTimeline, requests: Sequence[StepRequest], gpus: Gpus, title: str
 ) -> dict[str, Any]:
-    """Everything that the page shows; times are seconds since the window began."""
+    """Return all data of the page. Times are in seconds since the window began."""
     timeline = recorded.timeline
     window_s = timeline.window_s
     gpus = _all_placed(timeline, gpus)
@@ -101,8 +102,8 @@ def _all_placed(timeline: Timeline, gpus: Gpus) -> dict[int, tuple[int, ...]]:
 def _request_columns(
     requests: Sequence[StepRequest], gpus: Gpus, window_s: float
 ) -> dict[str, list[Any]]:
-    """Names are told once; a stay points to its request, and has a row of its lane: that of its
-    engine's first GPU."""
+    """Return requests and their stays on engines. Names are stored once and referenced by index. A
+    stay refers to its request, and ends with its row in the lane of its engine's first GPU."""
     prompts = {request.id.prompt_key: 0 for request in requests}
     words = {word: 0 for r in requests for word in (r.drafter, r.finish_reason)}
     for table in (prompts, words):
@@ -144,7 +145,7 @@ def _request_row(
 
 
 def _share(share: EngineShare) -> list[float] | None:
-    """[engine, drafting, verifying, decoding, the rest] in seconds, where it was measured."""
+    """Return [engine, drafting, verifying, decoding, rest] in seconds, or None if not measured."""
     if share.rest_s is None:
         return None
     drafting = share.drafting

@@ -1,8 +1,8 @@
-"""Trace of what engines did, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Export the engines' activities as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-While a run goes on, each step's timeline is written to `timelines/SPLIT-STEP.json` in its
-directory; `trace_events` makes one trace-event file of them: a process for each engine, with a lane
-of what it did and, where they are known, its rollouts below; arrows for moves.
+A run writes the timeline of each step to `timelines/SPLIT-STEP.json` in its directory.
+`trace_events` joins them into one trace-event file. Each engine is a process with a lane of its
+activities, and its rollouts below if they are known. Arrows show moves.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,23 +22,24 @@ Event = dict[str, Any]
 
 
 def write_timeline(run_dir: Path, name: str, recorded: RecordedTimeline) -> None:
-    """Write a timeline over one of the same name: that of a step that was begun before."""
+    """Write a timeline. Overwrite one of the same name, which is from an earlier attempt at the
+    step."""
     file = run_dir / FOLDER / f"{name}.json"
     file.parent.mkdir(exist_ok=True)
     write_durably(file, _ADAPTER.dump_json(recorded).decode())
 
 
 def read_timeline(run_dir: Path, name: str) -> RecordedTimeline:
-    """Raises ValueError when there is none of this name."""
+    """Return the timeline of this name. Raises ValueError when there is none."""
     file = run_dir / FOLDER / f"{name}.json"
     if not file.is_file():
         there = ", ".join(sorted(found.stem for found in file.parent.glob("[!.]*.json"))) or "none"
-        raise ValueError(f"{file} does not exist; timelines there are: {there}")
+        raise ValueError(f"{file} does not exist. Available timelines: {there}")
     return _read(file)
 
 
 def read_timelines(run_dir: Path) -> list[RecordedTimeline]:
-    """Timelines in order of time; none of a run that an earlier version made."""
+    """Return all timelines in order of time. Runs of earlier versions have none."""
     files = sorted((run_dir / FOLDER).glob("[!.]*.json"))
     found = map(_read, files)
     return sorted(found, key=lambda recorded: recorded.unix_s(recorded.timeline.start_s))
@@ -50,15 +51,15 @@ def _read(file: Path) -> RecordedTimeline:
         return _ADAPTER.validate_json(content)
     except ValidationError as error:
         raise ValueError(
-            f"{file} is damaged ({first_problem(error)}): move it away; the others are read"
+            f"{file} is damaged ({first_problem(error)}). Move it away to read the other timelines"
         ) from error
 
 
 def trace_events(
     timelines: Sequence[RecordedTimeline], rollouts: Iterable[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """The file's content. `rollouts` have `name`, `engine`, `started_s` and `finished_s` (Unix
-    times) and `args`. Times are microseconds since the first timeline began."""
+    """Return the file's content. `rollouts` have `name`, `engine`, `started_s` and `finished_s`
+    (Unix times) and `args`. Times are microseconds since the first timeline or rollout began."""
     rollouts = list(rollouts)
     begin_s = min(
         [
@@ -86,7 +87,7 @@ def _names(engine: int) -> Iterator[Event]:
 
 
 def _spans(timelines: Sequence[RecordedTimeline], begin_s: float) -> Iterator[Event]:
-    """Spans, each once: one that goes on when a step ends is in the next timeline too."""
+    """Yield each span once. A span that continues past a step's end is in two timelines."""
     ends: dict[tuple[int, Activity, str, float], float] = {}
     for recorded in timelines:
         for span in recorded.timeline.spans:
@@ -106,7 +107,7 @@ def _spans(timelines: Sequence[RecordedTimeline], begin_s: float) -> Iterator[Ev
 
 
 def _moves(timelines: Sequence[RecordedTimeline], begin_s: float) -> Iterator[Event]:
-    """An arrow from engine to engine, and a mark where it begins."""
+    """Yield an arrow for each move, and a mark at its start."""
     moves = {
         (recorded.unix_s(move.at_s), move)
         for recorded in timelines
@@ -122,7 +123,7 @@ def _moves(timelines: Sequence[RecordedTimeline], begin_s: float) -> Iterator[Ev
 
 
 def _rollouts(rollouts: Iterable[Mapping[str, Any]], begin_s: float) -> Iterator[Event]:
-    """Rollouts as asynchronous slices, which viewers put into as many rows as it takes."""
+    """Yield rollouts as asynchronous slices. Viewers spread these over as many rows as needed."""
     for number, rollout in enumerate(rollouts):
         common = {"cat": "rollout", "name": rollout["name"], "id": number, "tid": 0}
         common["pid"] = rollout["engine"]

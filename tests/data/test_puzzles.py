@@ -118,7 +118,7 @@ def test_sets_take_turns_easier_ones_come_first_and_none_comes_twice():
 def test_what_it_does_not_have_is_named():
     with pytest.raises(ValueError, match="no set nonsense: it has ab, acre"):
         check_sets(["chain_sum", "nonsense"], ())
-    with pytest.raises(ValueError, match="gsm_symbolic has none"):
+    with pytest.raises(ValueError, match="gsm_symbolic has no difficulty levels"):
         check_sets(["gsm_symbolic"], (1,))
     with pytest.raises(ValueError, match="further questions, but 2000 are needed"):
         make(["chain_sum"], (0,), 2000)

@@ -39,7 +39,7 @@ def test_padding_and_further_tokens_make_no_other_vocabulary(tokens):
     [
         (drafter({0: "a", 1: "c", 2: "b"}), "token 1 is 'c' in drafter and 'b' in policy"),
         (drafter({0: "a", 1: "b"}, num_rows=2), "drafter has no row for tokens from 2 to 2"),
-        (drafter({}), "has a vocabulary of 36 tokens and policy one of 40, and not both have"),
+        (drafter({}), "has a vocabulary of 36 tokens and policy one of 40. A tokenizer is missing"),
     ],
 )
 def test_other_tokens_are_refused(given, message):

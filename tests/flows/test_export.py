@@ -76,7 +76,7 @@ def test_what_is_refused(run_dir: Path, tmp_path: Path) -> None:
     status, output = export(run_dir, "--trace", tmp_path / "none" / "trace.json")
     assert (status, "no such directory" in output) == (2, True)
     status, output = export(run_dir, "--timeline", "7", tmp_path / "step.html")
-    assert (status, "timelines there are: train-00001" in output) == (2, True)
+    assert (status, "Available timelines: train-00001" in output) == (2, True)
     (run_dir / "timelines" / "train-00001.json").unlink()
     status, output = export(run_dir, "--trace", tmp_path / "trace.json")
     assert (status, "holds no timeline" in output) == (2, True)

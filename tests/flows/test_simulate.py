@@ -249,7 +249,7 @@ def test_a_run_is_compared_with_itself(directory, name):
     assert found["figures"]["median_error_even"] == pytest.approx(0.828, abs=0.001)
     assert found["figures"]["median_ratio_ranked"] == pytest.approx(0.172, abs=0.001)
     output = succeed(*args).output
-    assert "against the run itself, which places by `ranked`: median of 2 steps" in output
+    assert "compared with the measured run, which places by `ranked`: median of 2 steps" in output
 
 
 def test_an_exported_run_simulates_as_the_run(directory):

@@ -69,7 +69,7 @@ def test_memory_decides_with_the_time() -> None:
     best = found["figures"]["ranked_recommended"]
     assert best.endswith(("trainer.num_processes=3", "trainer.num_processes=4"))
     said = succeed(T, "--divide", "1", "--hardware", "A40", "--shape", "Qwen3-8B", *ONE_SET).output
-    assert "none fits: take more GPUs" in said
+    assert "no division fits: use more GPUs" in said
 
 
 def test_a_run_that_was_trained_says_how_long_training_takes(directory: Path) -> None:

@@ -64,7 +64,7 @@ def test_the_page_says_what_was_planned_and_what_happened():
         "1 engines of TP 1",
         "drafts: from history (`histospec`)",
         "expected: 50 tokens a response in 20 passes, from 3 known prompts",
-        "2 samples taken over from the step before",
+        "2 samples deferred from the previous step",
         "24 rollouts, 1,200 tokens, 600 tokens/s",
         "12.5% were cut",
         "idle for 25% of the rollout, 50% of the time",
@@ -99,7 +99,7 @@ def test_the_page_says_what_each_technique_did():
     )
     ranked = PLAN.model_copy(update={"ranking_groups": (group,)})
     assert "| 0 | 0, 1 | 3 | 50 | 20 | 99 |" in page(ranked)
-    assert "HistoPipe: 4 requests migrated, 2 left to the next step" in page(ranked)
+    assert "HistoPipe: 4 requests migrated, 2 deferred to the next step" in page(ranked)
     setting = PLAN.model_copy(update={"drafting": DraftSetting("small", 4, coupled=False)})
     assert "drafts: by `small`, window 4, ahead" in page(setting)
     undrafted = BATCH.model_copy(update={"num_draft_tokens": 0, "num_accepted_tokens": 0})

@@ -219,7 +219,7 @@ def test_what_is_recommended_is_the_fastest_that_fits(runs: list[DividedRun]) ->
         assert f"num_engines={division.engine_gpus} " in said[0]
         assert said[0].endswith(f"num_processes={division.trainer_gpus}")
     else:
-        assert said == ["none fits: take more GPUs, or larger ones"]
+        assert said == ["no division fits: use more GPUs, or larger ones"]
 
 
 def test_costs_by_hand() -> None:
