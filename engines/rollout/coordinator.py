@@ -61,7 +61,7 @@ class Coordinator:
         """Coordinate these engines. `policies`: default for stages without their own.
         `decides_aside`: run policies in a thread, so that they do not block the event loop.
         `keep_parked_current`: engines on standby load each policy version with the others. If
-        False, they load it when they wake. `say` receives a message for each engine that is lost.
+        False, they load it when they wake. `say` gets a message for each restart or lost engine.
         """
         self._fleet = Fleet(engines, max_restarts, pools, keep_parked_current, say)
         self._engines = self._fleet.engines
@@ -126,9 +126,9 @@ class Coordinator:
         next stage, if that one sets `min_rollouts` too. None: no request is deferred from or to
         this stage.
 
-        Raises RuntimeError while the trainer has the GPUs. The future raises `EngineDied` when one
-        engine dies more than `max_restarts` times in a run, or `WeightSyncError`. Either error
-        fails every stage under way.
+        Raises RuntimeError while the trainer has the GPUs, `EngineGone` when no engine is left. The
+        future raises `EngineDied` when one engine dies more than `max_restarts` times in a run, or
+        `WeightSyncError`. Either error fails every stage under way.
         """
         weights = weights or self._weights
         assert weights is not None, "weights come first"

@@ -29,7 +29,7 @@ class Deaths:
         if index in self._worked:
             self._worked.discard(index)
         elif root and root == before:
-            raise EngineFails(index, f"{root}, before its first rollout, as before", root)
+            raise EngineFails(index, f"{root}, twice in a row before its first rollout", root)
         else:
             self._stillborn[index] = root
         self._num_restarts[index] += 1
