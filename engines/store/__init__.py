@@ -1,1 +1,1 @@
-"""One DuckDB file per run: rollouts, rewards, plans and steps. A single process owns it."""
+"""The store of a run: rollouts, rewards, plans and steps in a DuckDB file that one process owns."""

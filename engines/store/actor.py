@@ -1,7 +1,7 @@
 """The process that owns a run's store.
 
-Reads overlap; writes queue behind the store's lock. Every method may be called twice with the same
-effect as once, so Ray may restart the process and call again: what was acknowledged is in the file.
+Reads run in parallel; writes wait for the store's lock. Every method is idempotent, so Ray may
+restart the process and repeat a call. An acknowledged write is in the file.
 """
 
 from collections.abc import Awaitable, Sequence
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 CALL_TIMEOUT_S = 600.0
 """Longest time for one call to the store."""
 LOCK_TIMEOUT_S = 60.0
-"""A run that was killed may leave its store's process alive for some seconds."""
+"""Longest wait for the file's lock. The store's process may outlive a killed run by seconds."""
 FETCH_TIMEOUT_S = 120.0
-"""Longest time in which rows of an engine come to the store: later they count as lost."""
+"""Longest time to fetch an engine's rows. The store counts later rows as lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Counts of rows where their tokens are not."""
+    """Counts of a table's rows, for processes that do not have the table."""
 
     num_rows: int
     num_tokens: int
     """Response tokens."""
     prompt_keys: tuple[str, ...]
-    """Each once."""
+    """Distinct prompt keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Rows of the store for another process, which alone fetches them."""
+    """Rows of the store, by reference. Only the process that needs the rows fetches them."""
 
     reference: Any
-    """Ray object reference to the table, or the table."""
+    """Ray object reference to the table, or the table itself."""
     counts: RowCounts
 
 
@@ -50,7 +50,7 @@ class StoreSilent(RuntimeError):
 
 
 class StoreActor:
-    """A `Store`; DuckDB is loaded in this process only."""
+    """A `Store` in its own process, the only one that loads DuckDB."""
 
     def __init__(self, path: Path) -> None:
         from engines.store.listener import listen
@@ -60,19 +60,23 @@ class StoreActor:
         try:
             listen(path.parent, self._store.snapshot)
         except OSError as error:
-            print(f"`refrain sql` will not reach this run: {error}")
+            print(f"`refrain sql` cannot reach this run while it is live: {error}")
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._store, method)(*args, **kwargs)
 
     def rows(self, method: str, *args: Any) -> "tuple[RowCounts, pa.Table]":
-        """Two replies: a caller may pass on the second without reading it."""
+        """Return the counts and the table as two Ray objects, so that a caller can pass on the
+        table without reading it."""
         table = self.call(method, *args)
         return count_rows(table), table
 
     def keep(self, rows: Sequence[Any], selected: list[int], epoch: int) -> str:
-        """Add selected rollouts of an engine's rows: one table, or a reference to it, in a list, as
-        Ray would otherwise wait for it before the call. Returns why they are lost, if they are."""
+        """Add selected rollouts of an engine's rows. If the rows are lost, return the reason.
+
+        `rows`: a list with one table or one reference to a table. Without the list, Ray would
+        resolve the reference before the call, without a time limit.
+        """
         import ray
         from ray.exceptions import RayError
 
@@ -80,17 +84,18 @@ class StoreActor:
         if isinstance(table, ray.ObjectRef):
             try:
                 table = ray.get(table, timeout=FETCH_TIMEOUT_S)
-            except RayError as error:  # Not there in time, or never.
+            except RayError as error:  # The rows are late or lost.
                 return f"{type(error).__name__}: {error}"
         self._store.add_rollouts(table.take(selected), epoch)
         return ""
 
 
 def start_store(path: Path, found_by: str | None = None, **options: Any) -> Any:
-    """Start the actor on this node; its `call` takes the name of a method of `Store`.
+    """Start the store's actor on this node and return its handle.
 
-    `found_by`: its name for other processes. `options` go to Ray. An error in opening the store
-    is raised by the first call.
+    The actor's `call` takes the name of a method of `Store`. `found_by`: the name by which other
+    processes find the actor. `options`: Ray actor options. When the store cannot be opened, the
+    first call raises the error.
     """
     import ray
 
@@ -102,7 +107,7 @@ def start_store(path: Path, found_by: str | None = None, **options: Any) -> Any:
 
 
 class StoreClient:
-    """Handle on the store for a process that talks to it. No wait is without bound."""
+    """A process's client of the store's actor. Every wait has a time limit."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -112,9 +117,10 @@ class StoreClient:
         return await _answer(method, self._actor.call.remote(method, *args, **kwargs))
 
     async def add_finished(self, rollouts: Sequence[FinishedRollout], epoch: int) -> None:
-        """Make rollouts that one engine told of together durable.
+        """Store rollouts that one engine reported in one table.
 
-        Raises `EngineDied` when their tokens are lost."""
+        Raise `EngineDied` when their tokens are lost.
+        """
         reference, selected = rollouts[0].rows, [rollout.row for rollout in rollouts]
         assert all(rollout.rows is reference for rollout in rollouts)
         if why := await self._keep(reference, selected, epoch):
@@ -125,7 +131,7 @@ class StoreClient:
         return await _answer("keep", self._actor.keep.remote([reference], selected, epoch))
 
     async def rows(self, method: str, *args: Any) -> StoredRows:
-        """The table that a method of the `Store` returns; it does not come to this process."""
+        """Return a reference to the table that a `Store` method returns, and its counts."""
         counts, table = self._actor.rows.options(num_returns=2).remote(method, *args)
         return StoredRows(table, await _answer(method, counts))
 

@@ -1,4 +1,4 @@
-"""Steps that have left a run's database: Parquet files beside it.
+"""Old steps that the store has moved from the run's database to Parquet files beside it.
 
 ```
 refrain.duckdb
@@ -7,14 +7,16 @@ refrain.archive/000002/     ..
 refrain.archive/recent/     rollouts-00000101.parquet, rewards-00000101.parquet, ..
 ```
 
-Recent ones are copies for people, of reported steps that the database still has: `*/rollouts*` are
-all reported steps, each once. Nobody here reads them.
+The store first writes and flushes the files of a folder. One transaction then lists the folder in
+the table `archives`, adds its rows to the sums and deletes its rows from the database. So at a
+crash each row is either still in the database, or in a listed folder only. `with_archived` makes a
+query read both places.
 
-Files are written whole and flushed; then one transaction lists them in `archives`, sums them up and
-deletes the rows. What a crash leaves is in the database and in files that are not listed, or in
-files that are listed and no more in the database. A query is made to read both by `with_archived`.
-Files that are not listed are deleted where the database has their rows, and renamed where not: they
-belong to a newer copy of it.
+`clear` removes folders that no transaction listed. It deletes a folder whose rows the database
+still has. It renames any other folder, because that belongs to a newer copy of the database.
+
+`recent/` has copies for users of reported steps that are still in the database. refrain never reads
+them. With them, `*/rollouts*` matches every reported step once.
 """
 
 import shutil
@@ -34,14 +36,14 @@ _KEY = ("split", "step", "prompt_key", "sample_index")
 TABLES = ("rollouts", "rewards", "plans", "outcomes", "stages")
 SUFFIX = ".archive"
 KEPT_STEPS = 8
-"""Steps that stay in the database: they are reported, drawn and trained."""
+"""Number of last steps that stay in the database for reports, plans and training."""
 CHUNK_STEPS = 50
-"""Steps that are moved at a time."""
+"""Steps that are moved to one folder."""
 CHUNK_TOKENS = 2**28
-"""Response tokens from which on fewer are."""
+"""Response tokens after which fewer steps are moved to one folder."""
 _DIGITS = 6
 _ROWS_IN_A_GROUP = 2048
-"""Rows that are read at a time."""
+"""Rows of a Parquet row group, which DuckDB reads at once."""
 
 Steps = tuple[int, int]
 """First and last step."""
@@ -49,25 +51,27 @@ ALL: Steps = (-(2**31), 2**31 - 1)
 
 
 class Archive:
-    """Files of the steps that have left the database at `path`."""
+    """The archived steps of the database at `path`."""
 
     def __init__(self, path: Path) -> None:
         self._directory = path.absolute().with_suffix(SUFFIX)
         self._recent = self._directory / "recent"
 
     def refuse_orphaned(self, database: Path) -> None:
-        """Raises ValueError for files of old steps whose database is gone: a new one would not know
-        of them."""
+        """Raise ValueError when there are archived steps but no database. A new database would not
+        know these steps."""
         if not database.exists() and (found := self._chunks_there()):
             raise RUN.damaged(
                 database,
-                f"is gone, and {self._directory.name} has {len(found)} folders of steps that were "
-                "in it",
+                f"is gone, and {self._directory.name} has {len(found)} folders with its old steps",
             )
 
     def clear(self, con: duckdb.DuckDBPyConnection, after: int | None = None) -> None:
-        """Delete what is not listed and is in the database: a crash left it. And copies of steps
-        that are listed, or later than `after`."""
+        """Delete unlisted folders that a crash left, and outdated files in `recent/`.
+
+        A file in `recent/` is outdated when its step is archived or later than `after`. Unlisted
+        folders whose rows the database lacks are renamed.
+        """
         for path in self.unlisted(con):
             if _is_held(con, path):
                 shutil.rmtree(path)
@@ -80,42 +84,43 @@ class Archive:
                 path.unlink()
 
     def unlisted(self, con: duckdb.DuckDBPyConnection) -> list[Path]:
-        """Folders that the database does not list."""
+        """Return the folders that the database does not list."""
         listed = {name for (name,) in con.execute("SELECT name FROM archives").fetchall()}
         return [path for path in self._chunks_there() if path.name not in listed]
 
     def newer(self, con: duckdb.DuckDBPyConnection) -> list[Path]:
-        """Folders of steps that the database neither lists nor has: those of a newer copy of it."""
+        """Return the folders of a newer copy of the database: this one does not list them, and it
+        lacks their rows."""
         return [path for path in self.unlisted(con) if not _is_held(con, path)]
 
     def check(self, con: duckdb.DuckDBPyConnection) -> None:
-        """Raises ValueError when a file that is listed is not there, or has been cut."""
+        """Raise ValueError when a listed file is missing or truncated."""
         for chunk in _chunks(con, ALL, self._directory):
             for table in TABLES:
                 file = chunk / f"{table}.parquet"
                 if not file.is_file():
                     raise ValueError(
-                        f"{file} is missing, which has old steps of this run: the folder "
-                        f"{self._directory.name} goes wherever the database is copied or moved"
+                        f"{file} is missing. It has old steps of this run. When you copy or move "
+                        f"the database, take the folder {self._directory.name} with it"
                     )
                 try:
                     pq.read_metadata(file)
                 except (pa.ArrowException, OSError) as error:
                     raise ValueError(
-                        f"{file} is damaged, which has old steps of this run ({error}): bring it "
-                        "back from a copy"
+                        f"{file} is damaged: {error}. It has old steps of this run. Bring it back "
+                        "from a copy"
                     ) from error
 
     def due(self, con: duckdb.DuckDBPyConnection, last_step: int) -> bool:
-        """Whether the steps up to this one are enough to be moved."""
+        """Return whether there are enough steps up to this one to move them."""
         ((first, num_tokens),) = con.execute(queries.MOVABLE, [last_step]).fetchall()
         if first is None:
             return False
         return last_step - first + 1 >= CHUNK_STEPS or num_tokens >= CHUNK_TOKENS
 
     def write(self, con: duckdb.DuckDBPyConnection, last_step: int) -> tuple[Path, list[int]]:
-        """Write the steps up to this one to files that nobody reads yet; returns where, and the
-        rows of each table."""
+        """Write the steps up to this one to a new folder that is not listed yet. Return the folder
+        and each table's number of rows."""
         ((number,),) = con.execute(queries.NEXT_ARCHIVE).fetchall()
         chunk = self._directory / f"{number:0{_DIGITS}}"
         self.clear(con)
@@ -131,7 +136,7 @@ class Archive:
         return chunk, num_rows
 
     def write_step(self, con: duckdb.DuckDBPyConnection, step: int) -> None:
-        """Write a step's training rollouts and rewards to files for people."""
+        """Write a step's training rollouts and rewards to `recent/`."""
         self._recent.mkdir(parents=True, exist_ok=True)
         for table in ("rollouts", "rewards"):
             file = self._recent / f"{table}-{step:08}.parquet"
@@ -142,8 +147,10 @@ class Archive:
     def move(
         self, con: duckdb.DuckDBPyConnection, last_step: int, chunk: Path, num_rows: Sequence[int]
     ) -> bool:
-        """Let the files take the place of the rows. False, and nothing is done, when rows came
-        since they were written."""
+        """List the folder and delete its rows from the database.
+
+        Return False and change nothing when rows were added after the folder was written.
+        """
         where = "WHERE step <= ?"
         for table, num in zip(TABLES, num_rows, strict=True):
             now = con.execute(f"SELECT count(*) FROM {table} {where}", [last_step]).fetchone()
@@ -157,8 +164,8 @@ class Archive:
         return True
 
     def take_back(self, con: duckdb.DuckDBPyConnection, step: int, last_step: int) -> list[Path]:
-        """Bring back what has steps after `step`, as far as `last_step`; returns its folders, to be
-        deleted once this is committed."""
+        """Bring back the rows of folders that have steps after `step`, up to `last_step`. Return
+        these folders. The caller deletes them after the commit."""
         chunks = _chunks(con, (step + 1, ALL[1]), self._directory)
         for chunk in chunks:
             for table in TABLES:
@@ -172,8 +179,11 @@ class Archive:
         return chunks
 
     def with_archived(self, con: duckdb.DuckDBPyConnection, query: str, steps: Steps | None) -> str:
-        """The query, made to read these steps from wherever they are; None: the database alone.
-        Both it and the query it returns belong into one transaction."""
+        """Return the query with CTEs that add archived rows of these steps to the tables.
+
+        With `steps` None, the query reads the database only. Run the returned query in the same
+        transaction as this method.
+        """
         ctes = self._ctes(con, steps, live=True) if steps else ""
         if not ctes:
             return query
@@ -181,8 +191,8 @@ class Archive:
         return f"{ctes}, {query[4:]}" if query.startswith("WITH") else f"{ctes} {query}"
 
     def show_all(self, con: duckdb.DuckDBPyConnection) -> list[Path]:
-        """Let the tables of this connection have all steps, wherever they are; returns the files
-        that this reads."""
+        """Create views that add all archived steps to this connection's tables. Return the archived
+        files."""
         ((catalog,),) = con.execute("SELECT current_database()").fetchall()
         chunks = _chunks(con, ALL, self._directory)
         for table in TABLES:
@@ -194,8 +204,10 @@ class Archive:
     def insert_new(
         self, con: duckdb.DuckDBPyConnection, table: str, rows: pa.Table, **values: str | int
     ) -> int:
-        """Insert the rows whose primary key is nowhere yet, each with these values too; returns how
-        many."""
+        """Insert the rows whose primary key is new, in the archive too, and return how many.
+
+        `values`: columns that have the same value in each row.
+        """
         con.register("new_rows", rows)
         columns = ["*", *(f"${name} AS {name}" for name in values)]
         new = f"SELECT {', '.join(columns)} FROM new_rows"
@@ -224,8 +236,10 @@ class Archive:
 
 
 def query_all(path: Path, query: str) -> pa.Table:
-    """Answer from all steps of a run that has ended. Raises ValueError as `connect` does, and when
-    files of old steps are missing."""
+    """Return the answer to a query over all steps of an ended run.
+
+    Raise ValueError as `connect` does, and when archived files are missing.
+    """
     with closing(connect(path, read_only=True, lock_timeout_s=0.0)) as con:
         archive = Archive(path)
         archive.check(con)
@@ -234,19 +248,22 @@ def query_all(path: Path, query: str) -> pa.Table:
 
 
 def is_recent(con: duckdb.DuckDBPyConnection, before_step: int | None) -> bool:
-    """Whether all that has left the database is of steps before this one."""
+    """Return whether all archived steps are before this step."""
     ((last,),) = con.execute("SELECT max(last_step) FROM archives").fetchall()
     return before_step is None or last is None or before_step > last
 
 
 def _is_held(con: duckdb.DuckDBPyConnection, chunk: Path) -> bool:
-    """Whether the database has all rollouts of a folder, or nobody had finished writing any."""
+    """Return whether the database has all rollouts of the folder.
+
+    Also return True when the folder's first file was not finished.
+    """
     rollouts = chunk / f"{TABLES[0]}.parquet"
     try:
         rows = f"FROM {_read([rollouts])} ANTI JOIN main.rollouts USING ({', '.join(_KEY)})"
         ((num_missing,),) = con.execute(f"SELECT count(*) {rows}").fetchall()
     except duckdb.Error:
-        # It is the first file to be written.
+        # The file cannot be read. `write` writes it first, so a crash left no other file.
         return {path.name for path in chunk.iterdir()} <= {rollouts.name}
     return num_missing == 0
 
@@ -259,13 +276,13 @@ def _copy(con: duckdb.DuckDBPyConnection, rows: str, file: Path) -> None:
 
 
 def _chunks(con: duckdb.DuckDBPyConnection, steps: Steps, directory: Path) -> list[Path]:
-    """Folders with some of these steps."""
+    """Return the folders that have some of these steps."""
     rows = con.execute(queries.ARCHIVES, steps).fetchall()
     return [directory / name for (name,) in rows]
 
 
 def _read(files: Sequence[Path]) -> str:
-    # Older ones may lack columns.
+    # Older files may lack columns.
     return f"read_parquet([{', '.join(map(_quoted, files))}], union_by_name = true)"
 
 
@@ -274,7 +291,7 @@ def _quoted(path: Path) -> str:
 
 
 def _sum_up(con: duckdb.DuckDBPyConnection, rows: str) -> None:
-    """Add these rows, CTEs, to what a step needs of those that have left."""
+    """Add rows to the sums over archived rows. `rows`: CTEs that define the rows."""
     for table, query in queries.SUMS.items():
         con.execute(f"CREATE OR REPLACE TEMP TABLE sums AS {query.format(rows=rows)}")
         con.execute(f"DELETE FROM {table}")

@@ -1,4 +1,4 @@
-"""Access to a run's DuckDB file and to what has left it: transactions, snapshots, queries."""
+"""Transactions, snapshots and queries on a run's DuckDB file and its archive."""
 
 import threading
 from collections.abc import Generator, Sequence
@@ -15,14 +15,19 @@ from schemas.rollout import Split
 
 
 class StoreFile:
-    """A run's database, owned by this process until `close`. Safe to share among threads."""
+    """A run's database. This process owns it until `close`; its threads may share it."""
 
     def __init__(
         self, path: Path | str, *, read_only: bool = False, lock_timeout_s: float = 0.0
     ) -> None:
-        """Raises ValueError when it is not a refrain store or a damaged one, when files of its old
-        steps are missing, or are there and it is not, and when another process holds it for longer
-        than `lock_timeout_s` seconds."""
+        """Open the database at `path`; create a missing one unless `read_only`.
+
+        Raise ValueError when
+        - the file is damaged or is not a refrain store,
+        - the archive lacks files that the database lists,
+        - the archive has files but the database is missing,
+        - another process holds the file for more than `lock_timeout_s` seconds.
+        """
         self.path = Path(path)
         Archive(self.path).refuse_orphaned(self.path)
         self._con = connect(self.path, read_only=read_only, lock_timeout_s=lock_timeout_s)
@@ -47,15 +52,15 @@ class StoreFile:
         self.close()
 
     def verify(self) -> list[str]:
-        """Read all that is in the database, which has checksums of its own; returns sentences about
-        what is otherwise than it should be. Raises ValueError where it is damaged."""
+        """Read the whole database, so that DuckDB checks its checksums. Return a sentence for each
+        archive folder that the database does not know. Raise ValueError when it is damaged."""
         with self.snapshot() as con:
             for (table,) in con.execute("SELECT table_name FROM duckdb_tables()").fetchall():
                 con.execute(f'SELECT bit_xor(hash(row)) FROM "{table}" AS row').fetchall()
             newer = self._archive.newer(con)
         return [
-            f"{path} has steps that {self.path.name} does not know of, so this is an older copy of "
-            "the database: bring back the newest one, or the folder is renamed"
+            f"{path} has steps that {self.path.name} does not know, so this is an older copy of "
+            "the database. Bring back the newest copy. Otherwise the next run renames the folder"
             for path in newer
         ]
 
@@ -66,7 +71,7 @@ class StoreFile:
 
     @contextmanager
     def _transaction(self) -> Generator[duckdb.DuckDBPyConnection]:
-        """Durable on leaving, undone on an exception."""
+        """Commit the block's changes to disk; roll them back when the block raises."""
         with self._writing, self._con.cursor() as con:
             con.begin()
             try:
@@ -78,14 +83,14 @@ class StoreFile:
 
     @contextmanager
     def snapshot(self) -> Generator[duckdb.DuckDBPyConnection]:
-        """One state of the database for several queries."""
+        """Yield a connection whose queries all see the same state of the database."""
         with naming_damage(self.path), self._con.cursor() as con:
             con.begin()
             yield con
             con.rollback()
 
     def _fetch(self, query: str, steps: Steps | None = None, /, **parameters: Any) -> list[tuple]:
-        """`steps`: what is read of steps that may have left the database."""
+        """Return the rows of a query. `steps`: steps to read from the archive too."""
         with self.snapshot() as con:
             query = self._archive.with_archived(con, query, steps)
             return con.execute(query, parameters).fetchall()
@@ -94,8 +99,11 @@ class StoreFile:
         return self._fetch(query, (step, step), split=str(split), step=step)
 
     def _fetch_history(self, query: str, before_step: int | None, **parameters: Any) -> list[tuple]:
-        """Answer that reads sums of what has left the database, and its rows only where it looks
-        back from a step that has itself left."""
+        """Return the rows of a query about the steps before `before_step`.
+
+        For a recent `before_step`, the query reads the sums over archived rows. Only for a step
+        that is itself archived, it reads the archived rows.
+        """
         parameters |= {"before_step": before_step}
         with self.snapshot() as con:
             recent = is_recent(con, before_step)
@@ -103,7 +111,7 @@ class StoreFile:
             return con.execute(query, parameters | {"recent": recent}).fetchall()
 
     def _of_step(self, table: str, columns: Sequence[str], split: Split, step: int) -> pa.Table:
-        """Rows by prompt key and sample index."""
+        """Return a step's rows, ordered by prompt key and sample index."""
         query = (
             f"SELECT {', '.join(columns)} FROM {table} "
             "WHERE split = $split AND step = $step ORDER BY prompt_key, sample_index"
@@ -114,7 +122,7 @@ class StoreFile:
         return self._table(query, (step, step), split=str(split), step=step, **parameters)
 
     def _table(self, query: str, steps: Steps | None = None, /, **parameters: Any) -> pa.Table:
-        """`steps`: what is read of steps that may have left the database."""
+        """Return the table of a query. `steps`: steps to read from the archive too."""
         with self.snapshot() as con:
             query = self._archive.with_archived(con, query, steps)
             return con.sql(query, params=parameters).to_arrow_table()

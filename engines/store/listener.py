@@ -1,14 +1,17 @@
-"""Tables of a live run's store, for queries in other processes of this machine.
+"""Serve the tables of a live run's store to queries in other processes of this machine.
 
-    engines.store.reader ── timeout ──────────► socket ── a thread, a snapshot
+    engines.store.reader ── timeout ──────────► socket ── a thread takes a snapshot
                          ◄─ columns by table ──
-                         ── what it reads ────►
-                         ◄─ rows, Arrow ───────          .. as often as it asks
+                         ── needed columns ───►
+                         ◄─ rows (Arrow) ──────          repeated for each request
 
-No SQL of a person comes here: the store copies columns, in batches, and the reader's process pays
-for the query. A socket, not an actor: who asks joins no cluster, and gets an answer while Ray is
-busy. It has a name that is no file's and ends with its process. Any user may take such a name, so
-each side checks the other's user, and passes over names that strangers took.
+The store's process runs no SQL of a user. It copies columns in batches, and the reader's process
+runs the query. A socket serves the reader better than a Ray actor: the reader joins no cluster, and
+gets an answer while Ray is busy.
+
+The socket has an abstract name: no file, and the kernel removes it when the process ends. Any user
+of the machine can take such a name. So each side checks the other's user and skips names that other
+users have taken.
 """
 
 import json
@@ -29,13 +32,13 @@ import pyarrow as pa
 from engines.store.sandbox import MAX_TIMEOUT_S
 
 NUM_NAMES = 8
-"""Names that a store tries."""
+"""Socket names that a store tries."""
 SERVING = "sql reader"
-"""Name of a thread that serves one."""
+"""Name of the threads that serve readers."""
 _MAX_READERS = 4
-"""Snapshots at a time: each keeps the space of rows that were deleted since."""
+"""Most snapshots at a time. DuckDB keeps deleted rows on disk while a snapshot can see them."""
 _FIRST_LINE_S = 30.0
-"""Longest time until a reader says what it wants."""
+"""Longest wait for a reader's first message."""
 _MAX_LINE_BYTES = 2**20
 _ROWS_AT_A_TIME = 1024
 _OPERATORS = ("=", "<", "<=", ">", ">=")
@@ -51,7 +54,7 @@ class Needed:
 
     columns: tuple[str, ...]
     where: tuple[tuple[Condition, ...], ...] = ()
-    """Rows that fulfil all conditions of one of these; empty: all rows."""
+    """Alternatives: a row is sent when it meets all conditions of one of them. Empty: all rows."""
 
 
 class Snapshot:
@@ -60,17 +63,17 @@ class Snapshot:
     def __init__(self, asking: socket.socket, stream: BufferedReader) -> None:
         self._asking, self._stream = asking, stream
         self.columns: dict[str, dict[str, str]] = _receive(stream)
-        """SQL types of the columns of each table."""
+        """SQL type of each column, by table."""
 
     def read(self, needed: Mapping[str, Needed]) -> Iterator[pa.RecordBatchReader]:
-        """Rows of each table in turn; read one to its end before the next."""
+        """Yield a reader of each table's rows. Read each to its end before you take the next."""
         self._asking.sendall(_line({table: asdict(one) for table, one in needed.items()}))
         for _ in needed:
             yield pa.ipc.open_stream(self._stream)
 
 
 def listen(run_dir: Path, take_snapshot: TakeSnapshot) -> None:
-    """Give tables until this process ends. Raises OSError when it gets no name."""
+    """Serve the store's tables until this process ends. Raise OSError when all names are taken."""
     listening = socket.socket(socket.AF_UNIX)
     for address in _addresses(run_dir):
         try:
@@ -89,8 +92,10 @@ def listen(run_dir: Path, take_snapshot: TakeSnapshot) -> None:
 
 @contextmanager
 def live_snapshot(run_dir: Path, timeout_s: float) -> Generator[Snapshot | None]:
-    """Tables of the run that has its store open on this machine; None when there is none. Raises
-    ValueError when they do not come within `timeout_s` seconds."""
+    """Yield the tables of the run that has its store open on this machine, or None without one.
+
+    Raise ValueError when the store does not answer within `timeout_s` seconds.
+    """
     if (asking := _connect(run_dir, timeout_s)) is None:
         yield None
         return
@@ -102,13 +107,14 @@ def live_snapshot(run_dir: Path, timeout_s: float) -> Generator[Snapshot | None]
             raise ValueError(f"the run's store has not answered for {timeout_s:g} s") from error
         except (OSError, ValueError) as error:
             raise ValueError(
-                "the run's store has closed the connection: it has just ended, or is another user's"
+                "the run's store has closed the connection. Its run has just ended, or it belongs "
+                "to another user"
             ) from error
         yield snapshot
 
 
 def _addresses(run_dir: Path) -> list[str]:
-    """Names in the kernel's own namespace: a path may be longer than a socket's name can be."""
+    """Return abstract socket names. A path could be too long for a socket's name."""
     status = run_dir.stat()
     first = f"\0refrain-sql-{status.st_dev}-{status.st_ino}"
     return [first, *(f"{first}-{number}" for number in range(1, NUM_NAMES))]
@@ -123,7 +129,7 @@ def _connect(run_dir: Path, timeout_s: float) -> socket.socket | None:
     for address in _addresses(run_dir):
         asking = socket.socket(socket.AF_UNIX)
         asking.settimeout(timeout_s)
-        # Nobody listens, or a stranger who lets nobody in.
+        # Nobody listens here, or another user's process refuses the connection.
         with suppress(OSError):
             asking.connect(address)
             if _user_of(asking) in trusted:
@@ -135,7 +141,7 @@ def _connect(run_dir: Path, timeout_s: float) -> socket.socket | None:
 def _accept(listening: socket.socket, take_snapshot: TakeSnapshot) -> None:
     slots = threading.BoundedSemaphore(_MAX_READERS)
     while True:
-        # Who asks may be gone again, or the machine be short of threads.
+        # The reader may have ended, or the machine may be out of threads.
         with suppress(OSError, RuntimeError):
             asking, _ = listening.accept()
             if _user_of(asking) in (os.getuid(), 0):
@@ -147,7 +153,8 @@ def _accept(listening: socket.socket, take_snapshot: TakeSnapshot) -> None:
 
 
 def _user_of(other: socket.socket) -> int:
-    """User of the process at the other end; of one that listens, when it began to."""
+    """Return the user id of the process at the other end. For a listening process, this is its user
+    when it began to listen."""
     credentials = struct.Struct("3i")
     told = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
     _, user, _ = credentials.unpack(told)
@@ -162,16 +169,16 @@ def _serve(
             asking.settimeout(_FIRST_LINE_S)
             timeout_s = min(float(_receive(stream)), MAX_TIMEOUT_S)
             deadline_s = time.monotonic() + timeout_s
-            # Longer than who asks waits, who is told that there was no answer.
+            # The reader gives up a second earlier and reports that the store did not answer.
             if slots.acquire(timeout=timeout_s + 1.0):
                 try:
                     _give(asking, stream, take_snapshot, deadline_s)
                 finally:
                     slots.release()
     except OSError:
-        return  # The reader has ended, or its time has.
+        return  # The reader has ended or timed out.
     except (ValueError, TypeError, duckdb.Error) as error:
-        print(f"`refrain sql`: a reader of another version? {error}")
+        print(f"bad request of `refrain sql`, perhaps from another version of refrain: {error}")
 
 
 def _give(
@@ -215,7 +222,7 @@ def _select(con: duckdb.DuckDBPyConnection, table: str, needed: Needed) -> pa.Re
         for conditions in needed.where:
             for _, operator, value in conditions:
                 if operator not in _OPERATORS:
-                    raise ValueError(f"no operator: {operator}")
+                    raise ValueError(f"unknown operator: {operator}")
                 values.append(value)
             either.append(
                 " AND ".join(f"{quoted(c)} {operator} ?" for c, operator, _ in conditions)
@@ -225,7 +232,7 @@ def _select(con: duckdb.DuckDBPyConnection, table: str, needed: Needed) -> pa.Re
 
 
 def quoted(name: str) -> str:
-    """The name of a column or table in SQL."""
+    """Return the name of a column or table, quoted for SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 

@@ -1,4 +1,4 @@
-"""Opening a store: one process may hold it, and it must be one of ours."""
+"""Open a store's DuckDB file: lock it for one process and check its format."""
 
 import re
 import time
@@ -15,7 +15,7 @@ from engines.store.tables import ADDED, CREATE, SCHEMA_VERSION
 OPTIONS: dict[str, str | bool | int | float | list[str]] = {
     "autoinstall_known_extensions": False,
     "autoload_known_extensions": False,
-    # The engines need the machine's memory and cores; the default would take 80 % of the memory.
+    # The engines need the memory and the cores. DuckDB would take 80 % of the memory by default.
     "memory_limit": "4GB",
     "threads": 2,
 }
@@ -30,19 +30,19 @@ class StoreHeldError(ValueError):
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of store."""
+    """A kind of store: its name, its version and its tables."""
 
     name: str
     version: int
     create: str
-    """SQL that makes its tables."""
+    """SQL that creates the tables."""
     mend: str
-    """A sentence for whoever has a damaged one; `{directory}` is the one that it is in."""
+    """Advice for the user of a damaged store; `{directory}` stands for its directory."""
     added: str = ""
-    """SQL that adds the columns which one of this version may lack."""
+    """SQL that adds columns which older stores of this version lack."""
 
     def damaged(self, path: Path, why: str) -> ValueError:
-        """Error of a file that cannot be read."""
+        """Return the error for a damaged file, with advice."""
         return ValueError(f"{path} {why}. {self.mend.format(directory=path.parent)}")
 
 
@@ -52,10 +52,10 @@ INSERT INTO meta VALUES ('format', '{format.name}'), ('schema_version', '{format
 """
 
 _MEND = (
-    "Bring it back from a copy, with the folder refrain.archive as it was then. Without a copy: "
-    "old rollouts are in refrain.archive/*/rollouts.parquet, reports of steps in steps.jsonl, and "
-    "`refrain train --resume {directory} --new-store` goes on from the last checkpoint, with an "
-    "older copy or with an empty store; it renames what is damaged, and deletes nothing"
+    "Bring it back from a copy, with the folder refrain.archive of the same time. Without a copy, "
+    "run `refrain train --resume {directory} --new-store`. It goes on from the last checkpoint, "
+    "with an older copy or with an empty store. It renames damaged files and deletes nothing. Old "
+    "rollouts stay in refrain.archive/*/rollouts.parquet, reports of steps in steps.jsonl"
 )
 RUN = Format("refrain store", SCHEMA_VERSION, CREATE, _MEND, ADDED)
 
@@ -63,14 +63,15 @@ RUN = Format("refrain store", SCHEMA_VERSION, CREATE, _MEND, ADDED)
 def connect(
     path: Path, *, read_only: bool, lock_timeout_s: float, format: Format = RUN
 ) -> duckdb.DuckDBPyConnection:
-    """Open the store at `path`; a missing one is created unless `read_only`.
+    """Open the store at `path`; create a missing one unless `read_only`.
 
-    Raises StoreHeldError when another process holds the file for longer than `lock_timeout_s`
-    seconds, ValueError when it is damaged, when it is not a refrain store, and when it was written
-    with another schema.
+    Raise StoreHeldError when another process holds the file for more than `lock_timeout_s` seconds.
+    Raise ValueError when the file is damaged, is not a refrain store or has another schema version.
     """
     if not str(path).isprintable():
-        raise ValueError(f"{str(path)!r} cannot be opened: rename what is no text in it")
+        raise ValueError(
+            f"{str(path)!r} cannot be opened: its name has characters that do not print. Rename it"
+        )
     if read_only and not path.exists():
         raise ValueError(f"{path} does not exist: no run was recorded there")
     if path.exists() and not path.is_file():
@@ -89,7 +90,7 @@ def connect(
 
 @contextmanager
 def naming_damage(path: Path, format: Format = RUN) -> Generator[None]:
-    """Raises ValueError that says what to do, where the block finds the file damaged."""
+    """Raise ValueError with advice when DuckDB finds the file damaged inside the block."""
     try:
         yield
     except duckdb.Error as error:
@@ -116,19 +117,22 @@ def _held(path: Path, message: str) -> StoreHeldError:
     holder = re.search(r"PID (\d+)", message)
     process = f"process {holder[1]}" if holder else "another process"
     return StoreHeldError(
-        f"{path} is held by {process}: a run's store has one owner at a time. "
-        "Stop that process, or wait until its run has ended"
+        f"{path} is held by {process}: only one process at a time may open a run's store. "
+        "Stop that process, or wait until its run ends"
     )
 
 
 def _explained(path: Path, error: duckdb.Error, format: Format) -> ValueError:
     if "not a valid DuckDB database" in str(error):
-        return format.damaged(path, f"is not a {format.name}: it is no DuckDB file, or damaged")
+        return format.damaged(path, f"is not a {format.name}: it is damaged, or not a DuckDB file")
     return format.damaged(path, f"cannot be opened: {_first_line(error)}")
 
 
 def _is_damage(error: duckdb.Error) -> bool:
-    """Whether the file is to blame; a checksum that is wrong is an error without a kind."""
+    """Return whether the error means a damaged file.
+
+    DuckDB reports a wrong checksum as a plain `duckdb.Error`, without a subclass.
+    """
     kinds = (duckdb.IOException, duckdb.SerializationException, duckdb.FatalException)
     return (type(error) is duckdb.Error or isinstance(error, kinds)) and not is_disk_full(error)
 
@@ -148,11 +152,11 @@ def _check_or_create(
         raise format.damaged(path, f"has no tables: it was copied without {path.name}.wal")
     meta = dict(con.execute("SELECT name, value FROM meta").fetchall()) if "meta" in names else {}
     if meta.get("format") != format.name:
-        raise ValueError(f"{path} is not a {format.name}: it is a DuckDB file of something else")
+        raise ValueError(f"{path} is not a {format.name}: another program wrote this DuckDB file")
     if meta["schema_version"] != str(format.version):
         raise ValueError(
-            f"{path} has schema version {meta['schema_version']}, this refrain reads version "
-            f"{format.version}: open it with the release that wrote it, or start a new run"
+            f"{path} has schema version {meta['schema_version']}, but this refrain reads version "
+            f"{format.version}. Open it with the release that wrote it, or start a new run"
         )
     if format.added and not read_only:
         con.execute(format.added)

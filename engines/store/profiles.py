@@ -1,8 +1,11 @@
-"""A profile's store: every measured point, once it is measured, and the fit.
+"""The store of a profile: each point as soon as it is measured, and the fit.
 
-One DuckDB file per profile, held by the flow that measures. `header` has one row per item as JSON;
-`points` a row per point and pass, with the fields of `schemas.latency.ProfilePoint`; `fits` the
-knots of the fitted curves; `accuracy` how well the fit predicts what it did not see.
+Each profile is one DuckDB file. The flow that measures holds it.
+
+    header     one row per TP degree: the machine's facts as JSON
+    points     one row per point and pass, with the fields of `schemas.latency.ProfilePoint`
+    fits       the knots of the fitted curves
+    accuracy   the fit's errors on points that it was not fitted to
 """
 
 from collections.abc import Iterable
@@ -56,28 +59,29 @@ CREATE TABLE accuracy (
 
 
 class ProfileStore:
-    """Open it, write as points come in, close it. What is in it is never measured again."""
+    """A profile's database. A stored measurement is never taken again."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ValueError when the file is not a profile's or another process holds it."""
+        """Raise ValueError when the file is not a profile or another process holds it."""
         self._con = connect(path, read_only=False, lock_timeout_s=10.0, format=PROFILE)
 
     def close(self) -> None:
         self._con.close()
 
     def facts(self, tp_degree: int) -> MachineFacts | None:
-        """Facts of the machine that was measured, with the limits of this TP degree; None before
-        its first engine came up."""
+        """Return the measured machine's facts with the limits of this TP degree.
+
+        Return None if no engine of this TP degree has started yet.
+        """
         return self._facts().get(_machine_at(tp_degree))
 
     def check_facts(
         self, facts: MachineFacts, tp_degree: int, *, anew: bool = False
     ) -> MachineFacts:
-        """Facts that all points of a TP degree are measured by: those of its first engine that came
-        up.
+        """Return the facts under which all points of a TP degree are measured.
 
-        Points of another machine or of other software are forgotten with `anew`; otherwise they
-        raise ValueError.
+        These are the facts of the first engine that started at this TP degree. Points of another
+        machine or other software are deleted with `anew`. Otherwise raise ValueError.
         """
         known = self._facts()
         others = [before for before in known.values() if _machine(before) != _machine(facts)]
@@ -87,8 +91,8 @@ class ProfileStore:
         elif others:
             raise ValueError(
                 "this profile was begun on another machine or with other software: "
-                f"{others[0]} then, {facts} now; measure anew with --overwrite, or give this one "
-                "another name"
+                f"{others[0]} then, {facts} now. Measure again with --overwrite, or choose another "
+                "name for the profile"
             )
         name = _machine_at(tp_degree)
         if name not in known:
@@ -97,22 +101,22 @@ class ProfileStore:
         return known.get(name, facts)
 
     def _facts(self) -> dict[str, MachineFacts]:
-        """Facts by name in the header."""
-        # All rows: a result that is not read to its end keeps the connection from other queries.
+        """Return the machine's facts by their name in the header."""
+        # Fetch all rows: an unread result blocks the connection for other queries.
         rows = self._con.execute("SELECT name, value FROM header").fetchall()
         return {name: MachineFacts.model_validate_json(value) for name, value in rows}
 
     def add(
         self, pass_index: int, measurement: Measurement, points: Iterable[ProfilePoint]
     ) -> None:
-        """One measurement with all its points, or nothing of it."""
+        """Add a measurement with all its points in one transaction."""
         measured_by = (pass_index, measurement.kind, measurement.prompt_tokens)
         self._con.execute("BEGIN")
         self._insert("points", ((*measured_by, *_values(point)) for point in points))
         self._con.execute("COMMIT")
 
     def measured(self) -> set[tuple[int, Measurement]]:
-        """(pass, measurement) of everything that is here."""
+        """Return the (pass, measurement) pairs that the store has."""
         rows = self._rows(
             'pass, measured_by AS kind, tp_degree, batch, prompt_tokens, "window", drafter '
             "FROM points WHERE kind = measured_by"
@@ -120,7 +124,7 @@ class ProfileStore:
         return {(row.pop("pass"), Measurement.model_validate(row)) for row in rows}
 
     def points(self) -> tuple[ProfilePoint, ...]:
-        """All points, in an order that does not depend on the order of measuring."""
+        """Return all points, sorted, whatever the order of measuring."""
         columns = ", ".join(f'"{field}"' for field in ProfilePoint.model_fields)
         rows = self._rows(f"{columns} FROM points ORDER BY ALL")
         return tuple(map(ProfilePoint.model_validate, rows))
@@ -128,8 +132,8 @@ class ProfileStore:
     def replace_fit(
         self, knots: Iterable[FitKnot], accuracies: Iterable[tuple[str, Accuracy]]
     ) -> None:
-        """Keep a fit and its accuracies in place of the earlier ones; `accuracies`: (what was
-        withheld, the figures)."""
+        """Replace the fit and its accuracies. `accuracies`: pairs of (withheld, figures), where
+        `withheld` names the points that the fit did not see."""
         self._con.execute("BEGIN; DELETE FROM fits; DELETE FROM accuracy")
         self._insert("fits", map(_values, knots))
         self._insert("accuracy", ((withheld, *_values(one)) for withheld, one in accuracies))
@@ -153,5 +157,5 @@ def _machine(facts: MachineFacts) -> tuple[str, dict[str, str]]:
 
 
 def _values(model: Frozen) -> tuple:
-    """Fields in their order, which is that of the columns."""
+    """Return the model's fields, whose order is that of the columns."""
     return tuple(value for _, value in model)

@@ -1,4 +1,4 @@
-"""The longer SQL of the store. Parameters are named ($name)."""
+"""The store's longer SQL queries. Parameters are named ($name)."""
 
 FINISHED = """
 SELECT prompt_key, sample_index, policy_version, last_policy_version, origin_step
@@ -66,11 +66,11 @@ LEFT JOIN (
 ) USING (prompt_key)
 ORDER BY position, prompt_key, origin_step, sample_index
 """
-"""A group's samples are trained in the step that planned them or a later one. Those of steps after
-$step are not known when it is trained, and are not there when it is trained again."""
+"""A group's samples are trained in the step that planned them or in a later one. When $step is
+trained, or trained again after a resume, samples of later steps do not exist yet."""
 
 RECENT_VERSIONS = 16
-"""Policy versions at which each drafter's acceptance is known."""
+"""Number of last policy versions for which the store knows a drafter's acceptance."""
 
 DRAFTED = f"""
 SELECT drafter, policy_version, sum(accepted)::BIGINT, sum(rejections)::BIGINT
@@ -114,7 +114,7 @@ LEFT JOIN (FROM steps WHERE age = 2) AS previous USING (prompt_key)
 WHERE last.age = 1
 ORDER BY prompt_key
 """
-"""The order of prompts is fixed, as sums over them differ in their last bit with theirs."""
+"""The order of prompts is fixed, because the order of a sum changes its last bit."""
 
 HISTORY = """
 WITH counted AS (
@@ -170,8 +170,8 @@ WHERE step > $step AND (
     AND (origin_step = step OR origin_step <= $step)
 ) IS NOT TRUE
 """
-"""Not TRUE rather than false: without a policy version the condition is NULL and nothing stays. A
-deferred rollout goes with the plan that drew it."""
+"""The condition says which rollouts stay. It is IS NOT TRUE because without a policy version the
+condition is NULL, and then no rollout stays. A deferred rollout goes with the plan that drew it."""
 
 SHOWN_ROLLOUTS = """
 SELECT prompt_key, sample_index, prompt_token_ids, response_token_ids, reward, response_tokens,
@@ -257,7 +257,7 @@ GROUP BY drafter, policy_version
 QUALIFY row_number() OVER (PARTITION BY drafter ORDER BY policy_version DESC) <= {RECENT_VERSIONS}
 """,
 }
-"""Sums of rollouts that have left the database, by table: what a step needs of them. `rows`: CTEs
-of those that leave it."""
+"""Queries that add leaving rollouts to the sums over archived rollouts, by table of sums. A step
+needs only these sums. `rows`: the CTEs of the leaving rows."""
 
 LEARNT = "SELECT engine, arg_max(state, step) FROM learnt GROUP BY engine"

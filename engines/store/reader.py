@@ -1,13 +1,15 @@
-"""The process of one query of a person: it reads a run's store, and nothing else.
+"""The process that runs one SQL query of a user. It can read a run's store and nothing else.
 
-    python -m engines.store.reader < request, JSON > answer, Arrow
+    python -m engines.store.reader < request (JSON) > answer (Arrow)
 
-    rollouts, rewards, plans, outcomes      as engines.store.tables, old steps included
+A query reads these tables and views:
+
+    rollouts, rewards, plans, outcomes      as in engines.store.tables, archived steps included
     steps, step_metrics, acceptance, lengths
 
-The tables of a live run come from its store's process (`engines.store.listener`), those of one that
-has ended from its database; old steps from the archive's files. DuckDB may open no other file. A
-query that takes too much memory or time ends this process, and the run does not notice.
+Tables come from the store's process while the run is live (`engines.store.listener`), otherwise
+from the run's database. Archived steps come from the archive's files. DuckDB cannot open any other
+file. A query that takes too much memory or time ends only this process, not the run.
 """
 
 import json
@@ -28,11 +30,11 @@ from engines.store.opening import OPTIONS, connect
 from engines.store.sandbox import REFUSED, limit_process
 
 MAX_BYTES = 256 * 2**20
-"""Largest answer: the process that asked holds it in memory."""
+"""Size of the largest answer. The calling process holds the answer in memory."""
 _MAX_ERROR = 10_000
-"""Characters of an error: it may repeat the data."""
+"""Characters of the longest error message. DuckDB may repeat data in it."""
 _ROWS_AT_A_TIME = 1024
-_READS_ONLY = "give one query that reads, as in SELECT .. or DESCRIBE rollouts"
+_READS_ONLY = "give one query that reads, for example SELECT .. or DESCRIBE rollouts"
 _TOO_LARGE = (
     f"the query needs more than {OPTIONS['memory_limit']} of memory: ask for fewer rows or "
     "columns, or aggregate them"
@@ -41,10 +43,10 @@ _EXPLAIN = re.compile(
     r"^EXPLAIN\b(\s*ANALYZE\b)?(\s*\((\s*(ANALYZE|FORMAT\s+\w+)\s*,?)+\))?", re.IGNORECASE
 )
 _WRITES = re.compile("COPY|INSERT|UPDATE|DELETE|MERGE")
-"""Operators in the plan of a WITH that does more than read."""
+"""Names of plan operators that write. A query that starts with WITH may contain one."""
 _CONDITION = re.compile(r"\((step|epoch|split) (=|<=?|>=?) (?:(-?\d+)|'(\w+)')\)")
-"""A filter, as DuckDB shows it in a plan, that a live store can apply."""
-_NOT_FETCHED = "a column is read that was not fetched: please report this query"
+"""A filter of a DuckDB plan that the live store can apply."""
+_NOT_FETCHED = "the query reads a column that was not fetched. This is a bug: report the query"
 _MISSING = f"error('{_NOT_FETCHED}')"
 
 VIEWS = {
@@ -78,12 +80,15 @@ VIEWS = {
         GROUP BY ALL
     """,
 }
-"""Views for people: a row a metric of a step; a row an engine and drafter of a step; a row a prompt
-of a step."""
+"""Views for users.
+
+`step_metrics`: one row per step and metric. `acceptance`: one row per step, engine and drafter.
+`lengths`: one row per step and prompt.
+"""
 
 
 class Operator(NamedTuple):
-    """One of a query's plan."""
+    """An operator of a query's plan."""
 
     name: str
     info: Mapping[str, Any]
@@ -93,7 +98,7 @@ class Operator(NamedTuple):
         return info if isinstance(info, list) else [info]
 
     def conditions(self) -> tuple[Condition, ...]:
-        """Filters of a scan that a live store can apply."""
+        """Return the filters of this scan that the live store can apply."""
         found = (_CONDITION.fullmatch(text) for text in self.listed("Filters"))
         return tuple(
             (match[1], match[2], match[4] if match[3] is None else int(match[3]))
@@ -103,8 +108,11 @@ class Operator(NamedTuple):
 
 
 def answer(path: Path, query: str, timeout_s: float) -> pa.Table:
-    """Answer to one query on the store at `path`. Raises ValueError when it does more than read,
-    when DuckDB refuses it, and when it gives more than `MAX_BYTES`."""
+    """Return the answer to one query on the store at `path`.
+
+    Raise ValueError when the query writes, when DuckDB refuses it, or when its answer has more than
+    `MAX_BYTES`.
+    """
     try:
         selects = _checked(query)
         try:
@@ -112,7 +120,7 @@ def answer(path: Path, query: str, timeout_s: float) -> pa.Table:
         except duckdb.InvalidInputException as error:
             if _NOT_FETCHED not in str(error):
                 raise
-        # DuckDB may compute a column that nobody uses, as in EXISTS (FROM rollouts).
+        # DuckDB may read a column that its plan does not list, as in EXISTS (FROM rollouts).
         return _collect(_prepare(path, selects, timeout_s, all_columns=True), query)
     except duckdb.OutOfMemoryException as error:
         raise ValueError(_TOO_LARGE) from error
@@ -121,7 +129,10 @@ def answer(path: Path, query: str, timeout_s: float) -> pa.Table:
 
 
 def _checked(query: str) -> str:
-    """The statement that is read, without EXPLAIN. Raises ValueError unless it is one that may."""
+    """Return the query's statement without EXPLAIN.
+
+    Raise ValueError unless the query is a single SELECT or a statement like it.
+    """
     statements = duckdb.extract_statements(query)
     if len(statements) != 1:
         raise ValueError(_READS_ONLY)
@@ -136,8 +147,10 @@ def _checked(query: str) -> str:
 def _prepare(
     path: Path, selects: str, timeout_s: float, *, all_columns: bool = False
 ) -> duckdb.DuckDBPyConnection:
-    """Connection that has what the query reads, and reaches nothing else. A live run's store is not
-    held up while the query runs."""
+    """Return a connection that has the data of the query and reaches nothing else.
+
+    A live run's store sends the data first, so the query itself does not block the store.
+    """
     with live_snapshot(path.parent, timeout_s) as live:
         con = _open(path, live)
         _lock(con, Archive(path).show_all(con))
@@ -151,7 +164,7 @@ def _prepare(
 
 
 def _open(path: Path, live: Snapshot | None) -> duckdb.DuckDBPyConnection:
-    """The database of a run that has ended; an empty one with a live run's tables."""
+    """Open the database of an ended run, or an empty one with the tables of a live run."""
     if not live:
         con = connect(path, read_only=True, lock_timeout_s=0.0)
         Archive(path).check(con)
@@ -167,7 +180,7 @@ def _open(path: Path, live: Snapshot | None) -> duckdb.DuckDBPyConnection:
 
 
 def _lock(con: duckdb.DuckDBPyConnection, files: list[Path]) -> None:
-    """Let this connection open these files and no other, and let nothing change that."""
+    """Allow this connection to open only these files, and lock this setting."""
     for name, view in VIEWS.items():
         con.execute(f"CREATE TEMP VIEW {name} AS {view}")
     con.execute("SET temp_directory = ''; SET allow_persistent_secrets = false")
@@ -177,8 +190,10 @@ def _lock(con: duckdb.DuckDBPyConnection, files: list[Path]) -> None:
 
 
 def _plan(con: duckdb.DuckDBPyConnection, query: str) -> list[Operator]:
-    """Plan of a query, with unused columns left out, filters at the tables, and nothing else
-    changed. Raises ValueError when something in it writes."""
+    """Return the operators of the query's plan. Raise ValueError when one of them writes.
+
+    DuckDB runs two optimizers only: one drops unused columns, the other moves filters to the scans.
+    """
     kept = ("unused_columns", "filter_pushdown")
     names = [name for (name,) in con.execute("FROM duckdb_optimizers()").fetchall()]
     off = ",".join(name for name in names if name not in kept)
@@ -198,7 +213,7 @@ def _walk(nodes: list[dict[str, Any]]) -> Iterator[Operator]:
 
 
 def _needed(plan: list[Operator], live: Snapshot) -> dict[str, Needed]:
-    """Columns and rows of a live run that the query reads, by table."""
+    """Return the columns and rows of a live run that the query reads, by table."""
     scans: dict[str, list[Operator]] = {}
     for operator in plan:
         if "Table" in operator.info:
@@ -223,7 +238,7 @@ def _load(
     needed: dict[str, Needed],
     tables: Iterable[str],
 ) -> None:
-    """Fill these tables with rows of a live run. What is not fetched cannot be read."""
+    """Fetch the needed rows of a live run. Reading a column that was not fetched is an error."""
     for table, reader in zip(needed, live.read(needed), strict=True):
         con.register("arriving", reader)
         con.execute(f"CREATE OR REPLACE TABLE live.{quoted(table)} AS FROM arriving")
@@ -242,7 +257,7 @@ def _load(
 def _collect(con: duckdb.DuckDBPyConnection, query: str) -> pa.Table:
     batches, num_bytes = [], 0
     with closing(con):
-        # DuckDB itself refuses whatever would write.
+        # DuckDB refuses any statement that would write.
         con.execute("BEGIN TRANSACTION READ ONLY")
         reader = con.sql(query).to_arrow_reader(_ROWS_AT_A_TIME)
         for batch in reader:
@@ -277,5 +292,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Libraries print to standard error as they end.
+    # Skip the exit handlers: some libraries print to standard error there.
     os._exit(code)

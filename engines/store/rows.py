@@ -1,4 +1,4 @@
-"""Finished rollouts as Arrow columns, and scores as the store takes them."""
+"""Convert finished rollouts and rewards to the Arrow tables that the store inserts."""
 
 import json
 import math
@@ -14,11 +14,12 @@ from schemas.drafting import HISTORY
 from schemas.rollout import Rollout
 
 MAX_SHOWN_CHARACTERS = 200
-"""Beginning that is kept of what is no JSON, at most."""
+"""Characters that the store keeps of an `extra` that is not JSON."""
 
 
 def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
-    """One row per rollout, with the columns of the table `rollouts` but `epoch`."""
+    """Return one row per rollout, with `prompt_token_ids` and the columns of the table `rollouts`
+    except `epoch`."""
     for rollout in rollouts:
         _check(rollout)
 
@@ -54,17 +55,22 @@ def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
 
 
 def reward_rows(rewards: pa.Table) -> pa.Table:
-    """Rows with the columns `tables.REWARDS`, of which DuckDB and whoever reads its JSON take every
-    `extra`. Scorers are checked where their values come in; of a store nothing is lost again when
-    it is resumed."""
+    """Return the columns `tables.REWARDS`, with every `extra` as standard JSON.
+
+    Scorers' values are checked where they arrive. The store raises nothing here, so that a resumed
+    run does not fail again on the same reward.
+    """
     rows = rewards.select(REWARDS.names)
     extra = pa.array(map(storable_json, rows["extra"].to_pylist()), pa.string())
     return rows.set_column(rows.column_names.index("extra"), "extra", extra).cast(REWARDS)
 
 
 def storable_json(text: str) -> str:
-    """The JSON object with what standard JSON, UTF-8 and 64 bits have no place for as text:
-    `{"a": NaN}` becomes `{"a": "nan"}`."""
+    """Return the JSON object with unusual values as text.
+
+    These are values that standard JSON, UTF-8 or 64-bit integers cannot represent. For example,
+    `{"a": NaN}` becomes `{"a": "nan"}`.
+    """
     try:
         return json.dumps(_storable(json.loads(text)), allow_nan=False)
     except (ValueError, RecursionError) as error:
@@ -94,9 +100,9 @@ def _text(text: str) -> str:
 def _check(rollout: Rollout) -> None:
     generated, name = rollout.generated, rollout.request.id
     num_tokens = len(generated.token_ids)
-    assert len(generated.inference_logprobs) == num_tokens, f"{name}: a log-probability per token"
+    assert len(generated.inference_logprobs) == num_tokens, f"{name}: not one logprob per token"
     assert generated.spans, f"{name}: no policy version recorded"
-    assert sum(span.num_tokens for span in generated.spans) == num_tokens, f"{name}: spans"
+    assert sum(span.num_tokens for span in generated.spans) == num_tokens, f"{name}: bad spans"
 
 
 def _drafter(rollout: Rollout) -> str:
@@ -116,7 +122,7 @@ def _spans(rollout: Rollout) -> list[dict[str, int]]:
 
 
 def _lists(rows: Sequence[Sequence[float]], dtype: type[np.number]) -> pa.ListArray:
-    """Ragged rows through one flat buffer: ten times faster than Arrow's own conversion."""
+    """Convert ragged rows through one flat buffer, ten times faster than Arrow's conversion."""
     parts = [np.asarray(row, dtype) for row in rows]
     offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
     flat = np.concatenate([np.empty(0, dtype), *parts])

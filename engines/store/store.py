@@ -1,13 +1,15 @@
-"""A run's store: every rollout as it finishes, every reward, plan and step.
+"""A run's store: every rollout as soon as it finishes, every reward, plan and step.
 
     coordinator --add_rollouts--> store --scoring_rows--> scorer --add_rewards--> store
                                     '--training_rows--> trainer
-                                    '--median_lengths--> planner of the next step
+                                    '--length_history--> planner of the next step
 
-Invariants: what a method added is on disk when it returns; a row is there once, however often it
-is delivered, and the first delivery stays. One writer at a time; readers have cursors of their own
-and wait for nobody. Old steps leave the database (`engines.store.archive`): every method reads them
-from where they are, and those that a step asks read no more of a long run than of a short one.
+Invariants:
+- When a method that adds rows returns, the rows are on disk.
+- A row that is delivered again changes nothing: the first delivery stays.
+- There is one writer at a time. Readers have their own cursors and wait for nobody.
+- Every method also reads archived steps (`engines.store.archive`).
+- The methods that a step calls read no more in a long run than in a short one.
 """
 
 import shutil
@@ -36,13 +38,13 @@ from schemas.step import (
 
 
 class Store(StepRecords):
-    """The store of one run, owned by this process until `close`. Safe to share among threads."""
+    """The store of one run. This process owns it until `close`; its threads may share it."""
 
     # Rollouts
 
     def add_rollouts(self, rows: pa.Table, epoch: int) -> int:
-        """Add `rows.rollout_rows`; returns how many were new. Those that were there already stay
-        as they were."""
+        """Add the rows of `rows.rollout_rows` and return how many were new. Rows that the store
+        already has stay unchanged."""
         with self._transaction() as con:
             con.register("rows", rows.select(["prompt_key", "prompt_token_ids"]))
             con.execute("INSERT INTO prompts FROM rows ON CONFLICT DO NOTHING")
@@ -50,11 +52,11 @@ class Store(StepRecords):
             return self._archive.insert_new(con, "rollouts", rows, epoch=epoch)
 
     def finished_ids(self, split: Split, step: int, versions: Sequence[int]) -> set[RequestId]:
-        """Rollouts of this step that need not be generated again.
+        """Return the rollouts of this step that need not be generated again.
 
-        Raises ValueError when one of them has tokens of another policy version than `versions`,
-        unless it was deferred: it would be trained on as if it had not, and a new one could not
-        take its place before `truncate_after`.
+        Raise ValueError when a rollout that was not deferred has tokens of a policy version outside
+        `versions`. The trainer would take those tokens for tokens of `versions`, and a new rollout
+        could not replace this one before `truncate_after`.
         """
         rows = self._fetch_of(step, queries.FINISHED, split)
         for prompt_key, sample_index, lowest, highest, origin_step in rows:
@@ -67,34 +69,36 @@ class Store(StepRecords):
         return {RequestId(split, step, key, sample_index) for key, sample_index, *_ in rows}
 
     def rollouts(self, split: Split, step: int, columns: Sequence[str] = ("*",)) -> pa.Table:
-        """A step's rollouts, ordered by prompt key and sample index. The token lists are most of
-        it: name the columns where they are not needed."""
+        """Return a step's rollouts, ordered by prompt key and sample index. The token lists are
+        large: name the columns when you do not need them."""
         return self._of_step("rollouts", columns, split, step)
 
     def prompts(self) -> dict[str, tuple[int, ...]]:
-        """Tokens of each prompt that was ever rolled out, by its key."""
+        """Return the token ids of every prompt of the run, by prompt key."""
         rows = self._fetch("SELECT prompt_key, prompt_token_ids FROM prompts")
         return {key: tuple(token_ids) for key, token_ids in rows}
 
     def shown_rollouts(self, split: Split, step: int, num_rows: int) -> pa.Table:
-        """The first rollouts of a step with their rewards, for a person to read."""
+        """Return the first rollouts of a step with their rewards, for a user to read."""
         return self._table_of(step, queries.SHOWN_ROLLOUTS, split, num_rows=num_rows)
 
     def timed_rollouts(self, split: Split, step: int) -> pa.Table:
-        """Engine and times of each rollout of a step, without its tokens, which `step_tokens`
-        counts as far as they were generated in this step."""
+        """Return the engine and the times of each rollout of a step, without its tokens.
+
+        `step_tokens` counts the response tokens that were generated in this step.
+        """
         return self._table_of(step, queries.TIMED_ROLLOUTS, split)
 
     # Rewards
 
     def scoring_rows(self, split: Split, step: int) -> pa.Table:
-        """The rollouts that have no reward yet, with the columns `tables.SCORING`."""
+        """Return the rollouts that have no reward yet, with the columns `tables.SCORING`."""
         return self._table_of(step, queries.SCORING_ROWS, split).cast(SCORING)
 
     def add_rewards(self, split: Split, step: int, rewards: pa.Table) -> int:
-        """Add rows with the columns `tables.REWARDS`; returns how many were new.
+        """Add rows with the columns `tables.REWARDS` and return how many were new.
 
-        Raises ValueError for a reward without its rollout or that is not a finite number.
+        Raise ValueError when a reward has no rollout or is not a finite number.
         """
         rows = reward_rows(rewards)
         with self._transaction() as con:
@@ -111,20 +115,20 @@ class Store(StepRecords):
                 ) from error
 
     def rewards(self, split: Split, step: int) -> pa.Table:
-        """All rewards of a step with the columns `tables.REWARDS`, by prompt and sample."""
+        """Return a step's rewards with the columns `tables.REWARDS`, by prompt and sample."""
         return self._of_step("rewards", REWARDS.names, split, step).cast(REWARDS)
 
     def training_rows(self, step: int) -> pa.Table:
-        """A step's rollouts with their rewards, in the plan's order (by prompt key without one),
-        each with what is known of its group: the samples of its prompt that the same step planned,
-        trained in this step or before.
+        """Return a step's rollouts with their rewards and groups, with the columns
+        `tables.TRAINING`.
 
-        The columns are `tables.TRAINING`. Raises ValueError when there are none, when they are
-        not the ones that were planned, or when one lacks its reward.
+        Rows are in the plan's order; without a plan they are ordered by prompt key. Raise
+        ValueError when there are no rows, when they differ from the plan, or when a reward is
+        missing.
         """
         plan = self.plan(Split.TRAIN, step)
         keys = [group.prompt_key for group in plan.groups] if plan else []
-        # Of the step before there may be deferred samples.
+        # A group with a deferred sample has its other samples in the step before.
         rows = self._table(queries.TRAINING_ROWS, (step - 1, step), step=step, keys=keys)
         rows = rows.cast(TRAINING)
         if rows.num_rows == 0:
@@ -141,19 +145,22 @@ class Store(StepRecords):
     # History
 
     def drafted(self, before_step: int) -> list[tuple[str, int, int, int]]:
-        """Drafting of the training steps before this one: (drafter, policy version, draft tokens
-        accepted, verifications that rejected one), of each drafter at its last
-        `queries.RECENT_VERSIONS` of which both are known."""
+        """Return what drafting achieved in the training steps before this one.
+
+        Each row is (drafter, policy version, accepted draft tokens, verifications that rejected a
+        draft token). Each drafter has its last `queries.RECENT_VERSIONS` policy versions for which
+        both counts are known.
+        """
         return self._fetch_history(queries.DRAFTED, before_step)
 
     def length_history(
         self, prompt_keys: Sequence[str] | None = None, before_step: int | None = None
     ) -> dict[str, LengthHistory]:
-        """Response lengths of each prompt in the last two steps that drew it, and what a pass
-        gained in the last.
+        """Return each prompt's response lengths in the last two steps that drew it, and the tokens
+        per forward pass in the last of them.
 
-        Give `before_step` when that step may have been rolled out in part: what finished first
-        is short. Prompts never seen are absent.
+        Give `before_step` when that step may be rolled out in part: short responses finish first
+        and would bias the lengths. Prompts without rollouts are absent.
         """
         keys = None if prompt_keys is None else list(prompt_keys)
         rows = self._fetch_history(queries.LENGTH_HISTORY, before_step, keys=keys)
@@ -162,22 +169,24 @@ class Store(StepRecords):
     def last_steps(
         self, split: Split, prompt_keys: Sequence[str], before_step: int
     ) -> dict[str, int]:
-        """The last step before `before_step` in which each prompt was rolled out and scored.
-        Prompts never seen are absent."""
+        """Return the last step before `before_step` in which each prompt was rolled out and scored.
+        Prompts without such a step are absent."""
         where = {"split": str(split), "keys": list(prompt_keys)}
         return dict(self._fetch_history(queries.LAST_STEPS, before_step, **where))
 
     def index_rows(self, split: Split, steps: Mapping[str, int]) -> pa.Table:
-        """The scored rollouts of each prompt in the step given for it, by prompt and sample, with
-        the columns `tables.INDEXED`."""
+        """Return scored rollouts by prompt and sample, with the columns `tables.INDEXED`.
+
+        `steps`: for each prompt key, the step that drew the rollouts.
+        """
         where = {"split": str(split), "keys": list(steps), "steps": list(steps.values())}
-        # What a step deferred is in the next one.
+        # Rollouts that a step deferred are stored under the next step.
         origins = steps.values() or [0]
         around = (min(origins), max(origins) + 1)
         return self._table(queries.INDEX_ROWS, around, **where).cast(INDEXED)
 
     def history_report(self, before_step: int | None = None) -> HistoryReport:
-        """Counts over all training rollouts, those of steps before `before_step` if given."""
+        """Return counts over all training rollouts, or over those before `before_step`."""
         ((num_prompts, num_rollouts, num_tokens),) = self._fetch_history(
             queries.HISTORY, before_step
         )
@@ -188,11 +197,11 @@ class Store(StepRecords):
     # Going back, and putting away
 
     def truncate_after(self, step: int, policy_version: int | None, max_staleness: int = 0) -> None:
-        """Forget everything after `step`, so that a run can go on from its checkpoint.
+        """Delete everything after `step`, so that a run can resume from the checkpoint of `step`.
 
-        Training rollouts stay when they are still good to train on: no token by a policy version
-        after `policy_version`, or by one more than `max_staleness` behind their step's. Their
-        rewards go. With None, nothing stays.
+        Training rollouts stay if they can still be trained on: no token is newer than
+        `policy_version`, and none is more than `max_staleness` versions behind its step. Their
+        rewards are deleted. With `policy_version` None, no rollout stays.
         """
         where = {
             "step": step,
@@ -200,7 +209,7 @@ class Store(StepRecords):
             "max_staleness": max_staleness,
         }
         with self._archiving, self._transaction() as con:
-            # Nothing of later steps stays.
+            # Rollouts of later steps are too stale to stay.
             taken_back = self._archive.take_back(con, step, step + 2 + max_staleness)
             con.execute(queries.FORGET_ROLLOUTS, where)
             for table in ("rewards", "plans", "outcomes", "stages", "learnt", "steps"):
@@ -210,13 +219,16 @@ class Store(StepRecords):
         self._archive.clear(self._con, after=step)
 
     def write_step(self, step: int) -> None:
-        """Write the training rollouts and rewards of a step to Parquet files, for people."""
+        """Write the training rollouts and rewards of a step to Parquet files for users."""
         with self.snapshot() as con:
             self._archive.write_step(con, step)
 
     def archive_before(self, step: int) -> bool:
-        """Move old steps to Parquet files, where there are enough that a run at this step is done
-        with; whether it was done. Others read and write meanwhile."""
+        """Move old steps to Parquet files and return whether any were moved.
+
+        Nothing moves until enough steps lie more than `KEPT_STEPS` before `step`. Other threads
+        read and write meanwhile.
+        """
         last_step = step - KEPT_STEPS
         with self._archiving:
             with self.snapshot() as con:
@@ -231,14 +243,14 @@ class Store(StepRecords):
     # After a run
 
     def summary(self, wall_s: float) -> RunSummary:
-        """Summary of the run. Raises ValueError when no step is finished."""
+        """Return the run's summary. Raise ValueError when no step has finished."""
         steps = self.steps()
         if not steps:
             raise ValueError(f"{self.path} has no finished step to summarise")
         ((num_rollouts, num_tokens),) = self._fetch(queries.TRAINED, ALL)
         acceptance, speculation = zip(*self._fetch(queries.DRAFTING_BY_EPOCH, ALL), strict=True)
         rewards = self._fetch(queries.REWARD_BY_EPOCH, ALL)
-        # Rounded once, whatever the order: an evaluation of the checkpoint has the same digits.
+        # `fmean` rounds once, so an evaluation of the checkpoint has the same digits in any order.
         validations = [fmean(each) for (each,) in self._fetch(queries.REWARDS_BY_VALIDATION, ALL)]
         timing_s: dict[str, float] = defaultdict(float)
         for report in steps:
@@ -261,8 +273,8 @@ class Store(StepRecords):
         )
 
     def engine_times(self) -> list[dict[str, Any]]:
-        """Rollouts of the run, each with its `name`, `engine`, `started_s` and `finished_s` (Unix
-        times), and the rest as `args`."""
+        """Return the run's rollouts as trace events: `name`, `engine`, `started_s` and `finished_s`
+        (Unix times), and the other columns as `args`."""
         named = ("engine", "started_s", "finished_s")
         return [
             {
@@ -275,7 +287,8 @@ class Store(StepRecords):
 
 
 def open_read_only(path: Path | str) -> Store:
-    """The store of a run that has ended. Raises ValueError when there is none or it is held."""
+    """Open the store of an ended run. Raise ValueError when the file does not exist or another
+    process holds it."""
     return Store(path, read_only=True)
 
 
@@ -287,6 +300,6 @@ def _check_planned(rows: pa.Table, plan: StepPlan, outcome: RolloutOutcome) -> N
     planned = outcome.samples(plan)
     if found != planned:
         raise ValueError(
-            f"step {plan.step} has {len(found)} rollouts, its plan {len(planned)}: "
+            f"step {plan.step} has {len(found)} rollouts, but its plan has {len(planned)}: "
             f"{len(planned - found)} are missing and {len(found - planned)} were not planned"
         )

@@ -1,7 +1,7 @@
 """The tables of a run's store, as SQL and as Arrow.
 
-A row is found by (split, step, prompt_key, sample_index) wherever it appears: the primary key
-holds whatever is retried, because every insert skips the rows that are there already.
+In every table of rollouts, (split, step, prompt_key, sample_index) is the primary key. Every insert
+skips rows that are already present, so a retry adds nothing.
 """
 
 import pyarrow as pa
@@ -116,7 +116,7 @@ ALTER TABLE archived_groups ADD COLUMN IF NOT EXISTS passes INTEGER[];
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS num_rejections INTEGER;
 ALTER TABLE archived_drafts ADD COLUMN IF NOT EXISTS rejections BIGINT;
 """
-"""Columns that stores of this version may lack."""
+"""Columns that older stores of this version lack."""
 
 _SAMPLE = {"prompt_key": pa.string(), "sample_index": pa.int32()}
 _RESPONSE = {"response_token_ids": pa.list_(pa.int32())}
@@ -127,10 +127,10 @@ SCORING = pa.schema(_SAMPLE | _RESPONSE)
 """Columns that a scorer reads."""
 
 REWARDS = pa.schema(_SAMPLE | _REWARD | {"extra": pa.string()})
-"""Columns that a scorer gives back; `extra` is a JSON object."""
+"""Columns that a scorer returns; `extra` is a JSON object."""
 
 INDEXED = pa.schema({"prompt_key": pa.string(), "step": pa.int32()} | _TOKENS | _REWARD)
-"""Columns that a history index is built from."""
+"""Columns from which the history index is built."""
 
 SPANS = pa.list_(pa.struct({"policy_version": pa.int32(), "num_tokens": pa.int32()}))
 
@@ -147,11 +147,13 @@ TRAINING = pa.schema(
         "truncated": pa.bool_(),
     }
 )
-"""A rewarded batch, one row per rollout: what the store gives and the trainer reads.
+"""The batch that the trainer reads, one row per rollout.
 
-`inference_logprobs` are under softmax(logits / T). `origin_step` is the step whose plan drew the
-sample: this one, or an earlier one for a sample that was deferred. `group_rewards` and
-`group_lengths` (response tokens) are of all known samples of its (origin_step, prompt_key) in one
-order, its own among them, in this batch or an earlier one. `version_spans` cover the response from
-its beginning. `truncated`: cut at the limit of its length.
+`inference_logprobs`: log-probabilities under softmax(logits / T).
+`origin_step`: the step whose plan drew the sample; an earlier step for a deferred sample.
+`group_rewards`, `group_lengths` (response tokens): all known samples of the row's group, that is of
+its (origin_step, prompt_key). Both lists have the same order and include the row's own sample.
+Samples of the group may be in this batch or in an earlier one.
+`version_spans`: policy versions of the response's tokens, from its first token on.
+`truncated`: whether the response was cut at its length limit.
 """
