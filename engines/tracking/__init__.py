@@ -1,1 +1,1 @@
-"""Delivery of a run's record to MLflow and to files in its directory."""
+"""Record a run: send its metrics to MLflow and write its progress to files."""

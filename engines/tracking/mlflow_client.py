@@ -1,4 +1,4 @@
-"""MLflow, as a server or as files beside the runs: finding it, and delivering records to it."""
+"""Connect to MLflow, a server or files beside the runs, and deliver records to it."""
 
 import json
 from collections.abc import Mapping
@@ -18,25 +18,25 @@ from engines.tracking.mlflow_run import MlflowRun, may_pass
 from engines.tracking.outbox import Record, ServerAway
 
 MLFLOW_PAGE = "REFRAIN_MLFLOW_PAGE"
-"""Environment variable with the address of MLflow's page, when runs write to the files behind it;
-the pages of a run link to it."""
+"""Environment variable with the address of MLflow's page, for runs that write to MLflow's files
+instead of a server. A run's pages link to this address."""
 MAX_TABLES = 60
-"""Tables of a run that MLflow's page shows as tables: their names are in one tag, and a tag has
-8,000 characters. Older ones are shown as JSON."""
+"""Most tables of a run that MLflow's page shows as tables; it shows older ones as JSON. One tag of
+at most 8,000 characters has all their names."""
 MAX_SOURCE_CHARACTERS = 60_000
-"""Length of a data set's list of files, at most: MLflow takes 65,535."""
+"""Longest list of a data set's files. MLflow accepts 65,535 characters."""
 _TABLES_TAG = "mlflow.loggedArtifacts"
 
 
 class Deliverer:
-    """Delivers the records of one MLflow run. Doing so twice does no harm."""
+    """Delivers the records of one MLflow run. Delivering a record twice does no harm."""
 
     def __init__(self, client: Any, run: MlflowRun) -> None:
         self._client, self._run = client, run
         self._tables: list[str] | None = None
 
     def __call__(self, record: Record) -> None:
-        """Raises `ServerAway` where it may be delivered later, else what MLflow raises."""
+        """Deliver a record. Raise `ServerAway` if a later try may succeed, else MLflow's error."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -48,7 +48,7 @@ class Deliverer:
             raise self._run.explain(error) from error
 
     def is_up(self) -> bool:
-        """Whether the server answers."""
+        """Return whether the server answers."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -82,11 +82,13 @@ class Deliverer:
                 else:
                     client.set_terminated(run_id, **values)
             case _:
-                raise AssertionError(f"no such record: {record.kind}")
+                raise AssertionError(f"unknown kind of record: {record.kind}")
 
     def _show_table(self, path: str) -> None:
-        """Show a table like `MlflowClient.log_table`, which appends to a table that is there
-        already and fails once the tag is full."""
+        """Add a table to the tag that makes MLflow's page show it.
+
+        `MlflowClient.log_table` would append to an existing table, and fail when the tag is full.
+        """
         if self._tables is None:
             tags = self._client.get_run(self._run.run_id).data.tags
             self._tables = [entry["path"] for entry in json.loads(tags.get(_TABLES_TAG, "[]"))]
@@ -115,7 +117,7 @@ def _dataset(name: str, digest: str, context: str, files: list[str], num_rows: i
 def log_metrics(
     client: Any, run_id: str, metrics: Mapping[str, float], step: int, at_ms: int
 ) -> None:
-    """`at_ms`: Unix time."""
+    """Log metrics of a step. `at_ms`: Unix time in milliseconds."""
     from mlflow.entities import Metric
 
     values = [Metric(tracked_name(name), value, at_ms, step) for name, value in metrics.items()]
@@ -123,7 +125,8 @@ def log_metrics(
 
 
 def open_client(runs_dir: Path, tracking_uri: str | None) -> tuple[Any, Path | None]:
-    """An MLflow client, and where its artifacts go: without a URI, beside the runs."""
+    """Return an MLflow client and the directory for artifacts (None: MLflow's choice). Without a
+    URI, both are beside the runs."""
     from mlflow import MlflowClient
 
     if tracking_uri:
@@ -134,7 +137,7 @@ def open_client(runs_dir: Path, tracking_uri: str | None) -> tuple[Any, Path | N
 
 
 def require_server(tracking_uri: str | None) -> None:
-    """Raises ValueError when a server is named that does not answer."""
+    """Raise ValueError when the URI names a server that does not answer."""
     if not tracking_uri or not tracking_uri.startswith("http"):
         return
     from mlflow import MlflowClient
@@ -144,6 +147,6 @@ def require_server(tracking_uri: str | None) -> None:
         MlflowClient(tracking_uri).search_experiments(max_results=1)
     except MlflowException as error:
         raise ValueError(
-            f"MLFLOW_TRACKING_URI is {tracking_uri}, but MLflow does not answer there: start it, "
-            f"name another one, or unset it to have the record beside the runs ({error})"
+            f"MLFLOW_TRACKING_URI is {tracking_uri}, but MLflow does not answer there: {error}. "
+            "Start the server, name another one, or unset the variable to record beside the runs"
         ) from error

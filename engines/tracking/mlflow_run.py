@@ -1,10 +1,12 @@
-"""The MLflow run of a training run: made once, found again, and replaced when it was deleted.
+"""The MLflow run of a training run. `runs/NAME/mlflow.json` has its id.
 
-    runs/NAME/mlflow.json    which one it is
+The training run creates one MLflow run and uses it again after a resume. If a user deletes the
+MLflow run, what happens depends on when:
 
-A process of the run that finds it deleted makes a new one of the same name, with the tag
-`refrain.replaces`. One that is deleted while the process goes on stays deleted: whoever deleted it
-wants no other to turn up at once. Its records are set aside until the run is resumed.
+- Before a process of the training run starts: the process creates a new MLflow run of the same
+  name, with the tag `refrain.replaces`.
+- While the process runs: it creates no new one at once, because the user has just deleted it. The
+  outbox sets the records aside until the training run is resumed.
 """
 
 import json
@@ -24,7 +26,7 @@ from engines.failures import Failures
 from schemas.config import TrainConfig
 
 RUN_FILE = "mlflow.json"
-"""Names a run's MLflow run, in the run's directory."""
+"""File in a run's directory with the ids of its MLflow run."""
 REPLACES = "refrain.replaces"
 """Tag with the id of the MLflow run that was deleted."""
 _ACTIVE = "active"
@@ -45,8 +47,10 @@ class MlflowRun:
         artifacts: Path | None,
         failures: Failures,
     ) -> None:
-        """Asks no server. `artifacts`: where those of a new experiment go, by default where MLflow
-        wants."""
+        """Read the known ids from the run's directory, without a request to a server.
+
+        `artifacts`: location for artifacts of a new experiment, by default MLflow's choice.
+        """
         self._client, self._config = client, config
         self._experiment = distinct_text(experiment, MAX_EXPERIMENT_CHARACTERS)
         self._artifacts = artifacts
@@ -61,7 +65,7 @@ class MlflowRun:
 
     @property
     def run_id(self) -> str:
-        """Empty before it was made."""
+        """Id of the MLflow run; empty before it is created."""
         return self._names.get("run_id", "")
 
     @property
@@ -69,28 +73,28 @@ class MlflowRun:
         return self._names.get("experiment_id", "")
 
     def make(self) -> None:
-        """Make the run where there is none. Raises what MLflow raises."""
+        """Create the MLflow run if there is none. MLflow's errors propagate."""
         if not self._names:
             self._create({})
             self._is_sure = True
 
     def make_sure(self) -> None:
-        """Make the run where there is none, or where it was deleted before this process first
-        asked. Raises what MLflow raises."""
+        """Create the MLflow run if there is none, or if it was deleted before this process's first
+        request. MLflow's errors propagate."""
         self.make()
         if not self._is_sure and self._is_gone():
             deleted = self.run_id
             self._create({REPLACES: deleted})
             self._failures.warn(
-                f"this run's MLflow run {deleted} was deleted: a new one, {self.run_id}, has what "
-                "comes from here on"
+                f"this run's MLflow run {deleted} was deleted. From now on records go to a new "
+                f"one, {self.run_id}"
             )
         self._is_sure = True
         if not self._is_described:
             self._describe()
 
     def explain(self, error: Exception) -> Exception:
-        """The error, or that the run was deleted where this explains it."""
+        """Return `RunDeleted` if the MLflow run was deleted, otherwise the error itself."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -100,8 +104,8 @@ class MlflowRun:
         if not is_gone:
             return error
         return RunDeleted(
-            f"MLflow run {self.run_id} was deleted. Restore it (mlflow runs restore --run-id "
-            f"{self.run_id}) and resume, or only resume: then a new one takes its place"
+            f"MLflow run {self.run_id} was deleted. Resume the run to record to a new MLflow run. "
+            f"To keep the old one, first run `mlflow runs restore --run-id {self.run_id}`"
         )
 
     def _is_gone(self) -> bool:
@@ -124,7 +128,7 @@ class MlflowRun:
             write_durably(self._file, json.dumps(self._names))
 
     def _describe(self) -> None:
-        """Give a new run its settings. Raises what MLflow raises, where it may take them later."""
+        """Log the config to a new MLflow run. Raise MLflow's error if a later try may succeed."""
         from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
 
@@ -144,8 +148,11 @@ class MlflowRun:
 
 
 def experiment_id(client: Any, name: str, artifacts: Path | None) -> str:
-    """Id of the experiment with this name, which is made when it is missing. One that was deleted
-    keeps its name: then it is the first of `NAME 2`, `NAME 3` ... that is not deleted."""
+    """Return the id of the experiment with this name; create it if it is missing.
+
+    MLflow keeps the name of a deleted experiment. In this case, use the first of `NAME 2`,
+    `NAME 3` ... that is not deleted.
+    """
     from mlflow.exceptions import MlflowException
 
     location = artifacts.as_uri() if artifacts else None
@@ -156,7 +163,7 @@ def experiment_id(client: Any, name: str, artifacts: Path | None) -> str:
             try:
                 return client.create_experiment(free, artifact_location=location)
             except MlflowException:
-                # Another process may have made it just now.
+                # Another process may have created it since the check.
                 if client.get_experiment_by_name(free) is None:
                     raise
         elif experiment.lifecycle_stage == _ACTIVE:
@@ -167,7 +174,7 @@ def experiment_id(client: Any, name: str, artifacts: Path | None) -> str:
 
 
 def status_of(error: Exception) -> int | None:
-    """HTTP status of an error of MLflow's client; None where no server has answered."""
+    """Return the HTTP status of an error of MLflow's client, or None without an answer."""
     from mlflow.exceptions import MlflowException
     from requests import HTTPError
 
@@ -179,14 +186,15 @@ def status_of(error: Exception) -> int | None:
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether the same request may be accepted later."""
+    """Return whether the same request may succeed later."""
     status = status_of(error)
     busy = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
     return status is None or status >= HTTPStatus.INTERNAL_SERVER_ERROR or status in busy
 
 
 def _flat_params(config: TrainConfig) -> dict[str, Any]:
-    """Two levels are all a config has: `trainer.learning_rate`."""
+    """Return the settings by dotted name, for example `trainer.learning_rate`. A config has at most
+    two levels."""
     params: dict[str, Any] = {}
     for section, value in config.model_dump(mode="json").items():
         if isinstance(value, dict):

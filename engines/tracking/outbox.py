@@ -1,15 +1,17 @@
-"""Records on their way to a server that may be away: files until they are delivered.
+"""Keep records in files until the server has them, even if the server is away.
 
-    add ─► outbox/00000012/record.json (and a file) ─► a thread: deliver ─► deleted
+    add ─► outbox/00000012/record.json (and a file) ─► a thread: deliver ─► delete
                         │                                    │
-              found again by a resumed run       away: wait, then once more
+              a resumed run finds it             server away: wait, then try again
                         ▲                        refused: set aside
                         └───── outbox/refused ◄──┘
 
-A record is delivered at least once, in the order in which it was added. The server refuses a record
-when it says so, or when it takes none of `MAX_TRIES` although it answers otherwise. A refused
-record holds up no other; it is a failure of the record (`engines.failures`), and is tried again
-when the run is resumed. While the server is away nothing is refused.
+Each record is delivered at least once, in the order in which it was added.
+
+A record counts as refused when the server rejects it. It also counts as refused after `MAX_TRIES`
+failed tries, if the server answers other requests. While the server is away, no record is refused.
+A refused record does not block others. The outbox counts a failure (`engines.failures`) and tries
+the record again when the run is resumed.
 """
 
 import errno
@@ -28,23 +30,25 @@ from engines.durable import flush, flush_all, is_disk_full
 from engines.failures import Failures
 
 LIMIT_BYTES = 512 * 2**20
-"""Bytes of files that may wait. Further files are left out; metrics and the like never are."""
+"""Most bytes of waiting records. Above it, new files are dropped. Records without a file, for
+example metrics, are always kept."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 10.0
-"""Seconds between two tries while the server is away: twice as long each time, up to the second."""
+"""First and longest pause between two tries while the server is away. Each pause is twice as long
+as the one before."""
 MAX_TRIES = 5
-"""Tries of one record at a server that answers. Of a kind of which the last one was set aside after
-so many, the next gets a single one."""
+"""Tries of one record at a server that answers. When a record has failed them all, the next record
+of its kind gets a single try."""
 LOOK_S = 1.0
-"""Seconds between two looks for what other processes have added."""
+"""Seconds between two checks for records of other processes."""
 _REFUSED, _LEFT_OUT = "refused", "left_out"
 
 
 class ServerAway(Exception):
-    """The server cannot be reached now; later the same record may be delivered."""
+    """The server cannot be reached now. A later try of the same record may succeed."""
 
 
 def _is_up() -> bool:
-    """A server of which nothing more is known than its errors is taken for away."""
+    """Return False: without a health check, a server that raises `ServerAway` counts as away."""
     return False
 
 
@@ -52,13 +56,13 @@ def _is_up() -> bool:
 class Record:
     kind: str
     values: dict[str, Any]
-    """JSON."""
+    """Values that JSON can represent."""
     file: Path | None = None
-    """File with what is too large for JSON, under the name that it is to be known by."""
+    """File with content that is too large for JSON. The server gets it under the same file name."""
 
 
 class Outbox:
-    """Owns a directory and the thread that empties it."""
+    """A directory of records and the thread that delivers them."""
 
     def __init__(
         self,
@@ -69,17 +73,18 @@ class Outbox:
         delivers: bool = True,
         is_up: Callable[[], bool] = _is_up,
     ) -> None:
-        """Open the outbox; what an earlier process left in it is delivered first.
+        """Open the outbox. Records that an earlier process left are delivered first.
 
         Args:
-            deliver: Called on the thread; raises `ServerAway`, or anything else for a record that
-                the server refuses.
-            server: Its name, for people.
-            failures: Gets what is refused and what cannot be written, and warns when the server
-                goes away and when it is back.
-            delivers: One process of a run does; what others add is found by it.
-            is_up: Called on the thread when a record was not delivered: whether the server answers
-                at all.
+            deliver: Delivers a record, on the thread. Raises `ServerAway` when the server cannot be
+                reached, and another error when the server refuses the record.
+            server: The server's name in messages.
+            failures: Counts refused records and records that cannot be written. Warns when the
+                server goes away and when it is back.
+            delivers: Whether this process delivers. Only one process of a run does; it finds the
+                records of the others in the directory.
+            is_up: Returns whether the server answers at all. Called on the thread after
+                `ServerAway`.
         """
         self._directory = directory
         self._deliver, self._server, self._is_up = deliver, server, is_up
@@ -97,10 +102,10 @@ class Outbox:
         self._is_away = False
         self._busy = False
         self._num_tries = 0
-        """Tries of the oldest record at a server that answered."""
+        """Failed tries of the oldest record at a server that answers."""
         self._failing: set[str] = set()
-        """Kinds of records of which the last one was set aside after `MAX_TRIES`."""
-        # The thread sees the settings of whoever opened the outbox.
+        """Kinds of records whose last one failed all its tries."""
+        # Copy the context, so that the thread sees the caller's context variables.
         self._thread = threading.Thread(
             target=copy_context().run, args=(self._work,), name=f"outbox {server}", daemon=True
         )
@@ -112,11 +117,13 @@ class Outbox:
         return len(self._waiting)
 
     def add(self, kind: str, values: Mapping[str, Any], file: tuple[str, bytes] | None = None):
-        """Durable when this returns: the machine may lose its power, the server be away. One that
-        cannot be written, on a full disk first of all, is a failure, and nothing was added.
+        """Add a record. When this returns, the record is on disk and survives a power failure.
+
+        A record that cannot be written, for example on a full disk, counts as a failure and is not
+        added.
 
         Args:
-            file: Its name and content.
+            file: Name and content of the record's file.
         """
         with self._changed, self._failures.contained(f"writing {kind} for {self._server}"):
             if file and self._num_bytes + len(file[1]) > LIMIT_BYTES:
@@ -129,21 +136,21 @@ class Outbox:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything is delivered; False when the time was too short."""
+        """Wait until all records are delivered. Return False when the time was too short."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Deliver what can be delivered in this time; the rest stays for the next to open it."""
+        """Deliver records for at most this time. The next process delivers the rest."""
         self.flush(timeout_s)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            # A call in progress may wait for an answer; its record is delivered again.
+            # If the call in progress takes longer, its record will be delivered again.
             self._changed.wait_for(lambda: not self._busy, timeout=1.0)
 
     def missing(self) -> list[str]:
-        """Sentences for people about what the server does not have."""
+        """Return sentences for the user about records that the server does not have."""
         said = []
         if self._waiting:
             said.append(
@@ -160,8 +167,8 @@ class Outbox:
         if left_out.exists():
             num = len(left_out.read_text().splitlines())
             said.append(
-                f"{num} files for {self._server} were left out, as more than "
-                f"{LIMIT_BYTES / 2**20:.0f} MiB waited; they are listed in {left_out}"
+                f"{num} files for {self._server} were left out, because more than "
+                f"{LIMIT_BYTES / 2**20:.0f} MiB waited: see the list in {left_out}"
             )
         return said
 
@@ -178,7 +185,7 @@ class Outbox:
         return numbered
 
     def _numbered_anew(self, unfinished: Path) -> Path:
-        """A number that no other process has taken meanwhile."""
+        """Rename the directory to the next number that no other process has taken."""
         while True:
             self._next += 1
             try:
@@ -188,7 +195,7 @@ class Outbox:
                     raise
 
     def _fresh(self, name: str) -> Path:
-        """A place in the directory where nothing is; a crash may have left something."""
+        """Return a free path of this name; delete what a crash left there."""
         path = self._directory / name
         if path.exists():
             shutil.rmtree(path)
@@ -211,7 +218,7 @@ class Outbox:
                 pause_s = min(2.0 * pause_s, MAX_PAUSE_S)
 
     def _try(self, record: Record) -> bool:
-        """Whether the record was delivered. Raises the server's error for one that it refuses."""
+        """Return whether the record was delivered. Raise the server's error if it was refused."""
         try:
             self._deliver(record)
         except ServerAway as error:
@@ -228,13 +235,13 @@ class Outbox:
         return True
 
     def _oldest(self) -> Path | None:
-        """None when the outbox is closed."""
+        """Wait for a record and return the oldest; return None when the outbox is closed."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()
             while not self._waiting and not self._closing:
                 self._changed.wait(LOOK_S)
-                if not self._closing:  # Whoever opens it next has what is there.
+                if not self._closing:  # The next process delivers records that come now.
                     with self._failures.contained(f"reading the outbox for {self._server}"):
                         self._find_foreign()
             if self._closing:
@@ -243,14 +250,19 @@ class Outbox:
             return self._waiting[0]
 
     def _find_foreign(self) -> None:
-        """Take in records of other processes: whatever is there while nothing of this one waits."""
+        """Queue records of other processes, when no record of this process waits.
+
+        In this case every record in the directory is from another process.
+        """
         if not self._waiting:
             self._waiting.extend(_numbered(self._directory))
             self._num_bytes += sum(_size(path) for path in self._waiting)
 
     def _drop(self, path: Path, keep: bool = False) -> None:
-        """Take the oldest record out. Where its files cannot be moved, they are there when the run
-        is resumed: to deliver it twice does no harm."""
+        """Remove the oldest record from the queue, and delete it or move it to the refused ones.
+
+        If its files cannot be moved, a resumed run delivers the record again, which does no harm.
+        """
         with self._changed:
             self._num_tries = 0
             self._waiting.popleft()
@@ -261,7 +273,7 @@ class Outbox:
                     apart.mkdir(exist_ok=True)
                     path.rename(apart / path.name)
                 else:
-                    # Renamed first: half a record must not look like one.
+                    # Rename it first, so that nobody takes a half-deleted record for a whole one.
                     shutil.rmtree(path.rename(self._fresh(".delivered")))
             self._changed.notify_all()
 
@@ -272,30 +284,30 @@ class Outbox:
             self._changed.wait_for(lambda: self._closing, seconds)
 
     def _note(self, away: ServerAway | None) -> None:
-        """Tell when the server goes away, and when it is back."""
+        """Warn when the server goes away and when it is back."""
         if away and not self._is_away:
             self._failures.warn(
-                f"{self._server} does not answer, the run goes on and its record waits in "
+                f"{self._server} does not answer. The run goes on; its records wait in "
                 f"{self._directory}: {away}"
             )
         elif self._is_away and not away:
-            self._failures.warn(f"{self._server} is back and gets what has waited")
+            self._failures.warn(f"{self._server} is back and gets the records that waited")
         self._is_away = away is not None
 
 
 def _numbered(directory: Path) -> list[Path]:
-    """Records, the oldest first."""
+    """Return the directory's records, oldest first."""
     return sorted(path for path in directory.glob("[0-9]*") if path.name.isdigit())
 
 
 def _put_back(directory: Path) -> None:
-    """Let what was refused earlier wait again, under its own number: it comes first."""
+    """Move refused records back under their old numbers, so that they are delivered first."""
     for path in _numbered(directory / _REFUSED):
         path.rename(directory / path.name)
 
 
 def _kind(path: Path) -> str:
-    """A record's kind, whatever is wrong with it."""
+    """Return a record's kind, even if the record is damaged."""
     try:
         return _read(path).kind
     except (OSError, ValueError, TypeError, KeyError):

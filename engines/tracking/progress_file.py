@@ -1,8 +1,10 @@
 """A run's progress in two small files, for other processes to read while the run holds its store.
 
-`progress.json` is replaced whole, once a second at most; `steps.jsonl` gets a line a step. What
-they hold is for people: nothing is resumed from them. On a full disk they stay as they were, until
-there is room again.
+    progress.json     replaced at most once a second
+    steps.jsonl       one line per step
+
+The files are for users: a resumed run does not read its state from them. On a full disk they stay
+unchanged until there is space again.
 """
 
 import threading
@@ -24,7 +26,7 @@ WRITE_EVERY_S = 1.0
 
 
 class ProgressFile:
-    """Writes for one process of a run, from entering to leaving it."""
+    """Writes the progress of one process of a run, as a context manager."""
 
     def __init__(self, run_dir: Path, num_steps: int, failures: Failures | None = None) -> None:
         now_s = time.time()
@@ -43,7 +45,8 @@ class ProgressFile:
         self._changed = threading.Event()
         self._left = threading.Event()
         self._writing = threading.Lock()
-        """Held while the file is written: two threads have one unfinished file."""
+        """Held while `progress.json` is written, because both threads use the same temporary file.
+        """
         self._writer = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
 
     def __enter__(self) -> "ProgressFile":
@@ -65,7 +68,7 @@ class ProgressFile:
         self._write()
 
     def begin(self, policy_version: int) -> None:
-        """The run goes on from here: forget later steps, which will be done again."""
+        """Delete reports of steps after `policy_version`, because the run repeats these steps."""
         with self._failures.contained(f"writing {STEPS_FILE}"):
             readable, _ = readable_steps(self._run_dir)
             write_steps(self._run_dir, [one for one in readable if one.step <= policy_version])
@@ -102,7 +105,7 @@ class ProgressFile:
             write_durably(self._run_dir / PROGRESS_FILE, text + "\n")
 
     def _write_steps(self) -> None:
-        """Add what is not there yet, whole lines alone."""
+        """Append the unwritten reports, as whole lines only."""
         with self._failures.contained(f"writing {STEPS_FILE}"):
             lines = _lines(self._unwritten).encode()
             with (self._run_dir / STEPS_FILE).open("ab", buffering=0) as file:
@@ -114,7 +117,7 @@ class ProgressFile:
 
 
 def read_progress(run_dir: Path) -> RunProgress | None:
-    """None when there is none, or none that this version reads."""
+    """Return a run's progress, or None if the file is missing or this version cannot read it."""
     try:
         return RunProgress.model_validate_json(read_bytes(run_dir / PROGRESS_FILE))
     except ValueError:
@@ -122,8 +125,11 @@ def read_progress(run_dir: Path) -> RunProgress | None:
 
 
 def read_steps(run_dir: Path) -> list[StepReport]:
-    """Reports of steps in order; of a step that was done again, what was written last. A line that
-    is being written or was cut by a crash is left out. Raises ValueError for a damaged one."""
+    """Return the reports of steps in order; for a repeated step, the last report.
+
+    An unfinished last line is skipped: the run is writing it, or crashed while it did. Raise
+    ValueError for a damaged line.
+    """
     reports, wrong = readable_steps(run_dir)
     if wrong:
         raise ValueError(wrong[0])
@@ -131,14 +137,14 @@ def read_steps(run_dir: Path) -> list[StepReport]:
 
 
 def readable_steps(run_dir: Path) -> tuple[list[StepReport], list[str]]:
-    """The same of the lines that can be read, and what is wrong with the others."""
+    """Return the reports as `read_steps` does, and what is wrong with damaged lines."""
     reports, wrong = readable_lines(run_dir / STEPS_FILE, StepReport, appended=True)
     last = {report.step: report for report in reports}
     return [last[step] for step in sorted(last)], wrong
 
 
 def write_steps(run_dir: Path, reports: Iterable[StepReport]) -> None:
-    """Write these in place of what is there."""
+    """Replace the file's reports by these."""
     write_durably(run_dir / STEPS_FILE, _lines(reports))
 
 

@@ -1,4 +1,4 @@
-"""The driver's machine, as MLflow's own monitors see it while a run goes on."""
+"""System metrics of the driver's machine during a run, measured by MLflow's monitors."""
 
 import os
 import threading
@@ -16,11 +16,11 @@ _END_S = 10.0
 def system_metrics(
     log: Callable[[Mapping[str, float]], None], failures: Failures
 ) -> Generator[None]:
-    """Call `log` on a thread with `system/NAME`, as MLflow names them, every
-    `MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL` seconds (10); not at all where
-    `MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING` is false.
+    """Measure system metrics on a thread and pass them to `log` under MLflow's names `system/NAME`.
 
-    MLflow's own thread gives up when its server does not answer once.
+    The interval is `MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL` seconds (default 10). Set
+    `MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING` to false to turn them off. MLflow's own thread is not
+    used, because it stops the first time that its server does not answer.
     """
     from mlflow.environment_variables import MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL
 
@@ -33,7 +33,7 @@ def system_metrics(
     def watch() -> None:
         with failures.contained("system metrics"):
             monitors = _monitors()
-            _look(monitors)  # The load is that since the last look.
+            _look(monitors)  # Each measurement covers the time since the one before.
             while not ended.wait(every_s):
                 with failures.contained("system metrics"):
                     log(_look(monitors))
@@ -54,7 +54,7 @@ def _monitors() -> list[Any]:
     from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 
     monitors: list[Any] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
-    # Without NVIDIA's library, or without a GPU.
+    # This fails without NVIDIA's library or without a GPU.
     with suppress(ImportError, RuntimeError):
         monitors.append(GPUMonitor())
     return monitors

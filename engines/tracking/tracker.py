@@ -1,10 +1,11 @@
 """One MLflow run per training run, and one per profile.
 
-    runs/NAME/mlflow.json    which MLflow run it is
-    runs/NAME/outbox         what MLflow does not have yet
+    runs/NAME/mlflow.json    the ids of the MLflow run
+    runs/NAME/outbox         records that MLflow does not have yet
 
-What is logged is durable at once and delivered by a thread, so a run waits for no server and loses
-nothing when one goes away. Names of metrics and artifacts are the same in every run.
+The tracker writes each record to disk, and a thread delivers it to MLflow. So a run never waits for
+a server, and loses no record while the server is away. Metrics and artifacts have the same names in
+every run.
 """
 
 import json
@@ -35,19 +36,19 @@ from schemas.step import StepPlan
 from schemas.timeline import RecordedTimeline, Timeline
 
 PROFILES = "refrain profiles"
-"""Experiment of MLflow that profiles are listed in."""
+"""MLflow experiment that lists the profiles."""
 FLUSH_S = 15.0
-"""Longest time that the end of a run waits for MLflow."""
+"""Longest time that a run waits for MLflow when it ends."""
 HURRIED_FLUSH_S = 5.0
-"""The same for a run that is cancelled: Prefect kills it after 30 s."""
+"""Longest time that a cancelled run waits for MLflow. Prefect kills the run after 30 s."""
 _OUTBOX_DIR = "outbox/mlflow"
 
 
 class Tracker:
-    """Writes metrics and artifacts off the caller's thread, in order.
+    """Records metrics and artifacts in order, and delivers them on another thread.
 
-    No method raises for the record's sake: MLflow that refuses, a picture that cannot be drawn and
-    a full disk are failures of the record (`engines.failures`).
+    No method raises because recording fails. When MLflow refuses a record, a picture cannot be
+    drawn or the disk is full, the tracker counts a failure (`engines.failures`).
     """
 
     def __init__(
@@ -60,16 +61,19 @@ class Tracker:
         runs_dir: Path | None = None,
         delivers: bool = True,
     ) -> None:
-        """Without a URI: SQLite and files in the runs directory, by default the config's. A resumed
-        run goes on as the same MLflow run, and needs no server for it.
+        """Find or create the MLflow run. A resumed run keeps its MLflow run and needs no server to
+        find it.
 
         Args:
-            experiment: MLflow's, by default the config's.
-            delivers: The process that drives the run does; others leave it their records.
+            tracking_uri: MLflow's URI. None: SQLite and files in the runs directory.
+            experiment: MLflow experiment, by default the config's.
+            runs_dir: Runs directory, by default the config's.
+            delivers: Whether this process delivers records. Only the driver of the run does, and it
+                delivers the records of the other processes too.
         """
         self._failures = failures or Failures(config.run_dir)
         self._run_dir = config.run_dir
-        # Once: spans that two timelines share must have the same times in both.
+        # Measured once, so that a span has the same times in every timeline that shows it.
         self._clock_zero_s = time.time() - time.monotonic()
         client, artifacts = open_client(runs_dir or config.runs_dir, tracking_uri)
         name = experiment or config.experiment
@@ -93,7 +97,7 @@ class Tracker:
 
     @property
     def run_id(self) -> str:
-        """Id of the MLflow run; empty where MLflow has not made it yet."""
+        """Id of the MLflow run; empty before MLflow has created it."""
         return self._run.run_id
 
     @property
@@ -105,8 +109,8 @@ class Tracker:
         self._outbox.add("metrics", values)
 
     def log_system(self, metrics: Mapping[str, float]) -> None:
-        """Log what a machine is busy with, from any thread. It belongs to no training step: its
-        step is the run's age in seconds."""
+        """Log system metrics, from any thread. Their step is the run's age in seconds, because they
+        belong to no training step."""
         now_s = time.time()
         age_s = round(now_s - (self._run_dir / RUN_FILE).stat().st_mtime)
         values = {"metrics": dict(metrics), "step": max(0, age_s), "at_ms": int(now_s * 1000)}
@@ -116,15 +120,15 @@ class Tracker:
         self._outbox.add("tags", tags)
 
     def log_datasets(self, datasets: Sequence[Mapping[str, Any]]) -> None:
-        """Log what a run reads: the name, digest, context, files and number of rows of each."""
+        """Log the data sets of a run: name, digest, context, files and number of rows of each."""
         self._outbox.add("inputs", {"datasets": list(datasets)})
 
     def log_checkpoint(self, step: int, tags: Mapping[str, str]) -> None:
-        """Log a checkpoint as a model, see `engines.tracking.logged_models`."""
+        """Log a checkpoint as a logged model, see `engines.tracking.logged_models`."""
         self._outbox.add("model", {"step": step, "tags": dict(tags)})
 
     def log_validated(self, step: int) -> None:
-        """Give the model of this step its validation's metrics, which are logged."""
+        """Copy the validation metrics of this step, which are logged already, to its model."""
         self._outbox.add("validated", {"step": step})
 
     def log_plan(self, plan: StepPlan) -> None:
@@ -133,19 +137,22 @@ class Tracker:
         )
 
     def log_file(self, folder: str | None, name: str, content: bytes) -> None:
-        """Log a file; one with the same name is replaced."""
+        """Log a file, in place of an earlier one of the same name."""
         self._outbox.add("file", {"folder": folder, "name": name}, (name, content))
 
     def log_table(self, folder: str | None, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log a table; one of that name is replaced, so that a step that is done again has one."""
+        """Log a table, in place of an earlier one of the same name. So a repeated step has one."""
         columns = list(rows[0]) if rows else []
         table = {"columns": columns, "data": [list(row.values()) for row in rows]}
         content, file = json.dumps(table).encode(), f"{name}.json"
         self._outbox.add("table", {"folder": folder, "name": file}, (file, content))
 
     def log_timeline(self, timeline: Timeline, name: str) -> None:
-        """Log a table of what the engines did and one of the moves; the name is `split-step`. The
-        timeline itself, on the clock of this process's event loop, stays with the run."""
+        """Log a table of the engines' work and a table of the moves. `name`: `split-step`.
+
+        The timeline itself is written to the run's directory. Its times are those of this process's
+        event loop.
+        """
         with self._failures.contained("timelines"):
             write_timeline(self._run_dir, name, RecordedTimeline(timeline, self._clock_zero_s))
             self.log_table("timelines", name, timeline_rows(timeline))
@@ -155,7 +162,8 @@ class Tracker:
     def log_timeline_page(
         self, recorded: RecordedTimeline, name: str, requests: Sequence[StepRequest], gpus: Gpus
     ) -> None:
-        """Log a timeline as a picture and as a page, once the step is scored; with its savings."""
+        """Log a timeline with its savings as a picture and as a page. Call it after the reward
+        stage."""
         write_timeline(self._run_dir, name, recorded)
         title, savings = _title(name), recorded.savings
         draw = partial(draw_timeline, recorded.timeline, title=title, savings=savings)
@@ -167,27 +175,27 @@ class Tracker:
         self._draw("timelines", f"{name}.html", write)
 
     def log_distributions(self, distributions: StepDistributions, name: str) -> None:
-        """Log a picture of lengths and acceptance; the name is `split-step`."""
+        """Log a picture of lengths and acceptance. `name`: `split-step`."""
         draw = partial(draw_distributions, distributions, title=_title(name))
         self._draw("distributions", f"{name}.png", draw)
 
     def finish_drawings(self) -> None:
-        """Return when all pictures are durable."""
+        """Wait until all pictures are on disk."""
         wait(self._drawings)
         self._drawings.clear()
 
     def flush(self) -> None:
-        """Wait a while until MLflow has everything."""
+        """Wait until MLflow has all records, for at most `FLUSH_S`."""
         self.finish_drawings()
         self._outbox.flush(FLUSH_S)
 
     def missing(self) -> list[str]:
-        """Sentences for people about what MLflow does not have."""
+        """Return sentences for the user about records that MLflow does not have."""
         return self._outbox.missing()
 
     def close(self, status: str) -> None:
-        """End the run as FINISHED, FAILED or KILLED. What MLflow does not take in time is delivered
-        when the run is resumed."""
+        """End the run as FINISHED, FAILED or KILLED. Records that MLflow does not accept in time
+        are delivered when the run is resumed."""
         self._artist.shutdown(wait=True)
         self._outbox.add("status", {"status": status})
         self._outbox.close(HURRIED_FLUSH_S if status == "KILLED" else FLUSH_S)
@@ -205,7 +213,7 @@ class Tracker:
 
 
 def record_profile(report: ProfileReport, config: ProfileConfig, tracking_uri: str | None) -> None:
-    """Log points, accuracy and pictures, which are drawn beside the profile."""
+    """Log a profile's points, accuracy and pictures. The pictures are drawn beside the profile."""
     profile, pictures = report.profile, draw_profile(report)
     client, artifacts = open_client(config.runs_dir, tracking_uri)
     experiment = experiment_id(client, PROFILES, artifacts)
@@ -232,8 +240,8 @@ def record_profile(report: ProfileReport, config: ProfileConfig, tracking_uri: s
 
 
 def mark_killed(run_dir: Path, tracking_uri: str | None, mlflow_dir: Path) -> None:
-    """End the run on MLflow's page, where its process was killed before it could. `mlflow_dir` has
-    MLflow's files where there is no URI."""
+    """Set the MLflow run of a killed process to KILLED. `mlflow_dir`: directory of MLflow's files,
+    used without a URI."""
     file = run_dir / RUN_FILE
     if not file.exists():
         return
@@ -247,20 +255,20 @@ def mark_killed(run_dir: Path, tracking_uri: str | None, mlflow_dir: Path) -> No
 def add_to_run(
     run_dir: Path, tracking_uri: str | None, metrics: Mapping[str, float], step: int
 ) -> None:
-    """Add metrics to the MLflow run of a run that need not be alive.
+    """Add metrics to the MLflow run of a training run, which may have ended.
 
-    Raises ValueError when it has none.
+    Raise ValueError when the training run has no MLflow run.
     """
     file = run_dir / RUN_FILE
     if not file.exists():
-        raise ValueError(f"{run_dir} has no run in MLflow: it holds no {RUN_FILE}")
+        raise ValueError(f"{run_dir} has no run in MLflow: the file {RUN_FILE} is missing")
     client, _ = open_client(run_dir.parent, tracking_uri)
     run_id = json.loads(file.read_text())["run_id"]
     log_metrics(client, run_id, metrics, step, int(time.time() * 1000))
 
 
 def is_known(config: TrainConfig) -> bool:
-    """Whether MLflow has this run already."""
+    """Return whether MLflow has this run already."""
     return (config.run_dir / RUN_FILE).exists()
 
 
