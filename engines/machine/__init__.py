@@ -1,1 +1,1 @@
-"""The machine that this process is on: what it has, and whether a run can work with it."""
+"""Inspect this machine's hardware and software, and check that a run fits on it."""

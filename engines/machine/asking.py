@@ -1,4 +1,4 @@
-"""Other programs, asked with a bound on the wait."""
+"""Run other programs with a time limit."""
 
 import subprocess
 from collections.abc import Sequence
@@ -10,8 +10,11 @@ class Unanswered(RuntimeError):
 
 
 def ask(command: Sequence[str], timeout_s: float) -> str:
-    """Standard output. Raises OSError when there is no such program, `Unanswered` when it does not
-    answer in time, and `CalledProcessError` when it fails."""
+    """Run a command and return its standard output.
+
+    Raise OSError when the program does not exist, `Unanswered` when it takes longer than
+    `timeout_s`, and `CalledProcessError` when it fails.
+    """
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -19,7 +22,7 @@ def ask(command: Sequence[str], timeout_s: float) -> str:
         output, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
         process.kill()
-        # Who waits in the kernel for a broken driver does not end of it, and is not waited for.
+        # A process that waits in the kernel for a broken driver survives the kill. Do not wait.
         with suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
         raise Unanswered(f"{command[0]} did not answer within {timeout_s:g} s") from error

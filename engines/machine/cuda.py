@@ -1,7 +1,7 @@
-"""Whether a process works on GPUs: never by chance on a CPU where GPUs were meant.
+"""Decide whether a process works on GPUs, and never fall back to a CPU by accident.
 
-torch says of a driver that is too old for it, or broken, only that there is no CUDA. So where it is
-built for CUDA, or Ray has given the process GPUs that are really there, no GPU is an error.
+If a driver is broken or too old, torch only reports that there is no CUDA. So a missing GPU is an
+error in two cases: when torch is built for CUDA, and when Ray gave the process GPUs that exist.
 """
 
 import importlib.util
@@ -18,13 +18,15 @@ from engines.machine.verdicts import why_no_gpu
 from schemas.machine import CudaSeen
 
 PROBE_TIMEOUT_S = 20.0
-"""Longest time for a driver that is loaded anew for the first process to ask."""
+"""Time limit of the driver probe. The first process that uses the driver waits until it loads."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def torch_build() -> str | None:
-    """CUDA version that the installed torch is made for, without importing it; None: it is for
-    CPUs, or there is none."""
+    """Return the CUDA version of the installed torch without importing torch.
+
+    Return None for a CPU build and when torch is not installed.
+    """
     found = importlib.util.find_spec("torch")
     for directory in (found.submodule_search_locations or ()) if found else ():
         spec = importlib.util.spec_from_file_location("_torch_version", f"{directory}/version.py")
@@ -36,12 +38,12 @@ def torch_build() -> str | None:
 
 
 def device_files() -> list[Path]:
-    """Files of NVIDIA's GPUs, which a container has of those that it was given."""
+    """Return NVIDIA's device files. A container has only those of its own GPUs."""
     return list(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def see_cuda() -> CudaSeen:
-    """GPUs as CUDA has them here; waits for `PROBE_TIMEOUT_S` at most."""
+    """Return what the CUDA driver reports here. Wait at most `PROBE_TIMEOUT_S`."""
     seen: dict[str, object] = {
         "driver": parse_driver(_DRIVER.read_text()) if _DRIVER.exists() else None,
         "num_device_files": len(device_files()),
@@ -53,14 +55,14 @@ def see_cuda() -> CudaSeen:
     except Unanswered:
         seen |= {"library": True, "answered": False}
     except subprocess.CalledProcessError as error:
-        # A driver that brings down whoever asks it.
+        # The driver crashed the probe.
         seen |= {"library": True, "code": error.returncode}
     return CudaSeen.model_validate(seen)
 
 
 def require_gpus() -> int:
-    """GPUs that CUDA has here; 0 where torch is built for CPUs. Raises ValueError when it is built
-    for CUDA and there is none that it can use."""
+    """Return the number of GPUs that CUDA has here, or 0 if torch is built for CPUs. Raise
+    ValueError when torch is built for CUDA but can use no GPU."""
     build = torch_build()
     if build is None:
         return 0
@@ -71,8 +73,8 @@ def require_gpus() -> int:
 
 
 def works_on_cpu() -> bool:
-    """Whether this process is to work on a CPU. Raises RuntimeError when it would have to, but was
-    meant for GPUs."""
+    """Return whether this process works on a CPU. Raise RuntimeError when it was meant for GPUs but
+    can use none."""
     import torch
 
     if torch.cuda.is_available():
@@ -81,18 +83,18 @@ def works_on_cpu() -> bool:
     if build is not None:
         raise RuntimeError(str(why_no_gpu(build, see_cuda(), torch_fails=True)))
     given = _gpus_of_ray()
-    # Ray believes whoever tells it of GPUs.
+    # Ray does not check that its GPUs exist, so look for device files.
     if given and device_files():
         raise RuntimeError(
             f"Ray gave this process the GPUs {', '.join(given)}, but the CPU build of torch "
-            f"({torch.__version__}) cannot use any: install the CUDA build by "
+            f"({torch.__version__}) cannot use any. Install the CUDA build with "
             "`make setup VARIANT=gpu`, or set CUDA_VISIBLE_DEVICES= to work on CPUs"
         )
     return True
 
 
 def _gpus_of_ray() -> list[str]:
-    """GPUs that Ray has given to this process, which need not be one of Ray's."""
+    """Return the GPUs that Ray gave this process; none if it is not one of Ray's processes."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return []

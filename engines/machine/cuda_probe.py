@@ -1,12 +1,15 @@
-"""The CUDA driver's answers, as JSON. A process of its own, with the standard library alone: a
-driver that is broken holds up whoever asks it."""
+"""Query the CUDA driver and print its answers as JSON.
+
+This runs in its own process with the standard library only, because a broken driver can hang the
+process that queries it.
+"""
 
 import ctypes
 import json
 
 
 def ask_driver() -> dict[str, object]:
-    """Fields of `schemas.machine.CudaSeen`."""
+    """Return the driver's answers as fields of `schemas.machine.CudaSeen`."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -15,7 +18,7 @@ def ask_driver() -> dict[str, object]:
     code = driver.cuInit(0)
     if code == 0:
         code = driver.cuDeviceGetCount(ctypes.byref(num_gpus))
-    # Needs no device.
+    # The version is known without a device.
     driver.cuDriverGetVersion(ctypes.byref(version))
     major, rest = divmod(version.value, 1000)
     return {

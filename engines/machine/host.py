@@ -1,23 +1,23 @@
-"""Is there room for a run whose engines and trainer are processes of a CPU host? Pure."""
+"""Check that a run on CPUs, with its engines and trainer, fits in the host's memory. Pure."""
 
 from dataclasses import dataclass
 
 from engines.pat.memory import CPU_PROCESS_BYTES, USABLE_SHARE, Footprint
 
 TRAINED_BYTES = 16
-"""Bytes of a parameter while it is trained: itself, its gradient and AdamW's two moments, float32.
-Ranks share them."""
+"""Bytes per trained parameter: the parameter, its gradient and AdamW's two moments in float32. The
+ranks divide them among themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostNeed:
-    """Bytes of a host that a run takes."""
+    """Host memory that a run on CPUs needs."""
 
     num_engine_processes: int
     engines: Footprint
     num_trainers: int
     num_params: int
-    """Parameters that are trained."""
+    """Number of trained parameters."""
 
     @property
     def trainer_bytes(self) -> float:
@@ -40,12 +40,12 @@ class HostNeed:
 
 
 def require_room(need: HostNeed, host_bytes: float) -> None:
-    """Raises ValueError when the host has less memory than is needed, however free it is."""
+    """Raise ValueError when the run needs more than the usable part of the host's total memory."""
     usable = host_bytes * USABLE_SHARE
     if need.bytes > usable:
         raise ValueError(
-            f"engines and trainer on CPUs need {need.bytes / 1e9:.1f} GB of memory ({need}), and "
-            f"{usable / 1e9:.1f} GB of this machine can be used: lower rollout.num_engines, "
+            f"engines and trainer on CPUs need {need.bytes / 1e9:.1f} GB of memory ({need}), but "
+            f"only {usable / 1e9:.1f} GB of this machine can be used. Lower rollout.num_engines, "
             "rollout.tp_degree, rollout.kv_cache_bytes or trainer.num_processes, or take a smaller "
             "model"
         )

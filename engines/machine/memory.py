@@ -1,4 +1,4 @@
-"""Host memory that a process may use: containers have less than their machine."""
+"""Measure the host memory that a process may use, including the limits of containers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,11 +8,11 @@ import psutil
 _ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _UNLIMITED = 2**60
-"""Bytes above which a limit is none: version 1 says so by a number of 63 bits."""
+"""Limits from here on mean no limit: cgroup version 1 writes a 63-bit number for it."""
 
 
 def host_memory() -> tuple[int, int]:
-    """Bytes that this process and those beside it may use, and those of them that are free."""
+    """Return the total and the free bytes that this machine or container may use."""
     machine = psutil.virtual_memory()
     limits = list(memory_limits(_MEMBERSHIP.read_text() if _MEMBERSHIP.exists() else "", _ROOT))
     total = min([machine.total, *(limit for limit, _ in limits)])
@@ -21,11 +21,11 @@ def host_memory() -> tuple[int, int]:
 
 
 def memory_limits(membership: str, root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use in bytes of each control group above a process.
+    """Yield the limit and the used bytes of each control group above a process.
 
     Args:
         membership: Text of /proc/self/cgroup.
-        root: Where the control groups are mounted.
+        root: Directory where the control groups are mounted.
     """
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -37,7 +37,7 @@ def memory_limits(membership: str, root: Path) -> Iterator[tuple[int, int]]:
         else:
             continue
         group = base / path.strip("/")
-        # In a container the path may be the host's, and only the mount's own files are there.
+        # In a container the path may be the host's. Then only the root of the mount has files.
         for directory in [group, *group.parents]:
             if directory.is_relative_to(base) and (found := _limit(directory, *files)):
                 yield found
@@ -49,7 +49,7 @@ def _limit(directory: Path, limit: str, used: str, cache: str) -> tuple[int, int
     text = (directory / limit).read_text().strip()
     if text == "max" or int(text) >= _UNLIMITED:
         return None
-    # Pages of files, which the kernel drops when memory is wanted.
+    # The kernel drops these cached file pages when it needs memory.
     stat = directory / "memory.stat"
     lines = stat.read_text().splitlines() if stat.exists() else []
     droppable = next((int(line.split()[1]) for line in lines if line.split()[0] == cache), 0)

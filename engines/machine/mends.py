@@ -1,4 +1,4 @@
-"""Settings that make a trainer rank small enough. Pure."""
+"""Find settings that make a trainer rank small enough. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -16,8 +16,11 @@ _MOST_RANKS = 1024
 def trainer_mends(
     shape: ModelShape, training: Training, config: TrainConfig, usable_bytes: float
 ) -> str:
-    """Settings of which each alone, or else all together, are enough. Where more ranks mean more
-    engines, what trains less is among them."""
+    """Return settings that make a rank fit: any one of them, or else all of them together.
+
+    When engines and trainer take turns, more ranks need more engines. So LoRA and bfloat16 are
+    offered too.
+    """
 
     def fits(changed: Training) -> bool:
         return trainer_footprint(shape, changed).bytes <= usable_bytes
@@ -45,7 +48,7 @@ def trainer_mends(
 
 
 def _smaller(training: Training, max_model_len: int) -> dict[str, Training]:
-    """The same with one setting changed that takes less memory, by that setting."""
+    """Return variants that need less memory, by the one setting that makes each."""
     least = min(training.micro_batch_tokens, max_model_len)
     fewer = replace(training, micro_batch_tokens=least, response_tokens=least)
     return {
@@ -59,7 +62,7 @@ def _smaller(training: Training, max_model_len: int) -> dict[str, Training]:
 
 
 def _all_of(training: Training, choices: Iterable[Training]) -> Training:
-    """The same with what each of these changes."""
+    """Return the training settings with the changes of all choices."""
     changes: dict[str, Any] = {}
     for choice in choices:
         for field in fields(Training):
@@ -70,7 +73,7 @@ def _all_of(training: Training, choices: Iterable[Training]) -> Training:
 
 
 def _lesser(shape: ModelShape, training: Training) -> dict[str, Training]:
-    """The same with less trained, or less exactly, or both, by the settings for it."""
+    """Return variants that train an adapter, in bfloat16, or both, by their settings."""
     lora, narrow = f"trainer.lora.rank={_LORA_RANK}", "trainer.dtype=bfloat16"
     in_half = replace(training, weight_bytes=2)
     if training.adapter_params is not None:
@@ -84,12 +87,12 @@ def _lesser(shape: ModelShape, training: Training) -> dict[str, Training]:
 
 
 def _least(names: list[str]) -> list[str]:
-    """Those that are not made of others of them."""
+    """Return the names that contain no other name. Others combine several settings."""
     return [name for name in names if not any(other in name for other in names if other != name)]
 
 
 def _num_processes(config: TrainConfig, num: int) -> str:
-    """So many ranks, with as many GPUs of engines where they have the same."""
+    """Return the setting for `num` ranks. If engines share the ranks' GPUs, add enough engines."""
     rollout, said = config.rollout, f"trainer.num_processes={num}"
     if not config.takes_turns or num <= rollout.num_engines * rollout.tp_degree:
         return said

@@ -1,16 +1,16 @@
-"""Memory of every role of a run on GPUs, before anything is started. Pure.
+"""Plan the memory of a run on GPUs before anything starts. Pure.
 
-    GPU of a trainer rank    engines.learn.footprint
+    GPU of a trainer rank    see engines.learn.footprint
     GPU of an engine         weights / TP degree, KV cache, process; parked ones: engines.pat.memory
-    GPU that both share      phase by phase: engines.machine.shared_gpu
-    GPU of a drafter         weights, process, KV cache of at least one of the longest samples
-    memory of a node         processes, /dev/shm, the model that is exported, index, moments or all
-                             of the trainer's state
+    GPU shared by both       phase by phase, see engines.machine.shared_gpu
+    GPU of a drafter         weights, process, KV cache of at least one sample of full length
+    memory of a node         processes, /dev/shm, the model during export, index, and the moments or
+                             the whole trainer state if they are offloaded
     /dev/shm of a node       weights on their way to the engines, rows of two steps
-    disk                     checkpoints that are kept, and the one that is written
+    disk                     kept checkpoints and the one being written
 
-A checkpoint is 12 bytes a parameter (weights and AdamW's two moments in float32) and the exported
-model. The index and the rows are of responses that are as long as they may be.
+A checkpoint takes 12 bytes per parameter (weights and AdamW's two moments in float32) and the
+exported model. For the index and the rows, the plan assumes that all responses have full length.
 """
 
 import math
@@ -38,26 +38,27 @@ from engines.pat.memory import (
 from schemas.config import TrainConfig
 
 HOST_PROCESS_BYTES = 4e9
-"""Assumed for the host memory of a process that works on a GPU: its code, CUDA's, and buffers."""
+"""Assumed host memory of a GPU process: its code, CUDA's code, and buffers."""
 CHECKPOINT_BYTES = 12
-"""Bytes of a parameter in a checkpoint, beside the exported model."""
+"""Bytes per parameter in a checkpoint, without the exported model."""
 INDEX_BYTES = 16
-"""Bytes of a token in the history index (`refrain bench index`), rounded up."""
+"""Bytes per token in the history index (`refrain bench index`), rounded up."""
 ROW_BYTES = 16
-"""Bytes of a token on its way from engines to the trainer: its id, log-probability and version."""
+"""Bytes per token on its way from engines to the trainer: its id, log-probability and version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Memory that a run takes in one place."""
+    """Memory that a run needs in one place."""
 
     place: str
     bytes: float
     usable_bytes: float | None
-    """Memory that it may take there; None: it is not known."""
+    """Memory that the run can use there; None: unknown."""
     parts: str
+    """The parts of `bytes`, in words."""
     mend: str
-    """Settings that make it less."""
+    """Settings that lower the need."""
 
     @property
     def fits(self) -> bool:
@@ -72,7 +73,8 @@ class Need:
 
 
 def require_fits(needs: Iterable[Need]) -> None:
-    """Raises ValueError that names every place that is too small, and the settings to change."""
+    """Raise ValueError when a place is too small. The error names all of them with the settings to
+    change."""
     if lacking := [str(need) for need in needs if not need.fits]:
         raise ValueError("the run does not fit. " + "; ".join(lacking))
 
@@ -84,10 +86,10 @@ def plan_run(
     num_processes: int,
     drafters: Mapping[str, ModelShape] = {},
 ) -> tuple[Need, ...]:
-    """Memory that a run takes, place by place. `num_processes`: of the node that has most of them;
-    `drafters`: draft models by name.
+    """Return the memory that a run needs in each place.
 
-    Raises ValueError when engines of several TP degrees do not fit on their GPUs.
+    `num_processes`: processes of the node that has the most. `drafters`: draft models by name.
+    Raise ValueError when engines of several TP degrees do not fit on their GPUs.
     """
     if config.takes_turns:
         needs = _shared(config, shape, nodes)
@@ -98,7 +100,7 @@ def plan_run(
 
 
 def plan_disk(config: TrainConfig, shape: ModelShape, disk_bytes: float | None) -> Need:
-    """Checkpoints of a run. `disk_bytes`: that are free for them."""
+    """Return the disk space for checkpoints. `disk_bytes`: free space of the disk."""
     one, num = _checkpoint_bytes(config, shape), config.trainer.keep_checkpoints + 1
     return Need(
         "the disk of checkpoints",
@@ -110,7 +112,8 @@ def plan_disk(config: TrainConfig, shape: ModelShape, disk_bytes: float | None) 
 
 
 def training_of(config: TrainConfig, shape: ModelShape) -> Training:
-    """Settings that decide the memory of a rank, at worst: prompts are short."""
+    """Return the settings that decide a rank's memory, in the worst case: micro-batches of response
+    tokens only."""
     trainer = config.trainer
     adapters = adapter_params(shape, trainer.lora.rank) if trainer.lora else None
     return Training(
@@ -129,8 +132,8 @@ def training_of(config: TrainConfig, shape: ModelShape) -> Training:
 
 
 def share_gpu(config: TrainConfig, shape: ModelShape, gpu_bytes: float) -> SharedGpu:
-    """Memory that an engine and a trainer rank want of a GPU that they have in turn. Raises
-    ValueError as `plan_run` does."""
+    """Return the memory of an engine and a trainer rank that take turns on a GPU. Raise ValueError
+    as `plan_run` does."""
     training = training_of(config, shape)
     return SharedGpu(
         engine=_engine_footprint(config, shape, gpu_bytes),
@@ -143,7 +146,7 @@ def share_gpu(config: TrainConfig, shape: ModelShape, gpu_bytes: float) -> Share
 
 
 def _shared(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> list[Need]:
-    """A row for each phase of a GPU."""
+    """Return the need of each phase of a shared GPU."""
     gpu = share_gpu(config, shape, nodes.gpu_bytes)
     training = training_of(config, shape)
     free = gpu.usable_bytes - gpu.asleep_bytes
@@ -186,8 +189,8 @@ def _engine_footprint(config: TrainConfig, shape: ModelShape, gpu_bytes: float) 
     if len(degrees) > 1:
         if kv_bytes is None:
             raise ValueError(
-                "rollout.kv_cache_bytes is not set: engines of several TP degrees on the same GPUs "
-                "cannot each take what is free; set it to what one process may have for its KV "
+                "rollout.kv_cache_bytes is not set. Engines of several TP degrees share GPUs, so "
+                "none of them may take all free memory. Set it to the bytes of one process's KV "
                 "cache"
             )
         parked = config.pat.parked_weights
@@ -196,13 +199,14 @@ def _engine_footprint(config: TrainConfig, shape: ModelShape, gpu_bytes: float) 
     if kv_bytes is None:
         own = gpu_bytes * rollout.gpu_memory_utilization
         left = own - shape.weight_bytes / rollout.tp_degree - WORKING_BYTES
-        # vLLM starts with no less. One that is given may be less: a window needs no more.
+        # vLLM does not start with less. A configured size may be smaller: models with a sliding
+        # window need less than a full sample.
         kv_bytes = max(_sample_kv_bytes(config, shape), left)
     return gpu_footprint(shape.weight_bytes, degrees, kv_bytes, resident=resident)
 
 
 def _engine_mends(config: TrainConfig, shape: ModelShape, nodes: Nodes, others_bytes: float) -> str:
-    """Settings that make an engine smaller; a share of its GPU where that alone is enough."""
+    """Return settings that make an engine smaller: a lower share of its GPU if this is enough."""
     rollout = config.rollout
     share = math.floor(100 * (USABLE_SHARE - others_bytes / nodes.gpu_bytes)) / 100
     least = shape.weight_bytes / rollout.tp_degree + WORKING_BYTES + _sample_kv_bytes(config, shape)
@@ -220,7 +224,7 @@ def _holds(config: TrainConfig, shape: ModelShape, engine: Footprint) -> str:
 
 
 def _sample_kv_bytes(config: TrainConfig, shape: ModelShape) -> float:
-    """Keys and values of one sample on one GPU."""
+    """Return the KV cache bytes of one sample on one GPU."""
     shards = min(config.rollout.tp_degree, shape.num_kv_heads)
     return shape.kv_bytes_per_token * config.max_model_len / shards
 
@@ -228,8 +232,10 @@ def _sample_kv_bytes(config: TrainConfig, shape: ModelShape) -> float:
 def undrafted(
     config: TrainConfig, drafters: Mapping[str, ModelShape], nodes: Nodes
 ) -> tuple[str, ...]:
-    """Sentences about drafters whose cache has no room for all that they draft for, halfway through
-    the longest responses."""
+    """Return a sentence for each drafter whose cache cannot hold all responses that it drafts for.
+
+    The responses are taken halfway through their full length.
+    """
     context_tokens = config.typical_context_tokens
     said = []
     for name, shape in drafters.items():
@@ -243,14 +249,14 @@ def undrafted(
         mend = f"its num_engines={enough}" if enough else "a smaller draft model"
         said.append(
             f"Drafter {name} has memory for {num_held:,} of the {num_served:,} responses that it "
-            f"drafts for, once they have {context_tokens:,.0f} tokens: others have no drafts until "
-            f"there is room; {mend} would be enough."
+            f"drafts for, once they have {context_tokens:,.0f} tokens. The others get no drafts "
+            f"until there is room; {mend} would be enough."
         )
     return tuple(said)
 
 
 def _drafter(config: TrainConfig, name: str, drafter: ModelShape, nodes: Nodes) -> Need:
-    """GPU of a draft model, which has it alone. What its cache does not hold is not drafted for."""
+    """Return the need of a draft model's own GPU. Responses outside its cache get no drafts."""
     share = config.specactor.gpu_memory_share
     sample = drafter.kv_bytes_per_token * config.max_model_len
     num_held = _held_tokens(config, drafter, nodes) / config.max_model_len
@@ -267,14 +273,15 @@ def _drafter(config: TrainConfig, name: str, drafter: ModelShape, nodes: Nodes) 
 
 
 def _held_tokens(config: TrainConfig, drafter: ModelShape, nodes: Nodes) -> float:
-    """Tokens that the cache of a drafter process holds."""
+    """Return the tokens that a drafter process's cache holds."""
     own = config.specactor.gpu_memory_share * nodes.gpu_bytes
     left = own - drafter.weight_bytes - WORKING_BYTES
     return max(0.0, left) / drafter.kv_bytes_per_token
 
 
 def _served(config: TrainConfig, name: str) -> tuple[int, int]:
-    """Responses that an engine has at once, and engines that a process of a draft model serves."""
+    """Return how many responses an engine has at once, and how many engines a drafter process
+    serves."""
     rollout = config.rollout
     num_processes = sum(one.name == name for one in config.engine.drafter_processes)
     of_steps = config.drawn_prompts_per_step * rollout.group_size * (1 + config.max_staleness)
@@ -285,7 +292,7 @@ def _served(config: TrainConfig, name: str) -> tuple[int, int]:
 def _hosts(
     config: TrainConfig, shape: ModelShape, nodes: Nodes, num_processes: int
 ) -> Sequence[Need]:
-    """Memory of the node with most processes, its /dev/shm, and the disk."""
+    """Return the needs of the node with the most processes: memory, /dev/shm and disk."""
     versions = 1 + max(1, config.max_staleness)
     tokens = config.drawn_prompts_per_step * config.rollout.group_size * config.max_model_len
     weights, rows = versions * shape.weight_bytes, 2 * ROW_BYTES * tokens
@@ -310,7 +317,7 @@ def _hosts(
 
 
 def _away_bytes(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> float:
-    """Trainer's state in the memory of the node that has most of it."""
+    """Return the bytes of trainer state in host memory, on the node that has the most."""
     training = training_of(config, shape)
     moments = training.num_replicas * moment_bytes(shape, training)
     away = moments if training.offload_optimizer else 0.0

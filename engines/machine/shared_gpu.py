@@ -1,18 +1,24 @@
-"""Memory of a GPU that an engine and a trainer rank have in turn, phase by phase. Pure.
+"""Memory of a GPU on which an engine and a trainer rank take turns, phase by phase. Pure.
 
-    phase            of the engine                  of the trainer rank
-    generating       weights, KV cache, process     process, and its state where both fit
-    training         process asleep                 state, activations, process
-    handing over     weights, what comes, process   state, what goes, process
-    taking weights   weights, process               process, and its state where it stays
+    phase            engine                         trainer rank
+    generating       weights, KV cache, process     process, and its state if both fit
+    training         sleeping process               state, activations, process
+    handing over     weights, buffers, process      state, buffers, process
+    taking weights   weights, process               process, and its state if it stays
 
-The phases are in the order of a hand-over. Weights leave the trainer through host memory before its
-turn ends, so that engines, which take memory for theirs first and for their KV cache last, never
-have them beside more of the trainer than stays anyway. With `rollout.weights: ipc` they have, for
-as long as they are handed over on the GPU: the trainer's state, without gradients, a buffer and two
-whole tensors of the trainer's, and of the engine's a copy of the buffer and a layer that is put
-together. Whoever dies meanwhile takes them as before. A state that does not stay is in page-locked
-host memory while engines generate: weights and moments, no gradients.
+The phases are in the order of a step and its hand-over.
+
+By default, the trainer copies its weights to host memory before its turn ends. The engine then
+allocates memory for its weights, and for the KV cache last. So the GPU never has the engine's
+weights beside more of the trainer than stays there anyway.
+
+With `rollout.weights: ipc`, the weights are handed over on the GPU. During this phase the GPU also
+has the trainer's state without gradients. Besides both copies of the weights there are a buffer and
+two whole tensors of the trainer, and a copy of the buffer and one assembled layer of the engine.
+An engine that dies in this phase takes the weights through host memory instead.
+
+If the trainer's state does not fit beside a generating engine, its weights and moments (without
+gradients) wait in page-locked host memory.
 """
 
 from dataclasses import dataclass
@@ -22,13 +28,13 @@ from engines.learn.footprint import TrainerFootprint
 from engines.pat.memory import PARKED_BYTES, USABLE_SHARE, Footprint
 
 HANDED_AT_ONCE_BYTES = 256 * 2**20
-"""Buffer through which weights are handed over on a GPU, unless a tensor is larger."""
+"""Size of the buffer that hands over weights on a GPU. For a larger tensor, the buffer grows."""
 HANDING_OVER = "handing over weights"
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Memory of the GPU in one phase."""
+    """GPU memory in one phase."""
 
     name: str
     bytes: float
@@ -37,20 +43,20 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class SharedGpu:
-    """Memory that both want of one GPU."""
+    """Memory that an engine and a trainer rank need on one GPU."""
 
     engine: Footprint
-    """Engines at work; of several layouts, all of them."""
+    """A generating engine, with all its layouts."""
     num_layouts: int
     trainer: TrainerFootprint
-    """A rank at work."""
+    """A rank that trains."""
     resting_bytes: float
     """The rank's state between two steps (`resting_bytes`)."""
     gpu_bytes: float
-    """The whole GPU's."""
+    """Total memory of the GPU."""
     handed_bytes: float | None = None
-    """Bytes beside both copies of the weights while they are handed over on the GPU
-    (`handed_bytes`); None: they are not."""
+    """Buffers of a hand-over on the GPU, beside both copies of the weights (`handed_bytes`). None:
+    weights are handed over through host memory."""
 
     @property
     def usable_bytes(self) -> float:
@@ -58,7 +64,7 @@ class SharedGpu:
 
     @property
     def state_leaves(self) -> bool:
-        """Whether the trainer's state has to be in host memory while engines generate."""
+        """Whether the trainer's state must move to host memory while engines generate."""
         return self.engine.bytes + self.trainer.process_bytes + self.resting_bytes > (
             self.usable_bytes
         )
@@ -104,7 +110,7 @@ class SharedGpu:
 
 
 def handed_bytes(shape: ModelShape) -> float:
-    """Bytes of a GPU beside both copies of the weights while they are handed over on it."""
+    """Return the bytes of a hand-over's buffers on a GPU, beside both copies of the weights."""
     experts = 2 * (shape.num_experts or 1) * shape.intermediate_size * shape.hidden_size
     largest = shape.element_bytes * max(shape.head_params, experts)
     return 2.0 * max(HANDED_AT_ONCE_BYTES, largest) + 3.0 * largest

@@ -1,4 +1,4 @@
-"""Texts of NVIDIA's driver and tools, read. Pure."""
+"""Parse the output of NVIDIA's driver and tools. Pure."""
 
 import re
 from itertools import combinations
@@ -6,18 +6,18 @@ from itertools import combinations
 from schemas.machine import GpuSeen
 
 GPU_FIELDS = ("index", "name", "compute_cap", "memory.total", "memory.free")
-"""Fields that nvidia-smi is asked for, `--format=csv,noheader,nounits`."""
+"""Fields of the query to nvidia-smi, with `--format=csv,noheader,nounits`."""
 _MIB = 2**20
 
 
 def parse_driver(text: str) -> str | None:
-    """Version of the kernel module, from /proc/driver/nvidia/version."""
+    """Return the kernel module's version from the text of /proc/driver/nvidia/version."""
     found = re.search(r"NVRM version:.*?\s(\d{3,}\.\d+(?:\.\d+)?)\s", text)
     return found.group(1) if found else None
 
 
 def parse_gpus(text: str) -> tuple[GpuSeen, ...]:
-    """GPUs from nvidia-smi's lines of `GPU_FIELDS`; what it does not know is None."""
+    """Return the GPUs from nvidia-smi's lines of `GPU_FIELDS`. Unknown values are None."""
     return tuple(_gpu(line) for line in text.splitlines() if line.strip())
 
 
@@ -34,10 +34,13 @@ def _gpu(line: str) -> GpuSeen:
 
 
 def parse_links(text: str) -> dict[str, str]:
-    """Connection of each pair of GPUs, `0-1` -> `NV18`, from `nvidia-smi topo -m`."""
+    """Return the link of each pair of GPUs from the output of `nvidia-smi topo -m`.
+
+    For example, `{"0-1": "NV18"}`.
+    """
     lines = [line.split() for line in _plain(text).splitlines() if line.strip()]
     rows = {row[0]: row[1:] for row in lines if re.fullmatch(r"GPU\d+", row[0])}
-    # The heading begins with GPU0 as well, and comes first.
+    # The header starts with GPU0 like the first row, but comes before it.
     header = next((row for row in lines if row[0] == "GPU0"), [])
     columns = [name for name in header if re.fullmatch(r"GPU\d+", name)]
     names = [name for name in columns if name in rows]
@@ -48,5 +51,5 @@ def parse_links(text: str) -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    """Text without the escapes by which a terminal underlines."""
+    """Return the text without the terminal's escape sequences, which underline the header."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text)

@@ -1,4 +1,4 @@
-"""Verdicts on a machine, each with how to mend what is wrong. Pure."""
+"""Judge a machine's state, and say how to fix each problem. Pure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,53 +8,55 @@ from schemas.machine import CudaSeen, Finding, GpuSeen, MachineSeen, PackageSeen
 OK, WARNING, PROBLEM = Verdict.OK, Verdict.WARNING, Verdict.PROBLEM
 
 DRIVERS = {11: "R450", 12: "R525", 13: "R580"}
-"""Oldest driver for each CUDA."""
+"""Oldest driver for each major CUDA version."""
 _ERRORS = {
-    100: ("finds no GPU", "look whether `nvidia-smi -L` lists any"),
-    802: ("is not ready", "start nvidia-fabricmanager, which GPUs behind NVSwitches wait for"),
-    803: ("and its library are of different versions", "restart the machine, or the container"),
-    804: ("is older than its library allows", "take the CUDA compatibility package away"),
-    999: ("has failed", "look at `dmesg` for Xid, and restart the machine"),
+    100: ("finds no GPU", "check that `nvidia-smi -L` lists GPUs"),
+    802: ("is not ready", "start nvidia-fabricmanager, which GPUs behind NVSwitches need"),
+    803: ("and its library have different versions", "restart the machine, or the container"),
+    804: ("is older than its library allows", "remove the CUDA compatibility package"),
+    999: ("has failed", "search `dmesg` for Xid errors, and restart the machine"),
 }
-"""Errors of cuInit by CUresult: what the driver does, and what to do about it."""
+"""Errors of cuInit by CUresult: what is wrong with the driver, and how to fix it."""
 MIN_CAPABILITY, BFLOAT16_CAPABILITY = (7, 5), (8, 0)
-"""Oldest GPUs that the CUDA 13 wheels have kernels for, and that know bfloat16."""
+"""Lowest compute capability for which the CUDA 13 wheels have kernels, and lowest with bfloat16."""
 FREE_SHARE = 0.9
-"""Share of a GPU's memory that is free where nobody else uses it."""
+"""Least free share of a GPU's memory. Below it, another process probably uses the GPU."""
 MIN_MEMORY_BYTES, ROOMY_MEMORY_BYTES = 3e9, 8e9
-"""Host memory that a small run takes, with all services, and that it is at ease with."""
+"""Host memory that a small run needs with all services, and host memory that is comfortable."""
 SHM_SHARE, SHM_BYTES = 0.3, 10e9
-"""Ray's object store is this share of the memory, and in /dev/shm if that has room for it, or for
-so many bytes."""
+"""Ray's object store takes this share of the memory. It is in /dev/shm if this share, or this many
+bytes, are free there."""
 MIN_SHM_BYTES = 256e6
-"""Room in /dev/shm without which engines and trainer ranks do not start; Docker gives 64 MB."""
+"""Free bytes of /dev/shm that engines and trainer ranks need to start. Docker gives 64 MB."""
 MIN_DISK_BYTES, ROOMY_DISK_BYTES = 2e9, 50e9
 FULL_SHARE = 0.95
-"""Share of a disk in use above which Ray makes no object that it would have to spill."""
+"""Used share of a disk above which Ray creates no more objects that it would have to spill."""
 ROOMY_OPEN_FILES = 4096
 GPU_SETUP, CPU_SETUP = "make setup VARIANT=gpu", "make setup VARIANT=cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class NoGpu:
-    """Reason for which the CUDA build has no GPU."""
+    """Reason why the CUDA build has no GPU, and how to fix it."""
 
     why: str
     mend: str
 
     def __str__(self) -> str:
         mend = self.mend[0].upper() + self.mend[1:]
-        return f"no GPU can be used: {self.why}. {mend}; `refrain doctor` tells more"
+        return f"no GPU can be used: {self.why}. {mend}. Run `refrain doctor` for details"
 
 
 def why_no_gpu(build: str, seen: CudaSeen, torch_fails: bool = False) -> NoGpu | None:
-    """Reason why torch built for CUDA `build` has no GPU here; None where it has some.
-    `torch_fails`: it says itself that it has none."""
+    """Return why torch has no GPU here, or None when it has one.
+
+    `build`: the CUDA version that torch is built for. `torch_fails`: torch itself reports no GPU.
+    """
     major = int(build.split(".")[0])
     oldest = f"{DRIVERS.get(major, 'a newer one')} or newer, for CUDA {major}"
     driver = f"the driver {seen.driver}" if seen.driver else "the driver"
     if seen.visible is not None and not visible_gpus(seen.visible):
-        return NoGpu(f"CUDA_VISIBLE_DEVICES is '{seen.visible}', which hides them all", "unset it")
+        return NoGpu(f"CUDA_VISIBLE_DEVICES is '{seen.visible}', which hides all GPUs", "unset it")
     if not seen.library:
         if not (seen.num_device_files or seen.driver):
             why = "there is no NVIDIA driver here (no /dev/nvidia*, no libcuda.so.1)"
@@ -62,32 +64,33 @@ def why_no_gpu(build: str, seen: CudaSeen, torch_fails: bool = False) -> NoGpu |
             why = f"{driver} is loaded, but its library libcuda.so.1 is not found"
         return NoGpu(
             f"{why}, and this is the CUDA build",
-            f"install the driver {oldest}; give a container the GPUs (docker run --gpus all, "
-            f"nvidia.com/gpu); or install the CPU build by `{CPU_SETUP}`",
+            f"install the driver {oldest}. In a container, pass the GPUs on: docker run --gpus "
+            f"all, or nvidia.com/gpu. To use CPUs, install the CPU build with `{CPU_SETUP}`",
         )
     if not seen.answered:
         return NoGpu(f"{driver} does not answer", _ERRORS[999][1])
     if seen.cuda_version and seen.cuda_version[0] < major:
         version = ".".join(map(str, seen.cuda_version))
         return NoGpu(
-            f"{driver} serves CUDA {version}, and this build needs CUDA {major}",
+            f"{driver} serves CUDA {version}, but this build needs CUDA {major}",
             f"install the driver {oldest}",
         )
     if seen.code:
         what, mend = _ERRORS.get(seen.code, _ERRORS[999])
         return NoGpu(f"{driver} {what} (CUDA error {seen.code})", mend)
     if not seen.num_gpus:
-        return NoGpu(f"{driver} has none for this process", _ERRORS[100][1])
+        return NoGpu(f"{driver} works, but has no GPU for this process", _ERRORS[100][1])
     if torch_fails:
         return NoGpu(
-            f"{driver} has {seen.num_gpus}, but torch cannot use them",
-            '`python -c "import torch; torch.cuda.init()"` says why',
+            f"{driver} has {seen.num_gpus} GPUs, but torch cannot use them",
+            'run `python -c "import torch; torch.cuda.init()"` to see why',
         )
     return None
 
 
 def visible_gpus(visible: str) -> list[str]:
-    """GPUs that a value of CUDA_VISIBLE_DEVICES names: up to the first that is none."""
+    """Return the GPUs that a value of CUDA_VISIBLE_DEVICES names. CUDA ignores everything after the
+    first invalid name."""
     names = []
     for name in visible.split(","):
         if not name.strip() or name.strip().startswith("-") or name.strip() == "NoDevFiles":
@@ -97,7 +100,7 @@ def visible_gpus(visible: str) -> list[str]:
 
 
 def findings(machine: MachineSeen) -> tuple[Finding, ...]:
-    """All there is to say, in the order in which it is read."""
+    """Return all findings on a machine, in the order in which `refrain doctor` prints them."""
     return (
         _build(machine),
         _driver(machine),
@@ -118,7 +121,7 @@ def _build(machine: MachineSeen) -> Finding:
     found = f"torch for {made_for}, {' and '.join(builds) or 'no vLLM'}"
     if len(builds) == 1 and (builds[0] == "vllm") == (cuda is not None):
         return Finding(what="build", found=found)
-    mend = f"install one build whole, into a new .venv: {GPU_SETUP}, or {CPU_SETUP}"
+    mend = f"install one build whole into a new .venv: {GPU_SETUP}, or {CPU_SETUP}"
     return Finding(what="build", found=found, verdict=PROBLEM, mend=mend)
 
 
@@ -150,11 +153,11 @@ def _gpu(gpu: GpuSeen, build: str | None) -> Finding:
     verdict, mend = OK, ""
     if capability and build and capability < MIN_CAPABILITY:
         verdict = PROBLEM
-        mend = "CUDA 13 is for Turing (7.5) and later: leave it out by CUDA_VISIBLE_DEVICES"
+        mend = "CUDA 13 needs Turing (7.5) or later: exclude this GPU with CUDA_VISIBLE_DEVICES"
     elif capability and build and capability < BFLOAT16_CAPABILITY:
-        verdict, mend = WARNING, "it has no bfloat16: model.dtype=float32"
+        verdict, mend = WARNING, "this GPU has no bfloat16: set model.dtype=float32"
     elif total and free is not None and free < FREE_SHARE * total:
-        verdict, mend = WARNING, "others use its memory: nvidia-smi says who"
+        verdict, mend = WARNING, "another process uses its memory: find it with nvidia-smi"
     return Finding(what=f"GPU {gpu.index}", found=found, verdict=verdict, mend=mend)
 
 
@@ -162,7 +165,7 @@ def _links(machine: MachineSeen) -> Iterator[Finding]:
     if len(machine.gpus) < 2:
         return
     if machine.links is None:
-        mend = "install nvidia-smi, which knows"
+        mend = "install nvidia-smi, which reports the links"
         yield Finding(what="NVLink", found="unknown", verdict=WARNING, mend=mend)
         return
     without = [f"{pair} ({kind})" for pair, kind in machine.links.items() if kind[:2] != "NV"]
@@ -171,7 +174,7 @@ def _links(machine: MachineSeen) -> Iterator[Finding]:
         yield Finding(what="NVLink", found=f"{kinds} between all GPUs")
         return
     found = f"not between {', '.join(without[:4])}{', ...' if len(without) > 4 else ''}"
-    mend = "tp_degree and weights go over PCIe there: keep tp_degree within GPUs that are linked"
+    mend = "these GPUs exchange data over PCIe: keep each tp_degree within linked GPUs"
     yield Finding(what="NVLink", found=found, verdict=WARNING, mend=mend)
 
 
@@ -179,7 +182,7 @@ def _shm(shm: Room | None, memory_bytes: int) -> Finding:
     what, mend = "/dev/shm", "docker run --shm-size=16g, or mount -o remount,size=50% /dev/shm"
     if shm is None:
         return Finding(
-            what=what, found="there is none", verdict=PROBLEM, mend="mount a tmpfs there"
+            what=what, found="missing", verdict=PROBLEM, mend="mount a tmpfs at /dev/shm"
         )
     found = f"{gb(shm.free_bytes)} of {gb(shm.num_bytes)} free"
     if shm.free_bytes < MIN_SHM_BYTES:
@@ -198,7 +201,8 @@ def _memory(machine: MachineSeen) -> Finding:
     if free < ROOMY_MEMORY_BYTES:
         verdict = PROBLEM if free < MIN_MEMORY_BYTES else WARNING
         mend = (
-            "end what takes it, or raise the container's limit; services and a small run take 4 GB"
+            "services and a small run take 4 GB: end other processes, or raise the container's "
+            "limit"
         )
     return Finding(what="host memory", found=found, verdict=verdict, mend=mend)
 
@@ -208,11 +212,11 @@ def _disks(disks: Mapping[str, Room]) -> Iterator[Finding]:
         found = f"{gb(room.free_bytes)} of {gb(room.num_bytes)} free at {room.path}"
         verdict, mend = OK, ""
         if room.free_bytes < MIN_DISK_BYTES:
-            verdict, mend = PROBLEM, "make room, or put it elsewhere"
+            verdict, mend = PROBLEM, "make room, or use another disk"
         elif room.free_bytes < (1 - FULL_SHARE) * room.num_bytes:
             verdict, mend = WARNING, "make room: Ray spills nothing to a disk that is 95 % full"
         elif room.free_bytes < ROOMY_DISK_BYTES:
-            verdict, mend = WARNING, "a checkpoint takes 16 bytes a parameter: make room for some"
+            verdict, mend = WARNING, "make room: a checkpoint takes 16 bytes per parameter"
         yield Finding(what=what, found=found, verdict=verdict, mend=mend)
 
 
@@ -222,7 +226,9 @@ def _ports(machine: MachineSeen) -> Iterator[Finding]:
         if port.owner:
             found, verdict = f"in use by {port.owner}", WARNING
             option = f"--{port.service.lower()}-port"
-            mend = f"stop it, or `refrain ui {option} N`; a run does not need it"
+            mend = (
+                f"runs do not need this port. For `refrain ui`, stop the process or set {option} N"
+            )
         what = f"port {port.number} ({port.service})"
         yield Finding(what=what, found=found, verdict=verdict, mend=mend)
 
@@ -230,7 +236,7 @@ def _ports(machine: MachineSeen) -> Iterator[Finding]:
 def _open_files(limit: int) -> Finding:
     if limit >= ROOMY_OPEN_FILES:
         return Finding(what="open files", found=f"{limit:,} at a time")
-    mend = "Ray and the store open many: ulimit -n 65536"
+    mend = "Ray and the store open many files: raise the limit with ulimit -n 65536"
     return Finding(what="open files", found=f"{limit:,} at a time", verdict=WARNING, mend=mend)
 
 
@@ -242,7 +248,7 @@ def _versions(machine: MachineSeen) -> Iterator[Finding]:
     shown = ("torch", *machine.vllm_builds, "ray", "prefect", "mlflow", "duckdb", "transformers")
     found = ", ".join(f"{name} {named[name]}" for name in shown if named.get(name))
     if not machine.packages:
-        mend = f"refrain itself is not installed: {GPU_SETUP}, or {CPU_SETUP}"
+        mend = f"refrain itself is not installed: run {GPU_SETUP}, or {CPU_SETUP}"
         yield Finding(what="versions", found="unknown", verdict=PROBLEM, mend=mend)
     elif not wrong:
         yield Finding(what="versions", found=f"Python {machine.python}, {found}")

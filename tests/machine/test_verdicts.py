@@ -50,7 +50,7 @@ def cuda(**changes: Any) -> CudaSeen:
         (cuda(code=803, num_gpus=0), ["different versions", "estart"]),
         (cuda(code=100, num_gpus=0), ["finds no GPU", "nvidia-smi -L"]),
         (cuda(code=-11, num_gpus=0), ["has failed", "error -11", "dmesg"]),
-        (cuda(num_gpus=0), ["none for this process"]),
+        (cuda(num_gpus=0), ["no GPU for this process"]),
         (cuda(visible="", num_gpus=0), ["CUDA_VISIBLE_DEVICES is ''", "nset it"]),
         (cuda(visible="-1", num_gpus=0), ["CUDA_VISIBLE_DEVICES is '-1'"]),
     ],
