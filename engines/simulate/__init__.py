@@ -1,7 +1,7 @@
-"""Engines in virtual time behind the real coordinator: what a plan would cost on any cluster.
+"""Simulate rollouts on any cluster: engines in virtual time behind the real coordinator.
 
 trace.py ─► cluster.py ─► Coordinator ─► VirtualEngine (engine.py)
                 │             │                  └─► batching.py ─► costs.py, member.py
-                │             └── runs unchanged on the virtual clock of clock.py
+                │             └── runs unchanged on the virtual clock (clock.py)
                 └─► schemas.simulate
 """

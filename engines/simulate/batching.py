@@ -1,17 +1,19 @@
-"""Continuous batching in jumps, from one change of the batch to the next. Pure.
+"""Simulate continuous batching by jumps from one change of the batch to the next. Pure.
 
     waiting ─prefill─► running ─decode─► done
-       ▲                  │ the KV cache is full: the youngest goes back and is prefilled again
+       ▲                  │ KV cache full: preempt the request that joined last, prefill it again
        └──────────────────┘
 
-Prefill has priority and decoding pauses for it: all requests that fit join together, and each
-leaves it with one more token. One that comes with its keys and values runs at once. With drafting
-on, a step drafts and verifies in turn for every running request, and each gains tokens at its own
-rate (`engines.simulate.member`); what it costs says `engines.simulate.costs`. Where the drafting is
-chosen by the batch, it is chosen anew whenever the batch changes, and so is what can be drafted
-while a step goes on. Deviations from a real engine: prefill is not chunked, no prefix is shared
-within a group, the KV cache holds no room for draft tokens that will be rejected, and the host's
-time between steps counts only as far as the latency model was measured with it.
+Prefill has priority, and decoding pauses for it. All waiting requests that fit join together, and
+the prefill gives each one token. A request that arrives with its KV cache runs at once.
+
+With drafting, a step verifies drafts for every running request, and each request gains tokens at
+its own rate (`engines.simulate.member`). `engines.simulate.costs` has the time of a step. When the
+batch changes, `choose_drafting` is called again, and drafters' paces are set again.
+
+Deviations from a real engine: prefill is not chunked. Samples of a group share no prefix. The KV
+cache reserves no space for draft tokens that will be rejected. The host's time between steps
+counts only if the latency model was measured with it.
 """
 
 import heapq
@@ -27,16 +29,16 @@ from engines.simulate.pace import Interval, SteadyBatch, Stretch, plan_stretches
 from schemas.rollout import DraftSetting, RequestId
 
 ROUNDING_S = 1e-9
-"""Times closer than this are the same."""
+"""Times that differ by less count as equal."""
 _MAX_SETTLING = 16
-"""Times that drafters' paces are set anew before a step."""
+"""Most iterations of setting the drafters' paces before a step."""
 
 ChooseDrafting = Callable[[int, float], DraftSetting | None]
-"""(running requests, their context tokens) -> how to draft for them; None: not at all."""
+"""A function (running requests, their context tokens) -> draft setting. None: no drafting."""
 
 
 class VirtualBatch:
-    """One engine's requests. `now_s` never goes back from one call to the next."""
+    """The requests of one engine. `now_s` must not decrease from one call to the next."""
 
     def __init__(
         self,
@@ -56,9 +58,9 @@ class VirtualBatch:
         self._steps = 0
         self._drafting: DraftSetting | None = None
         self._context = 0
-        """Context of the running requests, in parts of a token."""
+        """Context of the running requests, in parts of a token (`PARTS`)."""
         self._growth = 0
-        """Parts that a step adds to it."""
+        """Parts that a step adds to the context."""
         self._waiting: OrderedDict[RequestId, SimulatedRequest] = OrderedDict()
         self._joining: dict[RequestId, SimulatedRequest] = {}
         self._running: dict[RequestId, SimulatedRequest] = {}
@@ -66,7 +68,7 @@ class VirtualBatch:
         self._num_joined = 0
         self._span: SteadyBatch | None = None
         self.finished: deque[SimulatedRequest] = deque()
-        """Requests in order of `finished_s`; whoever reports them takes them away."""
+        """Finished requests in order of `finished_s`. The engine removes those that it reports."""
         self.intervals: list[Interval] = []
         self.num_preempted = 0
 
@@ -87,19 +89,22 @@ class VirtualBatch:
 
     @property
     def next_s(self) -> float:
-        """When the batch changes next; infinite when it is empty."""
+        """Time of the batch's next change; infinite when the batch is empty."""
         if self._span:
             return self._span.interval.end_s
         return self._free_s if len(self) else math.inf
 
     def add(self, members: Sequence[SimulatedRequest], now_s: float, load_s: float = 0.0) -> None:
-        """`load_s`: the next step begins so much later. A prefill in progress hides it."""
+        """Add requests. `load_s` delays the next step, except during a prefill, which hides it.
+
+        Raise ValueError when a request does not fit in the KV cache.
+        """
         self.interrupt(now_s)
         for member in members:
             size = member.context(0) - member.done + member.length
             if size > self._capacity:
                 raise ValueError(
-                    f"{member.request.id} needs {size} tokens of KV cache and an engine has "
+                    f"{member.request.id} needs {size} tokens of KV cache, but an engine has "
                     f"{self._capacity}: raise max_context_tokens"
                 )
             member.draft(self._drafting, self._costs.paces)
@@ -110,19 +115,21 @@ class VirtualBatch:
     def remove(
         self, ids: Sequence[RequestId], now_s: float
     ) -> tuple[list[SimulatedRequest], float]:
-        """Those still unfinished when the step in progress ends, and that time."""
+        """Remove requests when the step in progress ends. Return those that are unfinished then,
+        and the time."""
         self.interrupt(now_s)
         removed = [member for id in ids if (member := self._remove(id))]
         self.advance(now_s)
         return removed, max(now_s, self._free_s) if removed else now_s
 
     def set_drafting(self, setting: DraftSetting | None, now_s: float) -> None:
-        """Draft so, or not at all, when the step in progress ends; nobody loses a fraction.
+        """Change the engine's draft setting when the step in progress ends; None turns drafting
+        off. Requests keep their fraction of a token.
 
-        Raises ValueError when the window is below 1.
+        Raise ValueError when the window is below 1.
         """
         _check(setting)
-        assert self._choose_drafting is None, "it drafts as its batch says"
+        assert self._choose_drafting is None, "choose_drafting sets the drafting of this engine"
         if setting == self._drafting:
             return
         self.interrupt(now_s)
@@ -132,7 +139,8 @@ class VirtualBatch:
         self.advance(now_s)
 
     def redraft(self, settings: Mapping[RequestId, DraftSetting], now_s: float) -> None:
-        """Draft so for these that are here, when the step in progress ends; raises likewise."""
+        """Change the draft settings of single requests when the step in progress ends. Ignore
+        requests that are not here. Raise ValueError as `set_drafting` does."""
         for setting in settings.values():
             _check(setting)
         self.interrupt(now_s)
@@ -144,7 +152,8 @@ class VirtualBatch:
         self.advance(now_s)
 
     def count(self, ids: Sequence[RequestId], now_s: float) -> tuple[list[SimulatedRequest], float]:
-        """Those still unfinished when the step in progress ends, which go on, and that time."""
+        """Update the tokens of requests at the end of the step in progress. Return those that are
+        unfinished then, and the time. The requests go on."""
         self.interrupt(now_s)
         members = [member for id in ids if (member := self.find(id))]
         for member in members:
@@ -155,7 +164,7 @@ class VirtualBatch:
         return members, max(now_s, self._free_s) if members else now_s
 
     def advance(self, now_s: float) -> None:
-        """Do everything that ends by `now_s`, and begin what comes then."""
+        """Complete everything that ends by `now_s`, and begin the next span of steps."""
         while True:
             if self._span is None and self._free_s <= now_s + ROUNDING_S:
                 self._span = self._next_span()
@@ -164,7 +173,8 @@ class VirtualBatch:
             self._complete(self._span, self._span.steps)
 
     def interrupt(self, now_s: float) -> None:
-        """End decoding with the step in progress. A prefill goes on: its batch is fixed."""
+        """End the span of decode steps with the step in progress. A prefill goes on, because its
+        batch is fixed."""
         self.advance(now_s)
         span = self._span
         if span is None or span.interval.prefill:
@@ -193,7 +203,7 @@ class VirtualBatch:
         return self._decode()
 
     def _redraft(self, setting: DraftSetting | None) -> None:
-        """Draft differently for everybody here, between two steps."""
+        """Change the draft setting of all requests, between two steps."""
         running = list(self._running.values())
         for member in running:
             self._leave(member)
@@ -214,11 +224,11 @@ class VirtualBatch:
             self._run(member)
 
     def _join(self) -> None:
-        """Move waiting requests, first come first served, as far as places and KV cache go."""
+        """Move waiting requests into the batch, first come first served, while they fit."""
         room = self._room_parts()
         while self._waiting and len(self._running) + len(self._joining) < self._max_num_seqs:
             member = next(iter(self._waiting.values()))
-            # Its context, the token of the prefill and room for one step.
+            # The request needs its context, the token of the prefill and the tokens of one step.
             room -= member.context_parts(self._steps) + PARTS + member.rate
             if room < 0 and (self._running or self._joining):
                 return
@@ -299,7 +309,7 @@ class VirtualBatch:
     def _finish(self) -> None:
         while self._ends and self._ends[0][0] <= self._steps:
             _, _, member = heapq.heappop(self._ends)
-            # Requests that left before their end stay in the heap until it comes.
+            # Requests that left early stay in the heap until their planned end.
             running = self._running.get(member.request.id) is member
             if running and member.tokens(self._steps) >= member.length:
                 self._leave(member)
@@ -307,7 +317,7 @@ class VirtualBatch:
                 self.finished.append(member)
 
     def _room_parts(self) -> float:
-        """Room that the KV cache has left after the next step, in parts of a token."""
+        """Return the free space of the KV cache after the next step, in parts of a token."""
         return self._capacity * PARTS - self._context - self._growth
 
     def _make_room(self) -> None:

@@ -1,7 +1,8 @@
-"""Virtual time for asyncio: waiting costs nothing, and the same program gives the same times.
+"""Virtual time for asyncio: waiting takes no real time, and times are reproducible.
 
-The loop's `time()` stands still while callbacks run. When none is ready it jumps to the next
-timer, so a coroutine that "sleeps" for an hour returns at once and finds the clock an hour later.
+The loop's `time()` stands still while callbacks run. When no callback is ready, the clock jumps to
+the next timer. For example, a coroutine that sleeps for an hour returns at once and reads a time an
+hour later.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class _Jump(selectors.DefaultSelector):
-    """Polls instead of waiting, and adds the wait to a clock."""
+    """A selector that adds the wait to a virtual clock instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,14 +26,14 @@ class _Jump(selectors.DefaultSelector):
             return ready
         if timeout is None:
             raise RuntimeError(
-                "virtual time has stopped: every task waits for another one, and none for a timer"
+                "virtual time has stopped: every task waits for another one, but none for a timer"
             )
         self.now_s += max(0.0, timeout)
         return ready
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock starts at 0 and moves by timers alone."""
+    """An event loop whose clock starts at 0 and only timers advance."""
 
     def __init__(self) -> None:
         self._jump = _Jump()
@@ -43,10 +44,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine in virtual time, from 0 s on. Not from inside a running event loop.
+    """Run a coroutine in virtual time, starting at 0 s, and return its result.
 
-    Raises RuntimeError when the tasks wait for each other. Threads and sockets are outside virtual
-    time: a coroutine that waits for them sees the clock run away.
+    Do not call it inside a running event loop. Raise RuntimeError when all tasks wait for each
+    other. Threads and sockets have no virtual time: while a coroutine waits for one, the clock
+    jumps on.
     """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(coroutine)

@@ -1,4 +1,4 @@
-"""Generation stages on virtual clusters: the real coordinator and policies, in virtual time."""
+"""Simulate rollout stages on virtual clusters with the real coordinator and policies."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,13 +29,14 @@ from schemas.step import PromptGroup, StepPlan
 from schemas.weights import PolicyWeights
 
 Placement = Callable[[Sequence[str], Mapping[str, float], int], Sequence[PromptGroup]]
-"""(prompt keys, median lengths in the previous epoch, engines) -> groups in order of submission."""
+"""A function (prompt keys, median lengths in the previous epoch, number of engines) -> groups in
+submission order."""
 
 
 def even(
     prompt_keys: Sequence[str], median_lengths: Mapping[str, float], num_engines: int
 ) -> tuple[PromptGroup, ...]:
-    """Round-robin in the order given, as data-parallel frameworks split a batch."""
+    """Place prompts round-robin in the given order, as data-parallel frameworks split a batch."""
     return tuple(
         PromptGroup(prompt_key=key, engine=i % num_engines, expected_tokens=median_lengths.get(key))
         for i, key in enumerate(prompt_keys)
@@ -47,32 +48,33 @@ PLACEMENTS: dict[str, Placement] = {"even": even, "ranked": deal_groups}
 
 @dataclass(frozen=True, slots=True)
 class PolicySet:
-    """One column of a comparison: placement, policies, drafting."""
+    """A combination of placement, policies and drafting that a comparison simulates."""
 
     name: str = "baseline"
     placement: Placement = even
-    """Who generates what, where `histopipe` does not say so."""
+    """Assigns prompts to engines; ignored with `histopipe`."""
     policies: tuple[Policy, ...] = ()
     report_s: float | None = None
-    """How often policies are asked between finished rollouts; None: only at those."""
+    """Interval at which policies run between finished rollouts; None: only when one finishes."""
     drafting: DraftSetting | None = None
-    """How every engine drafts by acceptance; None: not so."""
+    """Draft setting of every engine, with an assumed acceptance; None: no such drafting."""
     histospec: DraftingConfig | None = None
-    """How every engine drafts from history (`engines.simulate.history`); None: not so."""
+    """Settings of drafting from history (`engines.simulate.history`); None: no such drafting."""
     choose_drafting: ChooseDrafting | None = None
-    """How every engine drafts by acceptance as its batch is; None: as `drafting` says."""
+    """Chooses the draft setting of each engine by its batch; None: `drafting` applies."""
     histopipe: HistoPipeConfig | None = None
-    """Settings of a pipelined run whose placement and policies these are; None: of none."""
+    """Settings of a pipelined run, whose placement and policies are used; None: no such run."""
 
     @property
     def setting(self) -> DraftSetting | None:
-        """Setting that every engine is told; from history each request has windows of its own."""
+        """Draft setting of every engine. With history, the replay decides each request's windows,
+        whatever the window here."""
         return DraftSetting(HISTORY, 1) if self.histospec else self.drafting
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """A simulated step and when each engine was busy."""
+    """A simulated step with the busy intervals of each engine."""
 
     step: SimulatedStep
     timelines: tuple[Sequence[Interval], ...]
@@ -91,16 +93,20 @@ def simulate_step(
     replays: Mapping[RequestId, Passes] | None = None,
     known: Mapping[str, LengthHistory] | None = None,
 ) -> Simulation:
-    """Roll one step of a trace out on a virtual cluster; deterministic.
+    """Roll out one step of a trace on a virtual cluster. Deterministic.
 
-    `history`: median lengths of the previous epoch, for placements that rank. `acceptance`: in
-    [0, 1], of the rollouts whose row has none; None counts as 0 there; or of all, by request.
-    `replays`: of `replay_step`, for a policy set that drafts from history. `known`: what a run
-    knows of the step's prompts, for one with `histopipe`. Weight sync, reward and training are no
-    part of it. Deviation: the acceptance of a row, a share of draft tokens, is taken as a
-    probability (`engines.simulate.member`). Raises ValueError when `rows` are of several steps,
-    when the latency model lacks figures for the TP degree or the drafting, and when the policy set
-    drafts by acceptance and neither `rows` nor `acceptance` says how much is accepted.
+    The step has no weight sync, reward or training. Deviation: `engines.simulate.member` takes a
+    row's acceptance, accepted / drafted tokens, for a probability.
+
+    Args:
+        history: Median lengths of the previous epoch, for placements that rank prompts.
+        acceptance: In [0, 1]: for rollouts without an acceptance in their row (None: 0), or for all
+            rollouts by request.
+        replays: Result of `replay_step`, for a policy set that drafts from history.
+        known: Length history of the step's prompts, for a policy set with `histopipe`.
+
+    Raise ValueError when `rows` has several steps, when the latency model lacks the TP degree or
+    the drafter, and when the policy set needs an acceptance but none is known.
     """
     policy_set = policy_set or PolicySet()
     (step,) = rows.steps if len(rows.steps) == 1 else (None,)
@@ -111,7 +117,7 @@ def simulate_step(
     requests, lengths = step_requests(rows, step)
     acceptances = known_acceptances(rows, lengths, acceptance)
     if policy_set.drafting and not acceptances:
-        unknown = "so nobody knows what drafting brings: give --acceptance"
+        unknown = "so the gain of drafting is unknown: give --acceptance"
         raise ValueError(f"{rows.source} has no acceptance at step {step}, {unknown}")
     engines = [
         VirtualEngine(
@@ -150,9 +156,10 @@ def compare_step(
     policy_sets: Sequence[PolicySet],
     acceptance: float | None = None,
 ) -> list[Simulation]:
-    """Every policy set on one step of a trace, each with the trace's history before it.
+    """Simulate every policy set on one step of a trace, with the trace's earlier steps as history.
 
-    Raises ValueError as `simulate_step` does, and when one drafts from a history without token ids.
+    Raise ValueError as `simulate_step` does, and when the trace lacks token ids for a policy set
+    that drafts from history.
     """
     rows, history = trace.step(step), trace.history(step)
     known = None
@@ -182,10 +189,11 @@ def _decide(
     history: Mapping[str, float],
     known: Mapping[str, LengthHistory],
 ) -> tuple[Sequence[PromptGroup], tuple[Policy, ...]]:
-    """Placement and policies of a step; with `histopipe` by the functions that a run asks.
+    """Return the placement and the policies of a step. With `histopipe`, call the functions that a
+    run calls.
 
-    Deviations: what drafts from history gained in the step before is not known here, so passes are
-    as many as tokens; and steps are simulated one by one, so nothing is deferred to the next.
+    Deviations: the gain of drafts from history in earlier steps is unknown, so a response takes a
+    forward pass per token. Steps are simulated one by one, so no sample is deferred to the next.
     """
     if policy_set.histopipe is None:
         groups = policy_set.placement(list(requests), history, cluster.num_engines)
@@ -223,7 +231,7 @@ def _decide(
 
 
 def summarise(results: Sequence[SimulatedStep]) -> list[PolicySetSummary]:
-    """One per policy set, in the order of their first appearance."""
+    """Return a summary for each policy set, in the order of first appearance."""
     by_set: dict[str, list[SimulatedStep]] = {}
     for result in results:
         by_set.setdefault(result.policy_set, []).append(result)
@@ -235,7 +243,8 @@ def summarise(results: Sequence[SimulatedStep]) -> list[PolicySetSummary]:
 
 
 def check_latency(latency: Latency, tp_degree: int, drafting: DraftSetting | None = None) -> None:
-    """Raises ValueError when the model has no time for a step of one request, drafting or not."""
+    """Raise ValueError when the latency model has no valid time for a step of one request, with and
+    without drafting."""
     times_s = {
         "decoding": latency.decode_s(tp_degree, 1, 1.0),
         "prefill": latency.prefill_s(tp_degree, 1, 1.0),
@@ -244,7 +253,7 @@ def check_latency(latency: Latency, tp_degree: int, drafting: DraftSetting | Non
         drafter, window = drafting.drafter, drafting.window
         verify_s = latency.verify_s(tp_degree, 1, 1.0, window)
         times_s[f"verifying {window} draft tokens of"] = verify_s
-        # A drafter may cost nothing, but not less.
+        # A drafter may take no time, but not negative time.
         draft_s = latency.draft_s(drafter, 1, window)
         times_s[f"drafting {window} tokens by {drafter!r} for"] = draft_s or verify_s
     for what, seconds in times_s.items():
@@ -258,7 +267,7 @@ def check_latency(latency: Latency, tp_degree: int, drafting: DraftSetting | Non
 def step_requests(
     rows: Trace, step: int
 ) -> tuple[dict[str, list[RolloutRequest]], dict[RequestId, int]]:
-    """The groups in order of appearance, and the length of every response."""
+    """Return the requests by prompt key in order of appearance, and every response's length."""
     columns = ("prompt_key", "sample_index", "prompt_tokens", "response_tokens")
     values = [rows.table[name].to_pylist() for name in columns]
     limit = max(values[3])
@@ -268,7 +277,7 @@ def step_requests(
     for key, sample, prompt_tokens, response_tokens in zip(*values, strict=True):
         id = RequestId(Split.TRAIN, step, key, sample)
         lengths[id] = response_tokens
-        # One more than the longest: every response ends where the trace says.
+        # One token more than the longest response, so that no response reaches the limit.
         request = RolloutRequest(id, prompts[prompt_tokens], 0, limit + 1)
         groups.setdefault(key, []).append(request)
     return groups, lengths
@@ -279,7 +288,7 @@ def known_acceptances(
     ids: Iterable[RequestId],
     default: float | Mapping[RequestId, Acceptance] | None,
 ) -> Mapping[RequestId, Acceptance]:
-    """Acceptance of every rollout of which it is known, by its row or by the default."""
+    """Return the acceptance of every rollout that has one, from its row or from the default."""
     if isinstance(default, Mapping):
         return default
     if default is not None and not 0.0 <= default <= 1.0:
@@ -297,7 +306,8 @@ async def roll_out(
     placed: Sequence[tuple[int, RolloutRequest]],
     pools: Sequence[Pool] = (),
 ) -> tuple[list[Rollout], Outcome]:
-    """The rollouts in the order in which they finished."""
+    """Roll out on these engines. Return the rollouts in the order in which they finished, and the
+    outcome of the stage."""
     finished: list[Rollout] = []
 
     async def note(rollouts: Sequence[Rollout]) -> None:

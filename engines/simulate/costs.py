@@ -1,17 +1,20 @@
-"""Time of a decode step of a batch whose requests are drafted for in several ways. Pure.
+"""Predict the time of a decode step whose requests draft in different ways. Pure.
 
-All are verified in one step. Coupled ones are drafted for before it; decoupled ones meanwhile, and
-the step takes what has come (SpecActor 4.1, requests of different windows and modes in one batch):
+A step verifies the drafts of all requests at once (SpecActor 4.1: requests of different windows and
+modes in one batch). For coupled requests, drafting comes before the step. For decoupled requests,
+drafting runs during the step before, and the step verifies the drafts that have arrived:
 
     step = draft_s(coupled) + verify_s(all)
 
-so one coupled request keeps its batch waiting. Where windows differ, verifying and drafting before
-it cost what they would with the mean, linear between whole windows. Different drafters draft one
-after the other before a step, and side by side meanwhile. How much comes meanwhile, the pace,
-decides what a decoupled step yields (`engines.specactor.expectation`, streamed), so the paper's
-max(w D, V) is not needed: a step waits for no window. What a step yields and verifies makes it
-longer or shorter, and with it the pace, until neither changes. Paces are rounded, so that they
-change seldom.
+So one coupled request makes the whole batch wait. If windows differ, the formula uses their mean,
+linear between whole windows. Several drafters draft one after the other before a step, but side by
+side during a step.
+
+The pace is the number of draft tokens per request that arrive during a step. It decides how many
+tokens a decoupled step yields (`engines.specactor.expectation`, streamed). The paper's max(w D, V)
+is not needed, because a step never waits for a whole window. The pace changes the step's time, and
+the time changes the pace: `set_paces` is repeated until neither changes. Paces are rounded, so that
+they change rarely.
 """
 
 import math
@@ -26,44 +29,47 @@ from schemas.rollout import DraftSetting
 
 
 class StepCosts:
-    """Kept as members come and leave, so that asking costs the same in every batch."""
+    """Counts of a batch's members, updated as they join and leave.
+
+    So the cost of a query does not depend on the batch size.
+    """
 
     def __init__(self, tp_degree: int, latency: Latency) -> None:
         self._tp_degree = tp_degree
         self._latency = latency
         self._batch = 0
         self._drafts = 0
-        """Parts of draft tokens that a step verifies."""
+        """Draft tokens that a step verifies, in parts of a token (`PARTS`)."""
         self._settings = Counter[DraftSetting | None]()
-        """Members that are drafted for so."""
+        """Number of members by draft setting."""
         self._coupled = Counter[str]()
-        """Members that are drafted for before a step, by drafter."""
+        """Number of coupled members by drafter."""
         self._before = Counter[str]()
-        """Parts of their draft tokens."""
+        """Draft tokens of the coupled members by drafter, in parts of a token."""
         self.paces: Mapping[str, float] = {}
-        """Tokens that a drafter drafts for each decoupled request while a step goes on."""
+        """Tokens that each drafter drafts per decoupled request during a step."""
 
     def add(self, member: SimulatedRequest) -> None:
         self._count(member, 1)
 
     def remove(self, member: SimulatedRequest) -> None:
-        """Take a request away, as it was when it was added."""
+        """Remove a request. Its setting and passes must be those with which it was added."""
         self._count(member, -1)
 
     @property
     def drafter(self) -> str:
-        """Drafter of the commonest setting; empty where that is none."""
+        """Drafter of the most common setting; empty if most requests do not draft."""
         setting = max(self._settings, key=self._settings.__getitem__, default=None)
         return setting.drafter if setting else ""
 
     def step_s(self) -> Callable[[float], float]:
-        """Seconds of a step of these members, by their context tokens."""
+        """Return a function from the members' context tokens to the seconds of a step."""
         before_s, window = self._before_s(), self._drafts / PARTS / self._batch
         verify_s = partial(step_s, self._latency, self._tp_degree, self._batch, window=window)
         return lambda context: before_s + verify_s(context)
 
     def set_paces(self, context_tokens: float) -> bool:
-        """Pace of each drafter in this batch; whether one has changed."""
+        """Set each drafter's pace for this batch. Return whether a pace has changed."""
         decoupled = Counter[str]()
         for setting, num in self._settings.items():
             if setting and not setting.coupled:
@@ -80,7 +86,7 @@ class StepCosts:
         return changed
 
     def _before_s(self) -> float:
-        """Drafting for those that are coupled."""
+        """Return the seconds of drafting for coupled requests before a step."""
         seconds = 0.0
         for drafter, parts in self._before.items():
             if not parts:
@@ -105,8 +111,11 @@ class StepCosts:
 
 
 def _pace(step_s: float, draft_s: float, before: float | None) -> float:
-    """Tokens drafted in a step, rounded: to a sixteenth below 1, an eighth below 2, and so on; the
-    same as before as long as that is near."""
+    """Return the tokens drafted in a step, rounded.
+
+    The unit is 1/16 below 1, 1/8 from 1 to 2, 1/4 from 2 to 4, and so on. If the pace differs from
+    `before` by less than a unit, return `before`.
+    """
     if not draft_s:
         return math.inf
     pace = step_s / draft_s
@@ -117,5 +126,5 @@ def _pace(step_s: float, draft_s: float, before: float | None) -> float:
 
 
 def _finest(pace: float) -> float:
-    """Largest power of 2 that is at most an eighth of this, and at least a sixteenth."""
+    """Return the rounding unit: the largest power of 2 up to pace / 8, and at least 1/16."""
     return max(1 / 16, 2.0 ** math.floor(math.log2(pace) - 3))

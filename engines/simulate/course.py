@@ -1,12 +1,13 @@
-"""Consecutive steps on virtual GPUs: the real coordinator and policies, and the real turns.
+"""Simulate consecutive steps on virtual GPUs with the real coordinator, policies and turns.
 
     sync, shared       roll out 1 ─ hand over ─ train 1 ─ hand over ─ roll out 2 ─ ...
     sync, split        roll out 1 ─ train 1 ─ weights ─ roll out 2 ─ ...
     pipelined, split   roll out 1 ─ roll out 2 ─ roll out 3 ─ ...
                                     train 1      train 2
 
-Step s rolls out with version s - 1 in sync mode, and s - 2 in pipelined mode, where an engine goes
-on when it has nothing left of the step before. Steps are gone through as often as their list says.
+Step s rolls out with policy version s - 1 in sync mode, and s - 2 in pipelined mode. In pipelined
+mode, an engine starts the next step when it has no requests of the step before. A step that is
+listed twice runs twice.
 """
 
 import asyncio
@@ -26,15 +27,17 @@ from schemas.simulate import Mode
 from schemas.weights import PolicyWeights
 
 LAG: Mapping[Mode, int] = {"sync": 1, "pipelined": 2}
-"""Steps that a step's policy version is behind it; as many are left out at the beginning."""
+"""Versions by which a step's policy version is behind the step. As many first steps are warm-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class CourseStep:
-    """One step: its requests, what is known of their prompts, and how long it is trained on."""
+    """One step: its requests, the history of their prompts, and its training time."""
 
     requests: Mapping[str, Sequence[RolloutRequest]]
+    """Requests by prompt key."""
     history: Mapping[str, float]
+    """Earlier median response tokens by prompt key."""
     train_s: float
 
     @property
@@ -44,14 +47,14 @@ class CourseStep:
 
 @dataclass(frozen=True, slots=True)
 class CourseTimes:
-    """Times of the steps behind those that are left out."""
+    """Times of the steps after the warm-up."""
 
     start_s: float
     end_s: float
     rollout_s: float
     train_s: float
     training_s: tuple[tuple[float, float], ...]
-    """When the trainer worked, from and to."""
+    """Start and end of each training."""
 
     @property
     def seconds(self) -> float:
@@ -60,7 +63,7 @@ class CourseTimes:
 
 @dataclass(slots=True)
 class _VirtualTrainer:
-    """A trainer that takes its time to leave the GPUs and to take them."""
+    """A trainer that spends time to leave the GPUs and to take them again."""
 
     handover: Handover
 
@@ -73,7 +76,7 @@ class _VirtualTrainer:
 
 @dataclass(slots=True)
 class _CourseRun:
-    """Drives coordinator and turns through the steps."""
+    """Drives the coordinator and the turns through the steps."""
 
     steps: Sequence[CourseStep]
     policy_set: PolicySet
@@ -135,7 +138,7 @@ def run_course(
     lag: int,
     shared: bool,
 ) -> CourseTimes:
-    """Go through the steps, of which the first `lag` are left out; deterministic."""
+    """Simulate the steps and return their times without the first `lag` steps. Deterministic."""
     coordinator = Coordinator(engines, policy_set.policies)
     owners = {Role.ENGINES: coordinator, Role.TRAINER: _VirtualTrainer(handover)}
     turns = Turns(owners if shared else {}, Role.ENGINES)

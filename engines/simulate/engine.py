@@ -33,37 +33,40 @@ def _at_once(_: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SwitchTimes:
-    """Time that an engine takes to leave its GPUs to another layout or to the trainer, and to take
-    them."""
+    """Seconds in which an engine releases its GPUs to another layout or to the trainer, and takes
+    them again."""
 
     wake_s: float = 0.0
     sleep_s: float = 0.0
     save_s: Callable[[int], float] = _at_once
-    """Saving the keys and values of so many context tokens."""
+    """Seconds to save the KV cache of so many context tokens."""
     ahead: bool = False
-    """Whether they are saved while the requests go on, as far as they are there then."""
+    """Whether the existing KV cache is saved ahead, while the requests go on."""
     load_s: Callable[[int], float] = _at_once
-    """Taking them from where they were saved, before the next step."""
+    """Seconds to load the saved KV cache of so many context tokens, before the next step."""
 
 
 class VirtualEngine:
-    """Knows beforehand how long each response will be and spends the time that it takes.
+    """A simulated engine, which is given the response lengths and spends the time of its steps.
 
-    `lengths` are response tokens by request, a deferred one going by its name in the step that drew
-    it (`RolloutRequest.origin`); a request is cut at its `max_response_tokens`.
-    `acceptances` are the probabilities with which draft tokens are accepted, in [0, 1], by any
-    drafter or by each; of a request without one every draft is rejected. `replays` are the decode
-    steps with the drafter `histospec`; for a request without them it drafts nothing. A request that
-    moves to another engine takes its whole tokens along and leaves the fraction of the next one
-    behind (`engines.simulate.member`), as does a copy. A request with `drafting` of its own is
-    drafted for in that way. With `choose_drafting` the engine drafts for the others as that says of
-    its batch, and is not told by `set_drafting`. Loading weights takes `sync_s`. The engine reports
-    a rollout at the moment it finishes and, with `report_s`, the progress of the others every so
-    many seconds, for policies that should be asked in between, and how their drafting goes unless
-    it is from history, as real engines do. Waiting without requests ends with the next submission;
-    a stage in which nobody has any fails in `engines.simulate.clock`. It never dies, and its canary
-    is always right. Deviations: those that stay go on while keys and values of others are saved; a
-    switch leaves none behind, and a race takes none along, as between nodes.
+    - `lengths`: response tokens by request, cut at the request's `max_response_tokens`. A deferred
+      request has the name of the step that drew it (`RolloutRequest.origin`).
+    - `acceptances`: probabilities in [0, 1] that draft tokens are accepted, for all drafters or by
+      drafter. Without one, every draft of the request is rejected.
+    - `replays`: decode steps with drafts from history. Without them, the request has no drafts.
+    - `choose_drafting`: chooses the draft setting by the batch; then `set_drafting` is not called.
+      A request with its own `drafting` setting keeps it.
+    - `report_s`: interval of progress reports, so that policies run between finished rollouts. They
+      include the drafting progress, except with history, as on real engines.
+    - `sync_s`: seconds of loading weights.
+
+    The engine reports a rollout as soon as it finishes. If it has no requests, `next_events` waits
+    for the next submission. If no engine of a stage has any, `engines.simulate.clock` raises an
+    error. The engine never dies, and its canary always passes.
+
+    Deviations: a request that migrates or is copied keeps its whole tokens, but loses its fraction
+    of the next token (`engines.simulate.member`). The other requests go on while KV caches are
+    saved. A switch always saves all KV caches, and a race none, as between nodes.
     """
 
     node_id: str | None = None
@@ -96,7 +99,7 @@ class VirtualEngine:
             tp_degree, latency, max_num_seqs, max_context_tokens, choose_drafting
         )
         self.intervals: Sequence[Interval] = self._batch.intervals
-        """When it was busy, with how many; the rest of the time it was idle."""
+        """Intervals in which the engine was busy, with the batch size. Otherwise it was idle."""
         self._report_s = report_s or math.inf
         self._reported_s = self._told_s = 0.0
         self._drafting: Mapping[RequestId, DraftProgress] = {}
@@ -104,7 +107,7 @@ class VirtualEngine:
         self._version: int | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._ahead: dict[RequestId, int] = {}
-        """Tokens whose keys and values were saved ahead, by request."""
+        """Tokens whose KV cache was saved ahead, by request."""
 
     @property
     def num_preempted(self) -> int:
@@ -125,8 +128,8 @@ class VirtualEngine:
     async def withdraw(
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
     ) -> list[RolloutRequest]:
-        """Returns when the step in progress has ended and keys and values are saved; the step's
-        tokens are among those given back."""
+        """Withdraw requests after the step in progress, with that step's tokens. Wait until their
+        KV caches are saved."""
         now_s = asyncio.get_running_loop().time()
         members, free_s = self._batch.remove(ids, now_s)
         self.num_withdrawn += len(members)
@@ -140,7 +143,8 @@ class VirtualEngine:
         return requests
 
     async def precopy(self, ids: Sequence[RequestId]) -> SavedKV | None:
-        """Takes the time of saving what there is, which `withdraw` then does not."""
+        """Save the existing KV cache of these requests ahead, so that `withdraw` saves only the
+        rest."""
         if not self._switch.ahead:
             return None
         members, _ = self._batch.count(ids, asyncio.get_running_loop().time())
@@ -157,7 +161,7 @@ class VirtualEngine:
     async def copy(
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
     ) -> list[RolloutRequest]:
-        """The same as `withdraw`, and they go on."""
+        """Return copies of requests as `withdraw` does, but let the requests go on."""
         assert not keep_kv
         now_s = asyncio.get_running_loop().time()
         members, free_s = self._batch.count(ids, now_s)
@@ -168,15 +172,15 @@ class VirtualEngine:
         return copies
 
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
-        """Draft so from the end of the step in progress on; otherwise as `set_drafting`."""
+        """Change the draft settings of single requests, otherwise as `set_drafting`."""
         self._batch.redraft(settings, asyncio.get_running_loop().time())
         self._rouse()
 
     async def set_drafting(self, setting: DraftSetting | None) -> None:
-        """Draft so, or not at all (None), from the end of the step in progress on.
+        """Change the draft setting after the step in progress; None turns drafting off.
 
-        Raises ValueError when the window is below 1. A drafter that the latency model does not know
-        is a ValueError too, at the latest when the next step is planned.
+        Raise ValueError when the window is below 1. A drafter that the latency model does not know
+        raises ValueError too, at the latest when the next step is planned.
         """
         self._batch.set_drafting(setting, asyncio.get_running_loop().time())
         self._rouse()
@@ -203,11 +207,11 @@ class VirtualEngine:
         return self._version is not None
 
     async def take_drafting_counts(self) -> DraftingCounts:
-        """None: what drafting costs is in the time of its steps."""
+        """Return empty counts: the time of drafting is part of the step times."""
         return DraftingCounts()
 
     async def take_kv_counts(self) -> KVCounts:
-        """None: what a switch takes here is what it was told to take."""
+        """Return empty counts: the time of a switch is given by `SwitchTimes`."""
         return KVCounts()
 
     async def next_events(self) -> EngineEvents:
@@ -223,13 +227,16 @@ class VirtualEngine:
             await self._sleep_until(self._next_s())
 
     async def kill(self) -> None:
-        """Nothing: no engine dies here."""
+        """Do nothing: a virtual engine never dies."""
 
     async def shutdown(self) -> None:
         self._rouse()
 
     def _tell_drafting(self, now_s: float) -> None:
-        """Anew every `report_s`, since it is a count of everybody and most events are a finish."""
+        """Update the drafting progress, at most every `report_s`.
+
+        This counts all requests, which is too slow for each event. Most events are a finish.
+        """
         if now_s < self._told_s + self._report_s - ROUNDING_S:
             return
         self._told_s, steps = now_s, self._batch.steps_at(now_s)
@@ -245,7 +252,7 @@ class VirtualEngine:
         return min(self._batch.next_s, reported, self._due_s())
 
     async def _sleep_until(self, when_s: float) -> None:
-        """Waits until then, or until the batch is changed from outside."""
+        """Wait until this time, or until a call changes the batch."""
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
         timer = loop.call_at(when_s, self._rouse) if when_s < math.inf else None
@@ -297,7 +304,8 @@ class VirtualEngine:
         )
 
     def _generated(self, member: SimulatedRequest, num_tokens: int) -> Generated:
-        """Token n is n, and so is its log-probability: a range is a list that takes no room."""
+        """Return the request's tokens. Token n and its log-probability are n, because a range takes
+        no memory."""
         assert self._version is not None
         before = member.request.generated or Generated([], [], ())
         spans = before.spans
@@ -317,11 +325,10 @@ class VirtualEngine:
 
 
 class BatchProgress(Mapping[RequestId, int]):
-    """Response tokens at one moment, counted only for those who ask.
+    """Response tokens by request at the moment of an event, counted only on access.
 
-    The requests are those on the engine now; at the moment of the event they were the same, less
-    those submitted since and with those that have left. Once the drafting has changed, their tokens
-    are those at the change.
+    The requests are those on the engine at the time of access. So later requests are included, and
+    requests that left are missing. After a change of drafting, the tokens are those at the change.
     """
 
     def __init__(self, batch: VirtualBatch, now_s: float) -> None:

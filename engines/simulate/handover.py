@@ -1,20 +1,21 @@
-"""Time that training takes, and what it costs to go from generating to training and back. Pure.
+"""Estimate the seconds of training, and of a hand-over between generating and training. Pure.
 
-P: parameters that a token is multiplied with; W: bytes of the weights that engines take; S: bytes
-of the trainer's state between steps; g: GPUs of the trainer; t: TP degree.
+    train          6 P tokens / (g F MFU)               or measured GPU-seconds per token
+    weights out    W / link (if g > 1) + W / host       rank 0 gathers into host memory
+    weights in     W / t / host                         all engines at the same time
+    sleep, wake    SLEEP_S, WAKE_S                      engines free memory, and allocate it again
+    leave, enter   S / g / host                         if engine and state do not fit together
 
-    train          6 P tokens / (g F MFU)               or as measured: GPU-seconds of a token
-    weights out    W / link (g > 1) + W / host          gathered by rank 0, into host memory
-    weights in     W / t / host                         each engine, all at once
-    sleep, wake    SLEEP_S, WAKE_S                      memory is given back, and taken again
-    leave, enter   S / g / host                         where engine and state do not fit together
+    P       active parameters per token              g      GPUs of the trainer
+    W       bytes of the engines' weights            t      TP degree
+    S       bytes of the trainer's resting state     F      peak FLOPs per second of a GPU
+    link    bandwidth between GPUs                   host   bandwidth between GPU and host memory
 
-F: the GPU's peak; link, host: what is reached between GPUs, and between a GPU and host memory
-(`engines.latency.hardware`).
+Bandwidths are those that transfers reach (`engines.latency.hardware`).
 
-Deviations: training scales with its GPUs, and attention among its tokens is left out, as is the
-optimiser's update; both are small beside 6 P for responses that are shorter than some 10K tokens.
-Reward is hidden behind the rollouts.
+Deviations: training scales linearly with its GPUs. Attention and the optimiser's update are left
+out. They are small beside 6 P for responses of less than about 10K tokens. The reward stage costs
+nothing, because it runs during the rollouts.
 """
 
 from dataclasses import dataclass
@@ -24,17 +25,17 @@ from engines.latency.model_shape import ModelShape
 from engines.learn.footprint import Training, resting_bytes
 
 MFU = 0.35
-"""Assumed share of its peak FLOPs that a GPU reaches in training, of 6 P FLOPs a token: layers that
-are computed again in the backward pass count once."""
+"""Assumed model FLOPs utilisation in training, at 6 P FLOPs per token. Layers that gradient
+checkpointing computes again count once."""
 SLEEP_S = 0.5
-"""Assumed for an engine that gives its memory back."""
+"""Assumed time in which an engine frees its memory."""
 WAKE_S = 1.0
-"""Assumed for an engine that takes it again, and asks whether it does as before."""
+"""Assumed time in which an engine allocates its memory again and runs the canary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """Seconds of one hand-over, by its parts."""
+    """Seconds of the parts of a hand-over."""
 
     weights_out_s: float = 0.0
     weights_in_s: float = 0.0
@@ -45,7 +46,7 @@ class Handover:
 
 
 def gpu_seconds_of_token(shape: ModelShape, hardware: Hardware) -> float:
-    """Seconds that one GPU needs to train a token, by the formula."""
+    """Return the seconds that one GPU needs to train on a token, by the formula."""
     flops = 6.0 * (shape.active_layer_params + shape.head_params)
     return flops / (hardware.flops_per_s * MFU)
 
@@ -59,8 +60,11 @@ def estimate_handover(
     shared: bool,
     state_leaves: bool,
 ) -> Handover:
-    """Hand-over between engines and a trainer of so many ranks. `shared`: they have the same GPUs;
-    `state_leaves`: the trainer's state goes to host memory."""
+    """Estimate the hand-over between engines and a trainer.
+
+    `shared`: engines and trainer take turns on the same GPUs. `state_leaves`: the trainer's state
+    moves to host memory while engines generate.
+    """
     weights, host = shape.weight_bytes, hardware.host_bytes_per_s
     link = hardware.link_bytes_per_s * hardware.link_share
     gather_s = weights / link if training.num_ranks > 1 else 0.0

@@ -1,15 +1,17 @@
-"""Drafting from history in a trace: its responses' real tokens, replayed. Pure.
+"""Replay the real tokens of a trace to find what drafts from history would have gained. Pure.
 
-A prompt is drafted for from its last earlier group, all samples with their rewards, as in a run; a
-missing reward counts 0. Sampling is exact, so the tokens stay those of the trace, and the replay
-(`engines.histospec.replay`) says which drafts would have been right. The first token of a response
-comes from the prefill: the decode steps of the replay begin after it.
+As in a run, the history of a prompt is its last earlier group: all samples with their rewards. A
+missing reward counts as 0. Sampling is exact, so drafting does not change the trace's tokens, and
+the replay (`engines.histospec.replay`) finds which drafts would have been accepted. The prefill
+generates a response's first token, so the replay starts after it.
 
-Deviations. What the gate keeps depends on the batch, which is known only when the passes are: the
-step's prompts are dealt round-robin in as many parts as there are engines, more where these cannot
-decode all at once, and each part goes in lockstep under a gate of its own, whatever the placement.
-What is accepted each part learns from the first guesses on, where an engine has learnt from the
-steps before.
+Deviations:
+
+- The gate's decisions depend on the batch, but the batch depends on the replayed passes. So the
+  step's prompts are divided round-robin into parts, whatever the placement. There is a part per
+  engine, or more parts if the engines cannot decode all requests at once. Each part is replayed
+  in lockstep with its own gate.
+- Each part learns its acceptance from scratch. A real engine has learnt from earlier steps.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,22 +33,29 @@ from schemas.drafting import DraftingConfig
 from schemas.rollout import RequestId, Split
 
 PAPER = DraftingConfig(window="paper", max_draft=32, min_match=3, max_match=7)
-"""RhymeRL 5.3 and 5.4; its gate is a batch size, see `engines.histospec.gate`."""
+"""RhymeRL 5.3 and 5.4. The paper's gate is a batch size, see `engines.histospec.gate`."""
 DRAFTINGS = {
     "goodput": DraftingConfig(),
     "paper": PAPER,
     "doubling": DraftingConfig(window="doubling"),
 }
-"""Configs of drafting by window policy."""
+"""Drafting configs by window policy."""
 
 
 def replay_step(
     rows: Trace, past: Trace, config: DraftingConfig, times: StepTimes, num_parts: int = 1
 ) -> dict[RequestId, Passes]:
-    """The decode steps of every rollout that has some and whose prompt has a history.
+    """Return the decode steps of every rollout of a step whose prompt has a history.
 
-    `rows` are a step of a trace, `past` the groups before it (`Trace.before`), `times` those that
-    the gate goes by. Raises ValueError when one of the traces lacks token ids.
+    Rollouts of a single token have no decode steps and are left out.
+
+    Args:
+        rows: One step of a trace.
+        past: The groups before this step (`Trace.before`).
+        times: Step times on which the gate decides.
+        num_parts: Parts into which the prompts are divided.
+
+    Raise ValueError when one of the traces lacks token ids.
     """
     for trace in (rows, past):
         check_token_ids(trace)
@@ -61,7 +70,7 @@ def replay_step(
 
 
 def _deal(rows: pa.Table, num_parts: int) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each part, dealt by prompt."""
+    """Yield the rows of each part. Prompts are divided round-robin."""
     keys = rows["prompt_key"].unique()
     for first in range(min(num_parts, len(keys))):
         yield rows.filter(pc.field("prompt_key").isin(keys[first::num_parts])).to_pylist()
@@ -74,7 +83,7 @@ def _replay_part(
     config: DraftingConfig,
     times: StepTimes,
 ) -> dict[RequestId, Passes]:
-    """Rows without a history only make the batch larger."""
+    """Replay one part. Rows without a history only make the batch larger."""
     counts = replay(
         [[*row["prompt_token_ids"], row["response_token_ids"][0]] for row in rows],
         [row["response_token_ids"][1:] for row in rows],
@@ -95,19 +104,19 @@ def _replay_part(
 
 
 def check_token_ids(trace: Trace) -> None:
-    """Raises ValueError when a rollout lacks them."""
+    """Raise ValueError when a rollout lacks its token ids."""
     columns = (trace.table[name] for name in ("prompt_token_ids", "response_token_ids"))
     if any(column.null_count for column in columns):
         raise ValueError(
-            f"{trace.source} lacks token ids, and what is drafted from history are tokens: make "
-            "the trace by `refrain export RUN FILE --token-ids`, or give the run itself"
+            f"{trace.source} lacks token ids, which drafting from history needs. Make the trace "
+            "with `refrain export RUN FILE --token-ids`, or give the run itself"
         )
 
 
 def _index(
     past: Trace, prompt_keys: pa.Array, config: DraftingConfig
 ) -> tuple[IndexTable, dict[str, int]]:
-    """Indexes of these prompts, as far as they have a past, and their slots."""
+    """Return the indexes of the prompts that have a history, and their slots by prompt key."""
     table = IndexTable()
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in past.table.filter(pc.field("prompt_key").isin(prompt_keys)).to_pylist():

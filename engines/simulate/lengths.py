@@ -1,4 +1,4 @@
-"""Lengths that a trace has of each prompt, step by step, as a run knows them."""
+"""The response lengths of each prompt in the earlier steps of a trace, as a run knows them."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from schemas.rollout import LengthHistory
 
 
 class TraceLengths:
-    """Median and longest response of every group of a trace."""
+    """The median and the longest response of every group of a trace."""
 
     def __init__(self, trace: Trace) -> None:
         keys = trace.table["prompt_key"].combine_chunks().dictionary_encode()
@@ -26,8 +26,7 @@ class TraceLengths:
             of_prompt.append((int(steps[first]), float(np.median(group)), int(group[-1])))
 
     def before(self, step: int, prompt_keys: Iterable[str]) -> dict[str, LengthHistory]:
-        """Lengths in the last step before this one that had the prompt, and in the one before
-        that."""
+        """Return each prompt's lengths in its last two steps before this one."""
         history = {}
         for key in prompt_keys:
             earlier = [group for group in self._groups[key] if group[0] < step]

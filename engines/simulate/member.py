@@ -1,19 +1,27 @@
-"""One request on an engine, and how its tokens grow from step to step. Pure.
+"""A request on a virtual engine, and how its tokens grow from step to step. Pure.
 
-A decoding step yields one token. A step that drafts w tokens yields `1 + p + ... + p^w` of them,
-an expectation (`engines.specactor.expectation`): a fluid in place of a random walk. One that drafts
-from history yields the mean of the replay (`engines.simulate.history`), a decoupled one an
-expectation of its own. What is whole of it has been generated; the fraction is carried to the next
-step. A request may be drafted for in its own way (`RolloutRequest.drafting`); without one it is as
-its engine does.
+The tokens that a step yields depend on the request's draft setting:
 
-Deviations: the acceptance p of a trace is a share, accepted over drafted tokens, taken here as the
-probability that a draft token is accepted when those before it were. With windows beyond 1 the
-share is the smaller of the two, since what follows a rejection counts as drafted, so gains are
-underestimated. The last step drafts a whole window, though the response may end within it. From
-history neither is so: tokens and windows are real, and their sums are exact; but they are spread
-evenly over the response, where an engine has them in bursts, and more of them in the small batches
-at the end, where the gate lets them pass.
+    no drafting      1
+    coupled          1 + p + ... + p^w, an expectation (`engines.specactor.expectation`)
+    decoupled        an expectation too (streamed, in the same module)
+    history          the mean over the replayed response (`engines.simulate.history`)
+
+Here w is the draft window, and p the probability that a draft token is accepted if those before it
+were. So tokens grow evenly, not at random. Whole tokens count as generated, and the fraction is
+carried to the next step. A request may have its own draft setting (`RolloutRequest.drafting`);
+otherwise the setting of its engine applies.
+
+Deviations with an acceptance from a trace:
+
+- The trace has accepted / drafted tokens, and the simulation takes this share for p. With windows
+  above 1 the share is smaller than p, because tokens after a rejection count as drafted too. So
+  the simulation underestimates gains.
+- The last step drafts a whole window, even if the response ends within it.
+
+Deviation with history: windows and tokens are real and their sums are exact, but they are spread
+evenly over the response. A real engine drafts in bursts, and more in the small batches at the end
+of a step, where the gate allows more drafts.
 """
 
 import math
@@ -27,33 +35,33 @@ from schemas.drafting import HISTORY
 from schemas.rollout import DraftProgress, DraftSetting, RolloutRequest
 
 PARTS = 1 << 32
-"""Parts of a token, counted as integers: sums over a batch are exact, in whatever order."""
+"""Parts per token. Counts in integer parts have exact sums in any order."""
 Acceptance = float | Mapping[str, float]
-"""Probability that a draft token is accepted when those before it were, in [0, 1]: of every
-drafter, or by drafter, where one that is left out is always rejected."""
+"""Probability in [0, 1] that a draft token is accepted if those before it were. One value for all
+drafters, or a value by drafter; drafts of an absent drafter are always rejected."""
 NUM_STEPS = 1 << 16
-"""Steps of which the mean is given: expectations as whole numbers."""
+"""Number of steps over which expectations are rounded to whole numbers."""
 DraftCounts = tuple[int, int, int]
-"""Draft tokens verified, those accepted, and verifications that rejected one."""
+"""Verified draft tokens, accepted draft tokens, and verifications that rejected a draft token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Sums over some decode steps of a request; any part of them has its share."""
+    """Sums over some decode steps of a request. A part of the steps has its share of the sums."""
 
     num_passes: int
     """Decode steps, at least 1."""
     num_tokens: float
-    """Tokens that they yield; whole from a replay, an expectation from an acceptance."""
+    """Tokens that the steps yield: a whole number from a replay, or an expectation."""
     num_verifications: int = 0
     num_draft_tokens: int = 0
-    """Verified."""
+    """Verified draft tokens."""
     num_rejections: int = 0
-    """Verifications that reject one."""
+    """Verifications that reject a draft token."""
 
     @property
     def rate(self) -> int:
-        """Parts of a token that a step yields; up, so that ten steps of 1.1 tokens are 11."""
+        """Parts of a token that a step yields, rounded up, so that ten steps of 1.1 give 11."""
         return int(-(-self.num_tokens * PARTS // self.num_passes))
 
     @property
@@ -64,14 +72,16 @@ class Passes:
 
 DECODING = Passes(1, 1)
 Replayed = Passes | Mapping[int, Passes]
-"""Decode steps from history: always the same, or by the window of the setting, where more or less
-of what is drafted is verified."""
+"""Decode steps with drafts from history: the same for every setting, or by the setting's window,
+which limits the verified drafts."""
 _streamed_step = lru_cache(1 << 17)(streamed_step)
 
 
 def drafted_passes(setting: DraftSetting, acceptance: float, pace: float = math.inf) -> Passes:
-    """Steps in the long run of a request that is drafted for so. `pace`: draft tokens that
-    come while a step goes on; what is decoupled depends on it."""
+    """Return the expected decode steps of a request with this draft setting.
+
+    `pace`: draft tokens that arrive during a step; only decoupled drafting depends on it.
+    """
     window = setting.window
     if setting.coupled:
         tokens, verifying, verified = expected_tokens(window, acceptance), 1.0, float(window)
@@ -89,24 +99,27 @@ def drafted_passes(setting: DraftSetting, acceptance: float, pace: float = math.
 
 @dataclass(slots=True)
 class SimulatedRequest:
-    """While it runs it has `done` tokens, and those of `steps - joined` steps at its rate."""
+    """A request on a virtual engine.
+
+    While it runs, its tokens are `done` plus those of `steps - joined` steps at its rate.
+    """
 
     request: RolloutRequest
     length: int
-    """Response tokens it will have."""
+    """Response tokens that it will have in the end."""
     done: int
     """Response tokens when it last joined the batch."""
     submitted_s: float
     acceptance: Acceptance = 0.0
     replayed: Replayed = DECODING
-    """Its decode steps when it is drafted for from history."""
+    """Its decode steps with drafts from history."""
     joined: int | None = None
-    """Decode steps of the engine when it joined; None while it waits."""
+    """Decode steps of the engine when the request joined; None while it waits."""
     setting: DraftSetting | None = None
-    """How it is drafted for now."""
+    """Its current draft setting."""
     finished_s: float = math.inf
     passes: Passes = DECODING
-    """Its decode steps as they are now."""
+    """Its decode steps with the current setting."""
     rate: int = PARTS
     """Rate of `passes`."""
     carried: int = 0
@@ -115,15 +128,18 @@ class SimulatedRequest:
     num_accepted_tokens: int = 0
     num_verifications: int = 0
     num_rejections: int = 0
-    """These four since it was submitted, until it last left the batch."""
+    """These four count from its submission until it last left the batch."""
     drafted_before: DraftCounts = (0, 0, 0)
-    """Counts when it was last drafted for otherwise."""
+    """Its counts when its draft setting last changed."""
     has_kv: bool = False
-    """Keys and values of its context are there, on the engine or saved for it: no prefill."""
+    """Whether its KV cache exists, on the engine or saved. Then it needs no prefill."""
 
     def draft(self, default: DraftSetting | None, paces: Mapping[str, float] | None = None) -> None:
-        """Go on in its own way, or else so; not while it runs. `paces`: by drafter, as in
-        `drafted_passes`. Raises ValueError when p is not in [0, 1]."""
+        """Draft with the request's own setting, or else with `default`.
+
+        Do not call it while the request runs. `paces`: by drafter, as in `drafted_passes`. Raise
+        ValueError when the acceptance is not in [0, 1].
+        """
         setting = self.request.drafting or default
         if setting != self.setting:
             self.setting = setting
@@ -143,7 +159,7 @@ class SimulatedRequest:
         return drafted_passes(setting, acceptance, paces.get(setting.drafter, math.inf))
 
     def leave(self, steps: int) -> None:
-        """Count what it has after so many steps; it runs no longer."""
+        """Take the request out of the batch, and add up its tokens and counts."""
         assert self.joined is not None
         tokens, ran = self.tokens(steps), steps - self.joined
         self.num_draft_tokens, self.num_accepted_tokens, self.num_rejections = self.drafted(steps)
@@ -152,9 +168,9 @@ class SimulatedRequest:
         self.done, self.joined = tokens, None
 
     def drafted(self, steps: int) -> DraftCounts:
-        """Counts after so many steps since it was submitted.
+        """Return the counts since submission, at this decode step of the engine.
 
-        Accepted tokens and steps are together the whole tokens of the steps that drafted.
+        In steps that draft, accepted tokens + steps = whole tokens.
         """
         passes = self.passes
         if self.joined is None or steps <= self.joined or not passes.num_draft_tokens:
@@ -167,8 +183,11 @@ class SimulatedRequest:
         )
 
     def progress(self, steps: int) -> DraftProgress:
-        """How drafting goes since it is as it is. After few steps the fraction of a token that was
-        carried may make more accepted than drafted: these are left out."""
+        """Return the drafting progress since the setting last changed.
+
+        After few steps, the carried fraction of a token could make more tokens accepted than
+        drafted. Such tokens are left out.
+        """
         drafted, accepted, rejections = map(sub, self.drafted(steps), self.drafted_before)
         return DraftProgress(self.setting, drafted, min(accepted, drafted), rejections)
 
@@ -177,7 +196,7 @@ class SimulatedRequest:
         return self.num_draft_tokens, self.num_accepted_tokens, self.num_rejections
 
     def tokens(self, steps: int) -> int:
-        """Whole response tokens after so many decode steps of the engine."""
+        """Return the whole response tokens after so many decode steps of the engine."""
         if self.joined is None or steps <= self.joined:
             return self.done
         gained = (self.carried + self.rate * (steps - self.joined)) // PARTS
@@ -187,12 +206,12 @@ class SimulatedRequest:
         return len(self.request.prompt_token_ids) + self.tokens(steps)
 
     def context_parts(self, steps: int) -> int:
-        """Context tokens in parts, the fraction included."""
+        """Return the context in parts of a token, the carried fraction included."""
         ran = 0 if self.joined is None else steps - self.joined
         prompt = len(self.request.prompt_token_ids)
         return (prompt + self.done) * PARTS + self.carried + self.rate * ran
 
     @property
     def steps_left(self) -> int:
-        """Steps from when it joined to the first at whose end it has its length."""
+        """Steps from joining until the request has its full length."""
         return -((self.carried - (self.length - self.done) * PARTS) // self.rate)

@@ -1,9 +1,8 @@
-"""How long a batch takes whose members do not change. Pure.
+"""Predict the time of many steps of a batch whose members do not change. Pure.
 
-Step i of a batch that began with C context tokens, and that every step makes G longer, takes
-`step_s(C + i * G)`: G is the batch size where every sequence gains one token per step, and more
-where they draft. Over a stretch in which that is a straight line, n steps take
-`n * first + slope * n * (n - 1) / 2` seconds, so a stretch of ten thousand steps costs three
+A batch begins with C context tokens, and each step adds G. Without drafts, G is the batch size.
+With drafts, G is larger. Step i takes `step_s(C + i * G)`. Where this is a straight line, n steps
+take `n * first + slope * n * (n - 1) / 2` seconds. So a stretch of ten thousand steps costs three
 look-ups.
 """
 
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 TOLERANCE = 1e-3
-"""A stretch counts as straight when its middle is off by less than this share."""
+"""Largest relative error in the middle of a stretch that counts as straight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,32 +27,32 @@ class Stretch:
         return steps * self.first_s + self.slope_s * steps * (steps - 1) / 2
 
     def steps_within(self, seconds: float) -> int:
-        """The most steps that end within so many seconds (the root of a quadratic)."""
+        """Return the most steps that end within so many seconds (the root of a quadratic)."""
         half, linear = self.slope_s / 2, self.first_s - self.slope_s / 2
         root = math.sqrt(max(0.0, linear**2 + 4 * half * seconds))
-        # Both are the same number; in neither do two like terms cancel.
+        # Both forms are equal. Each avoids the subtraction of nearly equal numbers.
         steps = 2 * seconds / (linear + root) if linear > 0 else (root - linear) / (2 * half)
-        # A step that ends at the very moment counts, whatever the rounding.
+        # Count a step that ends exactly at this moment, whatever the rounding.
         return min(self.steps, int(steps + 1e-6))
 
 
 class Interval(NamedTuple):
-    """An engine's batch does not change for so long."""
+    """A time in which an engine's batch does not change."""
 
     start_s: float
     end_s: float
     batch: int
     waiting: int
-    """Requests that wait for a place."""
+    """Requests that wait for a place in the batch."""
     prefill: bool
-    """One step, in which the joining requests alone get a token."""
+    """Whether this is a prefill: one step, in which only joining requests get a token."""
     drafter: str = ""
-    """Drafter of most of those that decode; empty where they are not drafted for."""
+    """Drafter of most decoding requests; empty without drafting."""
 
 
 @dataclass(frozen=True, slots=True)
 class SteadyBatch:
-    """Steps of an engine until its batch changes."""
+    """The steps of an engine until its batch changes."""
 
     interval: Interval
     stretches: tuple[Stretch, ...]
@@ -71,7 +70,7 @@ class SteadyBatch:
         return total
 
     def steps_at(self, now_s: float) -> int:
-        """Steps that have ended by then."""
+        """Return the number of steps that have ended at this time."""
         left, steps = now_s - self.interval.start_s, 0
         for stretch in self.stretches:
             taken = stretch.steps_within(max(0.0, left))
@@ -85,11 +84,15 @@ class SteadyBatch:
 def plan_stretches(
     step_s: Callable[[float], float], growth: float, context_tokens: float, steps: int
 ) -> tuple[Stretch, ...]:
-    """Straight stretches that together are `steps` steps of this batch.
+    """Divide `steps` steps of a batch into stretches in which the step time is a straight line.
 
-    `step_s(context_tokens)` is the time of one step, `growth` the context tokens that it adds,
-    fractions included. Deviation from a sum over single steps: below `TOLERANCE` in the middle of
-    a stretch, none where the latency is a straight line.
+    Args:
+        step_s: Seconds of one step by context tokens.
+        growth: Context tokens that a step adds, with fractions.
+        context_tokens: Context of the batch before its first step.
+
+    Compared with a sum over single steps, the error is below `TOLERANCE` in the middle of a
+    stretch. It is zero where the latency is a straight line.
     """
     first_s = step_s(context_tokens)
     if steps == 1:

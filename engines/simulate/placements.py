@@ -1,8 +1,10 @@
-"""Divisions of a run's GPUs, each simulated, and which is the fastest. Pure.
+"""Simulate every division of a run's GPUs between engines and trainer, and find the fastest. Pure.
 
-Shared: engines on all GPUs, and then a trainer on all of these. Split: engines on some of them, in
-whole TP groups, the trainer on the others, at every division; in sync mode, where each waits for
-the other, and pipelined.
+Shared: engines and trainer take turns on all GPUs, as far as these form whole TP groups. This is
+simulated in sync mode.
+
+Split: engines have some GPUs, in whole TP groups, and the trainer has the others. Every such
+division is simulated in sync mode, where one waits for the other, and in pipelined mode.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,30 +32,30 @@ from schemas.trainer import TrainerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DividedScene:
-    """A trace on GPUs that may be divided in several ways."""
+    """A trace, and the GPUs, engine and model with which its divisions are simulated."""
 
     trace: Trace
     steps: Sequence[int]
     num_gpus: int
     layout: ClusterLayout
-    """One engine."""
+    """TP degree and limits of one engine."""
     latency: Latency
     hardware: Hardware
     shape: ModelShape
     gpu_s_per_token: float | None = None
-    """GPU-seconds that training a token takes, as measured; None: by the formula."""
+    """Measured GPU-seconds of training per token; None: by the formula."""
     acceptance: float | None = None
     handover: Handover | None = None
-    """Costs of every hand-over; None: by the formula."""
+    """Seconds of every hand-over; None: by the formula."""
 
     @property
     def train_gpu_s(self) -> float:
-        """GPU-seconds of a token."""
+        """GPU-seconds of training per token."""
         return self.gpu_s_per_token or gpu_seconds_of_token(self.shape, self.hardware)
 
     @cached_property
     def histories(self) -> Mapping[int, Mapping[str, float]]:
-        """Median lengths of prompts before each step."""
+        """Median lengths of earlier responses by step and prompt key."""
         return {step: self.trace.history(step) for step in self.steps}
 
     @cached_property
@@ -65,7 +67,7 @@ class DividedScene:
 
 @dataclass(frozen=True, slots=True)
 class _Script:
-    """Steps of a course, and what its engines know beforehand."""
+    """The steps of a simulation, with the lengths and drafting results that engines replay."""
 
     steps: tuple[CourseStep, ...]
     lengths: Mapping[RequestId, int]
@@ -74,7 +76,7 @@ class _Script:
 
 
 def divisions(num_gpus: int, tp_degree: int) -> tuple[Division, ...]:
-    """The ways to divide so many GPUs. Raises ValueError when no engine fits on them."""
+    """Return all divisions of so many GPUs. Raise ValueError if they are too few for an engine."""
     if num_gpus < tp_degree:
         raise ValueError(f"{num_gpus} GPUs are too few for an engine of TP {tp_degree}")
     whole = num_gpus // tp_degree * tp_degree
@@ -88,7 +90,7 @@ def divisions(num_gpus: int, tp_degree: int) -> tuple[Division, ...]:
 
 
 def simulate_divisions(scene: DividedScene, policy_set: PolicySet) -> Iterator[DividedRun]:
-    """Every division of the scene's GPUs, one after the other; deterministic."""
+    """Simulate every division of the scene's GPUs in turn. Deterministic."""
     for division in divisions(scene.num_gpus, scene.layout.tp_degree):
         yield simulate_division(scene, policy_set, division)
 
@@ -140,8 +142,8 @@ def simulate_division(scene: DividedScene, policy_set: PolicySet, division: Divi
 
 
 def fastest(runs: Iterable[DividedRun], mode: str | None = None) -> DividedRun | None:
-    """The run with the shortest step among those that fit, of a mode or of all; the first of
-    several."""
+    """Return the run with the shortest step among those that fit, of one mode or of all. Return the
+    first of several, or None when no run fits."""
     fitting = (run for run in runs if not run.lacks and mode in (None, run.division.mode))
     return min(fitting, key=lambda run: run.step_s, default=None)
 
@@ -149,7 +151,7 @@ def fastest(runs: Iterable[DividedRun], mode: str | None = None) -> DividedRun |
 def _read_script(
     scene: DividedScene, policy_set: PolicySet, num_engines: int, lag: int, trainer_gpus: int
 ) -> _Script:
-    """The steps, and before them those that are left out: the last ones."""
+    """Return the script of the scene's steps. The last `lag` steps come first too, as warm-up."""
     known = list(scene.steps)
     order = [known[place % len(known)] for place in range(-lag, len(known))]
     times = ProfiledStepTimes(scene.latency, scene.layout.tp_degree)
@@ -174,7 +176,7 @@ def _read_script(
 
 
 def _training(scene: DividedScene, division: Division) -> Training:
-    """A trainer with the defaults, whose micro-batches hold the longest sample."""
+    """Return the defaults of a trainer, with micro-batches that hold the longest sample."""
     defaults = TrainerConfig()
     tokens = max(defaults.micro_batch_tokens, scene.longest_tokens)
     return Training(division.trainer_gpus, tokens, tokens, defaults.gradient_checkpointing)
@@ -195,7 +197,8 @@ def _shared_gpu(scene: DividedScene, division: Division) -> SharedGpu:
 
 
 def _lacks(gpu: SharedGpu, division: Division) -> str:
-    """Whether a trainer rank fits; engines do, as their KV cache is what is left."""
+    """Return why a trainer rank does not fit, or an empty text. Engines always fit, because their
+    KV cache takes the memory that is left."""
     asleep = gpu.asleep_bytes if division.placement == "shared" else 0.0
     needed = gpu.trainer.bytes + asleep
     if needed <= gpu.usable_bytes:

@@ -1,15 +1,16 @@
-"""A run's config for a virtual cluster, so that its techniques are put together as there."""
+"""Make the config of a run for a virtual cluster, so that techniques are combined as in a run."""
 
 from typing import Any
 
 from schemas.config import TrainConfig
 
 PROMPT_TOKENS = 4096
-"""Tokens of the longest prompt of any trace, and more: none is refused for it."""
+"""Prompt limit of the config. It is larger than any trace's prompts, so that none is refused."""
 
 
 def run_config(max_response_tokens: int, **sections: Any) -> TrainConfig:
-    """`sections`: those of the config that say something of the setting."""
+    """Return the config of a simulated run. `sections`: config sections that differ from the
+    defaults."""
     given = {
         "model": {"path": "of-the-trace"},
         "data": {

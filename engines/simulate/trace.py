@@ -1,7 +1,7 @@
-"""Traces: read from Parquet, written to it, and exported from a run's store.
+"""Read traces from Parquet, write them, and export them from a run's store.
 
-The columns are documented once, in `schemas.trace.TraceRow`. A trace that is here has been
-checked: whoever simulates it checks nothing.
+`schemas.trace.TraceRow` documents the columns. A `Trace` is checked when it is made, so the
+simulator checks nothing again.
 """
 
 from collections import defaultdict
@@ -63,10 +63,10 @@ WHERE split = 'train' GROUP BY step, train_s HAVING train_s > 0 AND num_tokens >
 
 
 class Trace:
-    """Rollouts as columns; `source` names them in error messages."""
+    """A table of rollouts. `source` is its name in error messages."""
 
     def __init__(self, table: pa.Table, source: str) -> None:
-        """Raises ValueError naming the source, the row and the mending."""
+        """Check the table. Raise ValueError that names the source, the row and how to fix it."""
         self.source = source
         self.table = _conform(table, source)
         _check_rows(self.table, source)
@@ -75,7 +75,7 @@ class Trace:
         return self.table.num_rows
 
     def column(self, name: str) -> np.ndarray:
-        """Null is not a number."""
+        """Return a column; null values become NaN."""
         return self.table[name].to_numpy()
 
     @cached_property
@@ -83,7 +83,7 @@ class Trace:
         return tuple(np.unique(self.column("step")).tolist())
 
     def step(self, step: int) -> "Trace":
-        """The rows of one step, in the order of the trace."""
+        """Return the rows of one step, in the order of the trace. Raise ValueError without any."""
         rows = self.table.filter(pc.field("step") == step)
         if not rows.num_rows:
             raise ValueError(
@@ -93,7 +93,7 @@ class Trace:
         return _checked(rows, self.source)
 
     def before(self, step: int) -> "Trace":
-        """Rows of each prompt in the last step before this one that had it; none, perhaps."""
+        """Return each prompt's rows in its last step before this one. The result may be empty."""
         keys = self.table["prompt_key"].combine_chunks().dictionary_encode()
         prompts, steps = keys.indices.to_numpy(), self.column("step")
         earlier = steps < step
@@ -103,7 +103,7 @@ class Trace:
         return _checked(rows, self.source)
 
     def history(self, step: int) -> Mapping[str, float]:
-        """Median response tokens of each prompt in the last step before this one that had it."""
+        """Return each prompt's median response tokens in its last step before this one."""
         table = self.before(step).table
         lengths: dict[str, list[int]] = defaultdict(list)
         columns = (table[name].to_pylist() for name in ("prompt_key", "response_tokens"))
@@ -113,7 +113,7 @@ class Trace:
 
 
 def read_trace(path: Path | str) -> Trace:
-    """Raises ValueError when it is missing, not Parquet, empty, or not a trace."""
+    """Read a trace. Raise ValueError if the file is missing, not Parquet, empty or not a trace."""
     path = Path(path)
     check_regular(path)
     try:
@@ -126,39 +126,41 @@ def read_trace(path: Path | str) -> Trace:
 
 
 def write_trace(trace: Trace, path: Path | str) -> None:
-    """Columns without any value are left out."""
+    """Write a trace to Parquet without its empty columns."""
     table = trace.table
     empty = [name for name in table.column_names if table[name].null_count == table.num_rows]
     pq.write_table(table.drop_columns(empty), Path(path), compression="zstd")
 
 
 def from_store(path: Path | str, *, token_ids: bool = False) -> Trace:
-    """The finished rollouts of a run, out of its DuckDB file, which stays as it is.
+    """Export a run's finished rollouts from its DuckDB file, without changing the file.
 
-    Raises ValueError when it is not a run's store, when the run that owns it is still alive, and
-    when it has no rollouts.
+    Raise ValueError when the file is not a run's store, when the run is still alive, and when the
+    store has no rollouts.
     """
     path = Path(path)
     ids = ", prompt_token_ids, response_token_ids" if token_ids else ""
     rows = query_all(path, EXPORT.format(ids=ids))
     if not rows.num_rows:
-        raise ValueError(f"{path} has no finished rollouts of split train: let the run do a step")
+        raise ValueError(
+            f"{path} has no finished rollouts of split train: let the run finish a step first"
+        )
     return Trace(rows, str(path))
 
 
 def measured_s(path: Path | str) -> dict[int, float]:
-    """Seconds of each step of a run, from the first rollout's start to the last one's finish.
+    """Return the seconds of each step of a run, from its first rollout's start to its last finish.
 
-    A rollout that changed engines started when it came to the last one. A step that was
-    interrupted and resumed counts the pause too. Raises ValueError as `from_store` does.
+    A rollout that migrated starts when its last engine got it. A step that was interrupted and
+    resumed includes the pause. Raise ValueError as `from_store` does.
     """
     rows = query_all(Path(path), MEASURED)
     return dict(zip(*(column.to_pylist() for column in rows.columns), strict=True))
 
 
 def trained_token_s(path: Path | str) -> float | None:
-    """Seconds that a run's trainer took for a token of prompts and responses, the median of its
-    steps; None before the first. Raises ValueError as `from_store` does."""
+    """Return the seconds that a run's trainer took per prompt and response token, the median over
+    its steps. Return None before the first step. Raise ValueError as `from_store` does."""
     rows = query_all(Path(path), TRAINED).to_pylist()
     return median(row["train_s"] / row["num_tokens"] for row in rows) if rows else None
 
@@ -167,7 +169,7 @@ def _conform(table: pa.Table, source: str) -> pa.Table:
     missing = [name for name in REQUIRED if name not in table.column_names]
     if missing:
         raise ValueError(
-            f"{source} is not a trace: it lacks the column {missing[0]!r}; a trace has "
+            f"{source} is not a trace: it lacks the column {missing[0]!r}. A trace has the columns "
             f"{', '.join(REQUIRED)}"
         )
     columns = [_column(table, field, source) for field in SCHEMA]
@@ -182,13 +184,13 @@ def _column(table: pa.Table, field: pa.Field, source: str) -> pa.ChunkedArray | 
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise ValueError(
             f"{source}, column {field.name!r}, is {table[field.name].type} where {field.type} "
-            f"belongs: {error}"
+            f"is needed: {error}"
         ) from error
 
 
 def _check_rows(table: pa.Table, source: str) -> None:
-    """Raises ValueError at the first row, counted from 1, that breaks a rule of `TraceRow`. Every
-    complaint names source, row and mending."""
+    """Raise ValueError for the first row, counted from 1, that breaks a rule of `TraceRow`. The
+    error names the source, the row and how to fix it."""
     if not table.num_rows:
         raise ValueError(f"{source} is empty: a trace has a row for every rollout")
     for wrong, what, mending in _rules(table):
@@ -198,8 +200,10 @@ def _check_rows(table: pa.Table, source: str) -> None:
 
 
 def _rules(table: pa.Table) -> Iterator[tuple[np.ndarray, str, str]]:
-    """(rows that break it, how, what to do), whole columns at a time; each may count on those
-    before."""
+    """Yield (mask of wrong rows, what is wrong, how to fix it) for each rule.
+
+    A rule is checked on a whole column at a time, after the rules before it hold.
+    """
     for name in REQUIRED:
         null = table[name].is_null().to_numpy()
         yield null, f"has no {name}", "fill it in or drop the row"
@@ -219,7 +223,7 @@ def _rules(table: pa.Table) -> Iterator[tuple[np.ndarray, str, str]]:
         num_ids = pc.call_function("list_value_length", [ids]).to_numpy()
         wrong = ids.is_valid().to_numpy() & (num_ids != table[f"{part}_tokens"].to_numpy())
         what = f"has {part}_tokens unlike the number of its token ids"
-        yield wrong, what, "they must agree, or drop the column of token ids"
+        yield wrong, what, "make them equal, or drop the column of token ids"
 
 
 def _check_unique(table: pa.Table, source: str) -> None:
@@ -228,16 +232,16 @@ def _check_unique(table: pa.Table, source: str) -> None:
     order = np.lexsort(columns[::-1])
     same = np.all([np.diff(column[order]) == 0 for column in columns], axis=0)
     if same.any():
-        # lexsort is stable: of two equal rows the later one comes second.
+        # lexsort is stable, so the later one of two equal rows comes second.
         row = int(order[1:][same].min())
         values = ", ".join(f"{name} {table[name][row]}" for name in KEY)
         raise ValueError(
-            f"{source}, row {row + 1}, repeats {values}: a rollout has one row; drop the copies"
+            f"{source}, row {row + 1}, repeats {values}: a rollout has one row. Drop the copies"
         )
 
 
 def _checked(table: pa.Table, source: str) -> Trace:
-    """Rows of a trace are a trace: not checked again."""
+    """Return rows of a checked trace as a trace, without another check."""
     trace = Trace.__new__(Trace)
     trace.source, trace.table = source, table
     return trace

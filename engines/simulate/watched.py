@@ -1,4 +1,4 @@
-"""A fitted latency model that counts what it was asked."""
+"""A fitted latency model that counts how many of its answers were extrapolated."""
 
 from engines.latency.curves import Estimate
 from engines.latency.fitted import FittedLatency
@@ -6,7 +6,7 @@ from schemas.latency import PointKind, Profile
 
 
 class WatchedLatency:
-    """Answers as `FittedLatency` does; implements `Latency` and `Bounded`."""
+    """A `FittedLatency` with counts of its queries. Implements `Latency` and `Bounded`."""
 
     def __init__(self, profile: Profile) -> None:
         self._fitted = FittedLatency(profile)
@@ -18,14 +18,14 @@ class WatchedLatency:
 
     @property
     def complaint(self) -> str:
-        """One line about extrapolation, empty when there was none."""
+        """A line about extrapolation; empty when there was none."""
         if not self.num_extrapolated:
             return ""
         batch, context_tokens = self._asked
         return (
             f"{self.num_extrapolated:,} of {self.num_asked:,} times were extrapolated: decoding "
-            f"was profiled to batch {self._profiled[0]} and {self._profiled[1]:,} tokens of "
-            f"context, fewer in smaller batches; asked for were {batch} and {context_tokens:,.0f}"
+            f"was profiled up to batch {self._profiled[0]} and {self._profiled[1]:,} tokens of "
+            f"context (fewer in smaller batches), but {batch} and {context_tokens:,.0f} were needed"
         )
 
     def reaches(self, tp_degree: int, batch: int, context_tokens: float) -> bool:
@@ -52,7 +52,7 @@ class WatchedLatency:
         self._asked = (max(largest, batch), max(longest, context_tokens))
 
     def _count(self, estimate: Estimate, tokens: float) -> float:
-        # A single token is the question of `check_latency`: a simulated step has more.
+        # Skip queries of `check_latency`, which have one token. A simulated step has more.
         if tokens > 1.0:
             self.num_asked += 1
             self.num_extrapolated += estimate.extrapolated

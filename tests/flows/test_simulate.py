@@ -231,8 +231,8 @@ def test_leaving_the_profile_is_said_in_one_line(directory):
     assert "warning" not in succeed("short.parquet", *args).output
     output = succeed("trace.parquet", *args).output
     (line,) = [line for line in output.splitlines() if "warning" in line]
-    assert "times were extrapolated: decoding was profiled to batch 128 and 262,144" in line
-    assert "asked for were 64 and " in line
+    assert "times were extrapolated: decoding was profiled up to batch 128 and 262,144" in line
+    assert "but 64 and " in line
 
 
 @pytest.mark.parametrize("name", ["mine", "runs/mine", "runs/mine/refrain.duckdb"])

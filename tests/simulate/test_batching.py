@@ -130,5 +130,5 @@ def test_the_cache_never_overflows():
 
 
 def test_a_request_that_never_fits_is_refused():
-    with pytest.raises(ValueError, match="needs 310 tokens of KV cache and an engine has 200"):
+    with pytest.raises(ValueError, match="needs 310 tokens of KV cache, but an engine has 200"):
         batch_of(4, 200).add([member(0, 300)], 0.0)
