@@ -116,8 +116,8 @@ def _owner(number: int) -> str:
 
 
 def _packages(builds: tuple[str, ...]) -> Iterator[PackageSeen]:
-    """Yield the packages that refrain requires, with those of the installed vLLM build. Yield
-    nothing when refrain is not installed."""
+    """Yield the packages that refrain requires, the installed vLLM build included. Yield nothing
+    when refrain is not installed."""
     extras = [extra for extra, build in _BUILDS.items() if build in builds] or ["cpu"]
     try:
         lines = requires("refrain") or ()

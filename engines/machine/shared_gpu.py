@@ -13,9 +13,9 @@ allocates memory for its weights, and for the KV cache last. So the GPU never ha
 weights beside more of the trainer than stays there anyway.
 
 With `rollout.weights: ipc`, the weights are handed over on the GPU. During this phase the GPU also
-has the trainer's state without gradients. Besides both copies of the weights there are a buffer and
-two whole tensors of the trainer, and a copy of the buffer and one assembled layer of the engine.
-An engine that dies in this phase takes the weights through host memory instead.
+has the trainer's state without gradients. The trainer adds a buffer and two whole tensors. The
+engine adds a copy of the buffer and one assembled layer. An engine that dies in this phase takes
+the weights through host memory instead.
 
 If the trainer's state does not fit beside a generating engine, its weights and moments (without
 gradients) wait in page-locked host memory.

@@ -93,20 +93,15 @@ def simulate_step(
     replays: Mapping[RequestId, Passes] | None = None,
     known: Mapping[str, LengthHistory] | None = None,
 ) -> Simulation:
-    """Roll out one step of a trace on a virtual cluster. Deterministic.
+    """Roll out one step of a trace on a virtual cluster, without weight sync, reward or training.
 
-    The step has no weight sync, reward or training. Deviation: `engines.simulate.member` takes a
-    row's acceptance, accepted / drafted tokens, for a probability.
+    `history`: median lengths of the previous epoch, for placements that rank prompts. `acceptance`:
+    in [0, 1], for rollouts without one in their row (None: 0), or for all rollouts by request; see
+    the deviations in `engines.simulate.member`. `replays`: from `replay_step`, for drafting from
+    history. `known`: the prompts' length history, for a policy set with `histopipe`.
 
-    Args:
-        history: Median lengths of the previous epoch, for placements that rank prompts.
-        acceptance: In [0, 1]: for rollouts without an acceptance in their row (None: 0), or for all
-            rollouts by request.
-        replays: Result of `replay_step`, for a policy set that drafts from history.
-        known: Length history of the step's prompts, for a policy set with `histopipe`.
-
-    Raise ValueError when `rows` has several steps, when the latency model lacks the TP degree or
-    the drafter, and when the policy set needs an acceptance but none is known.
+    The result is deterministic. Raise ValueError when `rows` has several steps, when the latency
+    model lacks the TP degree or the drafter, and when a needed acceptance is unknown.
     """
     policy_set = policy_set or PolicySet()
     (step,) = rows.steps if len(rows.steps) == 1 else (None,)

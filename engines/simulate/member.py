@@ -20,8 +20,8 @@ Deviations with an acceptance from a trace:
 - The last step drafts a whole window, even if the response ends within it.
 
 Deviation with history: windows and tokens are real and their sums are exact, but they are spread
-evenly over the response. A real engine drafts in bursts, and more in the small batches at the end
-of a step, where the gate allows more drafts.
+evenly over the response. A real engine drafts in bursts. It drafts more in the small batches at the
+end of a step, where the gate allows more drafts.
 """
 
 import math

@@ -7,10 +7,10 @@ refrain.archive/000002/     ..
 refrain.archive/recent/     rollouts-00000101.parquet, rewards-00000101.parquet, ..
 ```
 
-The store first writes and flushes the files of a folder. One transaction then lists the folder in
-the table `archives`, adds its rows to the sums and deletes its rows from the database. So at a
-crash each row is either still in the database, or in a listed folder only. `with_archived` makes a
-query read both places.
+The store first writes and flushes the files of a folder. Then one transaction does the rest: it
+lists the folder in the table `archives`, adds its rows to the sums and deletes them from the
+database. So after a crash, each row is either still in the database, or in a listed folder only.
+`with_archived` makes a query read both places.
 
 `clear` removes folders that no transaction listed. It deletes a folder whose rows the database
 still has. It renames any other folder, because that belongs to a newer copy of the database.

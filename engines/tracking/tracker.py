@@ -47,8 +47,8 @@ _OUTBOX_DIR = "outbox/mlflow"
 class Tracker:
     """Records metrics and artifacts in order, and delivers them on another thread.
 
-    No method raises because recording fails. When MLflow refuses a record, a picture cannot be
-    drawn or the disk is full, the tracker counts a failure (`engines.failures`).
+    A failure to record never raises, for example when MLflow refuses a record, a picture cannot be
+    drawn or the disk is full. The tracker counts it instead (`engines.failures`).
     """
 
     def __init__(
