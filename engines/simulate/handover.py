@@ -30,7 +30,7 @@ checkpointing computes again count once."""
 SLEEP_S = 0.5
 """Assumed time in which an engine frees its memory."""
 WAKE_S = 1.0
-"""Assumed time in which an engine allocates its memory again and runs the canary."""
+"""Assumed time in which an engine allocates its memory again and checks its weights."""
 
 
 @dataclass(frozen=True, slots=True)

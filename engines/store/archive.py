@@ -12,8 +12,8 @@ lists the folder in the table `archives`, adds its rows to the sums and deletes 
 database. So after a crash, each row is either still in the database, or in a listed folder only.
 `with_archived` makes a query read both places.
 
-`clear` removes folders that no transaction listed. It deletes a folder whose rows the database
-still has. It renames any other folder, because that belongs to a newer copy of the database.
+`clear` looks for folders that no transaction listed. It deletes a folder whose rows the database
+still has. It renames any other folder, because the folder belongs to a newer copy of the database.
 
 `recent/` has copies for users of reported steps that are still in the database. refrain never reads
 them. With them, `*/rollouts*` matches every reported step once.
