@@ -226,9 +226,7 @@ def _ports(machine: MachineSeen) -> Iterator[Finding]:
         if port.owner:
             found, verdict = f"in use by {port.owner}", WARNING
             option = f"--{port.service.lower()}-port"
-            mend = (
-                f"runs do not need this port. For `refrain ui`, stop the process or set {option} N"
-            )
+            mend = f"runs do not need it. Stop the process, or use `refrain ui {option} N`"
         what = f"port {port.number} ({port.service})"
         yield Finding(what=what, found=found, verdict=verdict, mend=mend)
 

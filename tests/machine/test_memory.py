@@ -61,6 +61,6 @@ def test_what_no_host_has_room_for_is_refused_with_figures() -> None:
     require_room(whole, whole.bytes / 0.94)
     with pytest.raises(
         ValueError,
-        match=r"55\.3 GB of memory \(54\.7 GB for 64 .*, and 22\.8 GB .*num_engines",
+        match=r"55\.3 GB of memory \(54\.7 GB for 64 .*, but only 22\.8 GB .*num_engines",
     ):
         require_room(whole, 24 * GB)
