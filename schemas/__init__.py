@@ -1,1 +1,1 @@
-"""Typed data that travels between phases. Pydantic and the standard library only."""
+"""Typed data that travels between phases. Imports only pydantic and the standard library."""

@@ -1,4 +1,4 @@
-"""The base of every schema."""
+"""The base class of every schema."""
 
 import math
 from pathlib import Path
@@ -7,12 +7,12 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, Secret, SecretStr
 
 UnitInterval = Annotated[float, Field(gt=0.0, le=1.0)]
-"""A share, above nothing."""
+"""A share above 0 and up to 1."""
 
 
 class Frozen(BaseModel):
-    """Immutable; unknown fields are refused, so that a typo in a config is an error. As JSON, a
-    float that is not finite is a string (`"NaN"`), which is read again as that float."""
+    """Immutable. Unknown fields are refused, so a typo in a config is an error. In JSON a float
+    that is not finite is a string (`"NaN"`), which is read back as that float."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="strings"
@@ -20,13 +20,13 @@ class Frozen(BaseModel):
 
 
 MAX_INT = 2**63 - 1
-"""Largest whole number that tables and other languages hold."""
+"""Largest whole number that tables and other languages can store."""
 
 
 def refuse_unusable(value: Any, name: str = "") -> None:
-    """Raises ValueError for values that no setting can mean, and that could not be written
-    down as JSON: a number that is not finite or beyond 64 bits, a text with a zero byte or with
-    half of a surrogate pair. `name`: of the setting, dotted."""
+    """Raise ValueError for a value that no setting can have and JSON cannot store: a number that is
+    not finite or beyond 64 bits, or text with a zero byte or half of a surrogate pair. `name`:
+    dotted name of the setting."""
     match value:
         case dict():
             for key, inner in value.items():
@@ -39,9 +39,9 @@ def refuse_unusable(value: Any, name: str = "") -> None:
         case int() if abs(value) > MAX_INT:
             raise ValueError(f"{name} is beyond 64 bits: give a smaller number")
         case str() | Path() if _is_torn(str(value)):
-            raise ValueError(f"{name} is {str(value)!r}, which is no text: mend it")
+            raise ValueError(f"{name} is {str(value)!r}, which is not valid text: correct it")
         case SecretStr() | Secret() if _is_torn(value.get_secret_value()):
-            raise ValueError(f"{name} is no text: mend it")
+            raise ValueError(f"{name} is not valid text: correct it")
 
 
 def _is_torn(text: str) -> bool:
@@ -52,8 +52,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def with_absolute_paths(model: Model, working_dir: Path | None = None) -> Model:
-    """Model with absolute paths, for processes with another working directory than this one, or
-    than the one that is given."""
+    """Return the model with absolute paths, for processes with another working directory. Paths are
+    relative to `working_dir`, by default this process's."""
     base = working_dir or Path.cwd()
     return model.model_copy(update={name: _absolute(value, base) for name, value in model})
 

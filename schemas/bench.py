@@ -1,4 +1,4 @@
-"""Result of a benchmark: the shape of every file under benchmarks/baselines."""
+"""Result of a benchmark, as in every file under benchmarks/baselines."""
 
 from pydantic import JsonValue
 
@@ -6,14 +6,14 @@ from schemas.base import Frozen
 
 
 class BenchReport(Frozen):
-    """A file is `json.dumps` of `model_dump()`, as `refrain bench NAME --json FILE` writes it."""
+    """Report that `refrain bench NAME --json FILE` writes: `json.dumps` of `model_dump()`."""
 
     name: str
     figures: dict[str, int | float]
-    """Numbers to follow over time, under flat names; units are suffixes."""
+    """Numbers to compare over time. Names are flat and end with the unit."""
     rows: tuple[dict[str, JsonValue], ...]
     """Table that the figures summarise."""
     command: str
-    """Makes this report again."""
+    """Command that makes this report again."""
     versions: dict[str, str]
-    """Versions of the packages on which a figure may depend."""
+    """Versions of the packages that a figure may depend on."""

@@ -1,20 +1,15 @@
-"""The configuration of a training run.
+"""Settings of a training run.
 
-Each value is declared once, with its unit and bounds; what can be derived is a property.
-The class defaults are the vetted setting. The form in the Prefect UI is made from this model,
-so the top level stays flat: one object per concern, no unions at the top.
+Each value is declared once, with its unit and bounds. Derived values are properties. The defaults
+are the recommended settings. The Prefect UI makes its form from this model, so the top level stays
+flat: one object per concern, no unions at the top.
 """
 
 import math
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import (
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from schemas.algorithm import MINIBATCHES, AlgorithmConfig
 from schemas.base import Frozen, UnitInterval, refuse_unusable
@@ -28,164 +23,166 @@ from schemas.trainer import TrainerConfig
 
 
 class RolloutConfig(Frozen):
-    """How responses are generated."""
+    """How engines generate responses."""
 
     num_engines: Free[PositiveInt] = 1
-    """Data-parallel rollout engines, one Ray actor each."""
+    """Number of rollout engines, each one Ray actor with a copy of the model."""
     tp_degree: Free[PositiveInt] = 1
-    """GPUs (or CPU processes) that share one engine by tensor parallelism."""
+    """Tensor parallelism: GPUs (or CPU processes) of one engine. Raise it for a large model."""
     group_size: Kept[int] = Field(default=8, ge=2)
-    """Responses sampled per prompt; group-relative advantages need at least two."""
+    """Responses sampled for each prompt: at least two, as their rewards are compared."""
     temperature: Kept[float] = Field(default=1.0, ge=0.0)
-    """Divisor of the logits before sampling; 0, greedy, is for evaluations alone."""
+    """The logits are divided by this before sampling: higher values give more varied responses. 0
+    is greedy decoding, which evaluations and validations accept and training refuses."""
     top_p: Kept[UnitInterval] = 1.0
-    """Nucleus mass kept before sampling."""
+    """Nucleus sampling: draw from the likeliest tokens that have this share of the probability."""
     top_k: Kept[int] = Field(default=0, ge=0)
-    """Tokens kept before sampling; 0 keeps all."""
+    """Draw from this many of the most likely tokens. 0 draws from all."""
     stop: Kept[Texts] = Field(default=(), max_length=16)
-    """Texts, any of which ends a response, in validations and evaluations too: with the token that
-    completes it, which is kept whole. Special tokens are part of the text that is looked at."""
+    """Stop strings, for example `["</answer>"]`: a response ends with the token that completes one
+    of them, and keeps this token. Special tokens count as text. Validations and evaluations use the
+    same."""
     validation: Kept[SamplingConfig | None] = None
     """Sampling of validations and evaluations. Default: as in training."""
     max_num_seqs: Free[PositiveInt] = 256
-    """Sequences that one engine decodes at once."""
+    """Sequences that one engine decodes at the same time; further requests wait."""
     max_num_batched_tokens: Free[PositiveInt] = 8192
-    """Tokens of one step of an engine: a piece of a prompt, sampled ones, drafts to verify."""
+    """Tokens that one engine step processes: prompt chunks, sampled tokens and drafts to verify."""
     gpu_memory_utilization: Free[float] = Field(default=0.92, gt=0.0, le=1.0)
-    """Share of a GPU's memory for an engine that has it to itself. Those that share one take what
-    they need beside `kv_cache_bytes`."""
+    """Share of a GPU's memory that an engine uses if it has the GPU to itself. Engines that share a
+    GPU take `kv_cache_bytes` and what they need besides."""
     kv_cache_bytes: Free[PositiveInt | None] = None
-    """KV cache of one engine process. Default: vLLM's own choice from free memory on a GPU,
-    256 MiB on a CPU."""
+    """Size of the KV cache of one engine process, for example 8589934592 (8 GiB). Default: vLLM
+    chooses from the free memory on a GPU; 256 MiB on a CPU."""
     batch_invariant: Rounding[bool] = False
-    """Have vLLM use kernels whose results do not depend on what else is in the batch
-    (`VLLM_BATCH_INVARIANT`), in bfloat16 on a GPU: slower, and near-ties flip less."""
+    """Use vLLM kernels whose results do not depend on the rest of the batch
+    (`VLLM_BATCH_INVARIANT`), in bfloat16 on a GPU. Decoding is slower, and fewer near-ties flip."""
     enforce_eager: Free[bool] = False
-    """Skip graph capture and compilation: a fast start and slow decoding. Always on for a CPU."""
+    """Skip compilation and CUDA graphs: a faster start, slower decoding. Always on for a CPU."""
     start_timeout_s: Free[PositiveFloat] = 1800.0
-    """Longest time for an engine to load the model and come up."""
+    """Longest time in seconds for an engine to start, which includes loading the model."""
     stall_timeout_s: Free[PositiveFloat] = 600.0
-    """An engine with work that reports nothing for this long is taken for dead."""
+    """An engine that has work and reports nothing for this many seconds counts as dead."""
     max_restarts: Free[int] = Field(default=3, ge=0)
-    """Times one engine may be restarted in a run before the run fails."""
+    """Restarts of one engine that a run allows. When the engine dies once more, the run fails."""
     weights: Free[Literal["file", "ipc"]] = "file"
-    """Way of new weights into engines. `file`: from shared memory of the node. `ipc`: from the
-    trainer's memory on the same GPU, by vLLM's backend of that name, before the trainer's turn
-    ends; the file is written too, for an engine that dies. Takes `placement: shared`, a trainer
-    process on every GPU of the engines, and memory for both copies and a buffer. Not yet run on a
-    GPU."""
+    """How engines get new weights. `file`: from a file in the node's shared memory. `ipc`:
+    vLLM's `ipc` backend copies them from the trainer on the same GPU, before the trainer's turn
+    ends. `ipc` needs `placement: shared`, a trainer process on every GPU of the engines, and
+    memory for both copies and a buffer. It also writes the file, for engines that die. Not yet
+    run on a GPU."""
     canary_tolerance: Free[PositiveFloat | None] = None
     """Largest mean |trainer - engine| log-probability of a sequence after a weight sync, in nats,
-    for example 0.1. Default: 1e-3 in float32; in bfloat16 measured at each sync, a little more
-    than rounding to bfloat16 changes the trainer's own."""
+    for example 0.1. Default: 1e-3 in float32. In bfloat16 each sync measures it: a little more than
+    rounding to bfloat16 changes the trainer's own."""
     metrics: Free[bool] = True
-    """Export vLLM's metrics by Ray's, for Prometheus, where RAY_ADDRESS names a cluster."""
+    """Export vLLM's metrics through Ray to Prometheus, if RAY_ADDRESS names a cluster."""
 
     def sampling(self, split: Split) -> "RolloutConfig | SamplingConfig":
-        """Who has the temperature, `top_p` and `top_k` of a split."""
+        """Return the config that has the temperature, `top_p` and `top_k` of a split."""
         return (self.validation if split is Split.VALIDATION else None) or self
 
 
 class HistoPipeConfig(Frozen):
-    """Engines that wait for nobody (RhymeRL, section 6): prompts ranked by the lengths of their
-    last epoch, long and short ones in turn on every engine. With `mode: pipelined` only, but for
-    `two_tier`."""
+    """Rank prompts by the lengths of their last epoch and give every engine long and short ones, so
+    that none waits (RhymeRL, section 6). Needs `mode: pipelined`, except for `two_tier`."""
 
     enabled: bool = True
-    """Off: each step's prompts are dealt evenly by expected work."""
+    """Rank prompts by expected length. Off: deal each step's prompts evenly by expected work."""
     num_ranking_groups: Free[PositiveInt | None] = None
-    """Prompts are ranked into so many groups. Default: one for every four engines, from 2 to 16."""
+    """Groups that the ranked prompts form. Default: one for every four engines, from 2 to 16."""
     two_tier: Free[bool] = True
-    """Long ranking groups get more engines, by the run's `profile`, or without one by what engines
-    measured of their steps, which those that draft do; and by the same figures the prompts of
-    `mode: sync` with `specactor.race` are placed so that engines end together, where that is
-    expected to end sooner. Off: every group gets as many engines, and every engine as much work."""
+    """Place prompts by predicted times. `mode: pipelined`: ranking groups with long responses get
+    more engines. `mode: sync` with `specactor.race`: engines end together, where this shortens the
+    step. The times come from `profile`; without one, from engines that draft, which measure them.
+    Off: the same number of engines for every group, and the same work for every engine."""
     migrate: bool = True
-    """Move responses that outgrow their ranking group to other engines or to the next step."""
+    """Move outliers, which outgrow their ranking group, to another engine or to the next step."""
     last_share: float = Field(default=0.1, ge=0.0, le=1.0)
-    """Responses move only when so much of their ranking group is left."""
+    """Outliers move only when at most this share of their ranking group is unfinished."""
     min_growth: float = Field(default=1.1, ge=1.0)
-    """A response counts as an outlier beyond at least so many times the longest of its group."""
+    """A response is an outlier beyond this many times the longest of its ranking group: 1.1 is 10 %
+    longer. The factor is larger if lengths grew faster in the last epoch."""
     defer_share: float = Field(default=0.25, ge=0.0, le=1.0)
-    """The longest ranking groups, as a share of all, defer their outliers to the next step; the
+    """Share of the ranking groups, the longest ones, that defer outliers to the next step. The
     others move them to another engine."""
     oversample: float = Field(default=0.05, ge=0.0, le=1.0)
-    """Further prompts of a step, as a share of `prompts_per_step`. A step defers no more than what
-    it has beyond `prompts_per_step`; what it has, it trains on."""
+    """Extra prompts of a step, as a share of `prompts_per_step`: 0.05 draws 5 % more. A step defers
+    at most these extra samples, and trains on the extra samples that it does not defer."""
 
 
 class PatConfig(Frozen):
-    """More tensor parallelism when the batch has shrunk to its tail (PAT). No token changes."""
+    """Use more GPUs per engine when few responses are left (PAT). No token changes."""
 
     tp_degrees: tuple[PositiveInt, ...] = ()
-    """Higher TP degrees that a node's GPUs may go over to within a step, beside
-    `rollout.tp_degree`; each is a multiple of the one before. When a switch pays is known from
-    the run's `profile`, which must have them all. None: nothing of this is used."""
+    """Higher TP degrees that the GPUs of a node may switch to within a step. Each is a multiple of
+    the one before, for example `[4, 8]` after `rollout.tp_degree: 2`. Needs a `profile` that
+    measured all of them. Empty: GPUs never switch."""
     lengths: Literal["history", "maximum"] = "history"
-    """How long unfinished responses are taken to go on: as their prompt's did in its last epoch, or
-    to `data.max_response_tokens`, as in the paper."""
+    """Expected length of unfinished responses. `history`: from the prompt's last epoch. `maximum`:
+    `data.max_response_tokens`, as in the paper."""
     opening: Literal["best", "base"] = "best"
-    """TP degree in which a step begins: of all of these and `rollout.tp_degree` the one that is
-    predicted to end it soonest, or always the latter, as in the paper. It is the latter as long as
-    no lengths are known, in `mode: pipelined`, and where `rollout.weights` is `ipc` and GPUs are
-    shared with the trainer."""
+    """TP degree in which a step begins. `best`: the one that is predicted to end the step soonest.
+    `base`: always `rollout.tp_degree`, as in the paper. `best` is the same until lengths are known,
+    in `mode: pipelined`, and with `rollout.weights: ipc` on GPUs shared with the trainer."""
     waits: bool = True
-    """A switch is put off while a later one is predicted to be better still. Off: it is weighed
-    against none at all, as in the paper."""
+    """Postpone a switch while a later one is predicted to be better. Off: as in the paper, compare
+    it with no switch only."""
     kv: Literal["auto", "move", "recompute"] = "auto"
-    """Keys and values of unfinished responses: whichever is faster, always moved, never moved."""
+    """KV cache of unfinished responses at a switch. `move`: copy it to the new engine. `recompute`:
+    compute it again. `auto`: whichever is predicted to be faster."""
     parked_weights: Literal["auto", "resident", "reloaded"] = "auto"
-    """Weights of the engines that wait on GPUs in another layout: kept current at every
-    sync, or loaded at the switch. `auto`: kept where the GPUs have the memory."""
+    """Weights of parked engines, whose GPUs another layout uses. `resident`: in GPU memory, updated
+    at every sync. `reloaded`: loaded at the switch. `auto`: `resident` where memory allows."""
     gpus_per_node: PositiveInt = 8
-    """GPUs among which layouts change."""
+    """Number of GPUs of a node. A switch stays within one node."""
     switch_s: PositiveFloat = 0.5
-    """Seconds that a switch costs, beside keys and values, until the run's own tell;
-    `refrain bench switch` measures them."""
+    """Seconds that a switch takes, without the KV cache, until the run has measured it. You measure
+    it with `refrain bench switch`."""
     kv_bytes_per_s: PositiveFloat = 2e9
-    """Bytes per second between one GPU's keys and values and host memory, likewise."""
+    """Bytes per second between a GPU's KV cache and host memory, until the run has measured it."""
 
 
 class EngineConfig(Frozen):
-    """One rollout engine: its model, how it samples and drafts, and on which GPUs."""
+    """Settings of one rollout engine: its model, sampling, drafting and GPUs."""
 
     model: ModelConfig
     rollout: RolloutConfig
     max_model_len: PositiveInt
-    """Tokens it must hold for one sequence."""
+    """Longest sequence in tokens, prompt and response together."""
     seed: int = 0
     drafting: DraftingConfig = DraftingConfig(enabled=False)
     specactor: SpecActorConfig = SpecActorConfig()
     pooled: bool = False
-    """Its GPUs may go over to another layout: it can be parked."""
+    """Whether its GPUs may switch to another layout, so that it can be parked."""
     keeps_weights: bool = True
-    """Its weights stay in memory while it is parked."""
+    """Whether its weights stay in memory while it is parked."""
     takes_turns: bool = False
-    """Its GPUs are the trainer's, too: it sleeps meanwhile."""
+    """Whether it shares its GPUs with the trainer, and sleeps while the trainer works."""
     devices: tuple[int, ...] = ()
-    """GPUs of its node, by rank; none: those that Ray gives it."""
+    """GPUs of its node, by rank. Empty: those that Ray assigns."""
     history_dir: Path = Path()
     """Directory of the index files."""
     profile_json: str | None = None
-    """The run's `schemas.latency.Profile` as JSON, for the gate; None: step times are measured."""
+    """The run's `schemas.latency.Profile` as JSON, for the gate. None: step times are measured."""
     learnt: str = ""
     """See `schemas.counts.DraftingCounts`; empty: nothing yet."""
     exports_metrics: bool = False
-    """vLLM's metrics are among those of its Ray node."""
+    """Whether vLLM's metrics appear among those of its Ray node."""
 
     @property
     def speculates(self) -> bool:
-        """Whether drafts may be verified."""
+        """Whether the engine may verify drafts."""
         specactor = self.specactor
         return self.drafting.enabled or bool(specactor.draft_models) or specactor.drafter == NGRAM
 
     @property
     def moves_kv(self) -> bool:
-        """Whether it gives and takes keys and values of requests that go to another engine."""
+        """Whether requests bring and take their KV cache when they move to another engine."""
         return self.pooled or (self.specactor.races and self.races_with_kv(self.max_model_len))
 
     def races_with_kv(self, num_tokens: int) -> bool:
-        """Whether keys and values of so many tokens go along where their request is raced."""
+        """Whether a request with this many tokens takes its KV cache along to a race."""
         least = self.specactor.race_kv_tokens
         return least is not None and num_tokens >= least
 
@@ -220,11 +217,11 @@ class EngineConfig(Frozen):
 
 
 _PROFILED = {"drafting", "specactor", "histopipe", "pat"}
-"""Sections that make use of `TrainConfig.profile`."""
+"""Sections that use `TrainConfig.profile`."""
 
 
 def _without_profile(name: str, section: Any) -> Any:
-    """A section's values without an empty `profile`; one that names something is refused."""
+    """Return a section's values without an empty `profile`; refuse one that is given."""
     if not isinstance(section, dict) or "profile" not in section:
         return section
     if section["profile"]:
@@ -236,41 +233,41 @@ def _without_profile(name: str, section: Any) -> Any:
 
 
 class TrainConfig(Frozen):
-    """A training run: RL from a local model on veRL-style data."""
+    """A training run: RL of a local model on data in veRL's format."""
 
     name: Free[str] = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """The run's name and the name of its directory. One that was used is refused, unless the run is
-    resumed."""
+    """Name of the run and of its directory. A name that is taken is refused, unless you resume that
+    run."""
     experiment: Free[str] = Field(default="refrain", min_length=1)
-    """MLflow's experiment that the run begins in."""
+    """MLflow experiment that the run is logged to."""
     runs_dir: Free[Path] = Path("runs")
-    """Directory that holds the runs."""
+    """Directory that holds all runs."""
     seed: Kept[int] = Field(default=0, ge=0, lt=2**32)
     """Seed of sampling, data order and training."""
     mode: Kept[Literal["sync", "pipelined"]] = "sync"
-    """`sync`: strictly on-policy, one step at a time. `pipelined`: the next step's rollouts go on
-    while this one is scored and trained on; off-policyness is one policy version, two in the first
-    tokens of a response that was deferred."""
+    """`sync`: one step at a time, strictly on-policy. `pipelined`: engines generate the next step
+    while this one is scored and trained on, so its policy is one version old; the first tokens of a
+    deferred response are two versions old."""
     placement: Free[Literal["auto", "shared", "split"]] = "auto"
-    """`shared`: every GPU has engines and a trainer process, which take turns; one GPU is enough.
-    `split`: each has GPUs of its own. `auto`: shared in `mode: sync`, split in `mode: pipelined`,
-    where both work at once."""
+    """`shared`: engines and trainer take turns on the same GPUs; one GPU is enough. `split`:
+    engines and trainer have GPUs of their own. `auto`: shared in `mode: sync`, split in
+    `mode: pipelined`, where both work at once."""
     num_epochs: Free[PositiveInt] = 1
     """Passes over the training prompts."""
     max_steps: Free[PositiveInt | None] = None
-    """The run ends after so many RL steps at the latest. Default: after its epochs."""
+    """End the run after this many RL steps, even within an epoch. Default: after its epochs."""
     prompts_per_step: Kept[PositiveInt] = 64
-    """Prompts of one RL step; the last step of an epoch takes what is left."""
+    """Prompts of one RL step. The last step of an epoch takes the prompts that are left."""
     validate_every_steps: Free[int] = Field(default=0, ge=0)
-    """Steps between validations; 0 validates before the first step and after the last only."""
+    """Steps between validations. 0 validates before the first step and after the last only."""
     validation_samples: Kept[PositiveInt] = 1
-    """Responses per validation prompt (`mean@n`)."""
+    """Responses per validation prompt, the n of `mean@n`."""
     profile: Free[str | None] = None
-    """How long a step takes, for all that weighs time: which drafts are verified
-    (`drafting.gate`), which engine gets what (`histopipe.two_tier`), who drafts
-    (`specactor.ladder`), when TP degrees change (`pat.tp_degrees`, which needs it), and what each
-    technique saved. A profile made by `refrain profile`, its name or directory. Default: nobody
-    knows beforehand; engines measure their steps while the run goes on."""
+    """Name or directory of a profile that `refrain profile` made: how long engine steps take. It
+    decides which drafts are verified (`drafting.gate`), which engine gets which prompts
+    (`histopipe.two_tier`), which drafter begins (`specactor.ladder`) and when TP degrees change
+    (`pat.tp_degrees`, which needs it). It also shows what each technique saved. Default: engines
+    measure their steps while the run goes on."""
     model: Kept[ModelConfig]
     data: Kept[DataConfig]
     rollout: RolloutConfig = RolloutConfig()
@@ -279,7 +276,7 @@ class TrainConfig(Frozen):
     histopipe: Kept[HistoPipeConfig] = HistoPipeConfig()
     pat: Free[PatConfig] = PatConfig()
     reward: Kept[RewardConfig] = BuiltinReward()
-    """Who scores the responses."""
+    """How responses are scored."""
     algorithm: Kept[AlgorithmConfig] = Field(
         default=AlgorithmConfig(), validate_default=True, json_schema_extra={"default": {}}
     )
@@ -291,7 +288,7 @@ class TrainConfig(Frozen):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether engines and trainer have the same GPUs, one after the other."""
+        """Whether engines and trainer take turns on the same GPUs."""
         return self.placement == "shared" or (self.placement == "auto" and self.mode == "sync")
 
     @property
@@ -301,7 +298,7 @@ class TrainConfig(Frozen):
 
     @property
     def num_minibatches(self) -> int:
-        """Optimiser updates of a pass over a step's batch."""
+        """Optimiser updates of one pass over a step's batch."""
         picked = min(MINIBATCHES.get(self.algorithm.type, 1), self.prompts_per_step)
         return self.trainer.minibatches_per_step or picked
 
@@ -311,15 +308,14 @@ class TrainConfig(Frozen):
 
     @property
     def drawn_prompts_per_step(self) -> int:
-        """Prompts of one step with those that are oversampled."""
+        """Prompts of one step, the oversampled ones included."""
         oversampled = self.ranks_prompts and self.histopipe.migrate
         share = self.histopipe.oversample if oversampled else 0.0
         return math.ceil(self.prompts_per_step * (1.0 + share))
 
     @property
     def tp_degrees(self) -> tuple[int, ...]:
-        """TP degrees of the engines, ascending: the one in which a step begins, then those that it
-        may go over to."""
+        """TP degrees of the engines, ascending, `rollout.tp_degree` first."""
         return (self.rollout.tp_degree, *self.pat.tp_degrees)
 
     @property
@@ -330,12 +326,12 @@ class TrainConfig(Frozen):
 
     @property
     def max_model_len(self) -> int:
-        """Tokens an engine must hold for one sequence."""
+        """Longest sequence in tokens, prompt and response together."""
         return self.data.max_prompt_tokens + self.data.max_response_tokens
 
     @property
     def typical_context_tokens(self) -> float:
-        """Context of a request that is planned for: in the middle of the longest response."""
+        """Context that plans assume for a request: the middle of the longest response."""
         return self.data.max_prompt_tokens + self.data.max_response_tokens / 2
 
     @property
@@ -367,7 +363,7 @@ class TrainConfig(Frozen):
             raise ValueError(
                 f"algorithm.overlong_buffer_tokens ({self.algorithm.overlong_buffer_tokens}) is "
                 f"not below data.max_response_tokens ({self.data.max_response_tokens}): every "
-                "response would be punished; lower the first or raise the second"
+                "response would be penalised; lower the first or raise the second"
             )
         if self.num_minibatches > self.prompts_per_step:
             raise ValueError(
@@ -393,7 +389,7 @@ class TrainConfig(Frozen):
             )
         if self.rollout.temperature == 0.0:
             raise ValueError(
-                "rollout.temperature is 0: every response of a group would be the same and no "
-                "advantage could be learnt from; use a temperature above 0"
+                "rollout.temperature is 0: every response of a group would be the same, and every "
+                "advantage 0. Set it above 0, for example to 1.0"
             )
         return self

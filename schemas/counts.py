@@ -1,21 +1,21 @@
-"""Counts that processes keep, added up over processes and calls."""
+"""Counts that processes keep. They are added up over processes and calls."""
 
 from dataclasses import dataclass, fields
 
 NUM_SWITCHES_KEPT = 8
-"""Switches of which it is known what they took: costs change, and one may be far off."""
+"""Switches whose costs are kept. Costs change, and a single one may be far off."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftingCounts:
-    """Counts of drafting on one engine, since it was last asked."""
+    """Counts of drafting on one engine since the last request for them."""
 
     num_steps: int = 0
     """Decoding steps."""
     num_drafting_steps: int = 0
-    """Steps that had something to verify."""
+    """Steps that verified drafts."""
     draft_s: float = 0.0
-    """Seconds spent on drafting and on deciding what to verify."""
+    """Seconds spent drafting and choosing drafts to verify."""
     num_with_index: int = 0
     """Requests whose prompt had a history."""
     num_without_index: int = 0
@@ -23,24 +23,24 @@ class DraftingCounts:
     num_damaged: int = 0
     """Index files that were refused."""
     num_shared_draft_tokens: int = 0
-    """Draft tokens from what all prompts share, of those that were verified."""
+    """Verified draft tokens from the index that all prompts share."""
     num_shared_accepted_tokens: int = 0
     num_sibling_draft_tokens: int = 0
-    """Verified draft tokens from samples of the same prompt that were still running."""
+    """Verified draft tokens from running samples of the same prompt."""
     num_sibling_accepted_tokens: int = 0
     decode_s: float = 0.0
-    """Seconds of forward passes that verified nothing, without their part for prompts."""
+    """Seconds of forward passes without drafts, without their time for prompts."""
     verify_s: float = 0.0
-    """Seconds of forward passes that verified drafts, likewise."""
+    """Seconds of forward passes that verified drafts, without their time for prompts."""
     step_costs: tuple[float, ...] = ()
-    """Seconds of the parts of a step, as the engine measured them: the step itself, each of a few
-    requests and each one beyond (`engines.latency.measured`), each token of context, each request
-    that is drafted for, each draft token. None while too little is known."""
+    """Seconds that each part of a step takes, as the engine measured them: the step itself, each of
+    the first few requests, each further request (`engines.latency.measured`), each token of
+    context, each request with drafts, each draft token. Empty while too little is known."""
     plain_error: float = 0.0
-    """Standard error of the seconds without drafts that `step_costs` predicts, as a share of them,
-    by the passes that were made without."""
+    """Relative standard error with which `step_costs` predicts passes without drafts, measured on
+    such passes."""
     learnt: str = ""
-    """All that drafting has learnt, for an engine in this one's place: JSON of its proposer."""
+    """What drafting has learnt, for an engine that replaces this one: JSON of its proposer."""
 
     def __add__(self, later: "DraftingCounts") -> "DraftingCounts":
         latest = later if later.step_costs else self
@@ -53,33 +53,33 @@ class DraftingCounts:
 
 @dataclass(slots=True)
 class KVCounts:
-    """Counts of leaving and coming with keys and values on one engine, since it was last asked."""
+    """Counts of saving and loading KV caches of moved requests on one engine, since the last
+    request for them."""
 
     num_withdrawals: int = 0
     num_requests: int = 0
-    """Requests that had keys and values to take along."""
+    """Requests that had a KV cache to take along."""
     num_saved: int = 0
     num_failures: int = 0
-    """Withdrawals and copies of which nothing could be saved."""
+    """Withdrawals and copies that could save nothing."""
     num_copied: int = 0
-    """Requests that were saved and went on, to be raced."""
+    """Requests that were saved for a race and went on."""
     copy_s: float = 0.0
-    """Seconds that saving these took."""
+    """Seconds spent saving these copies."""
     num_bytes: int = 0
     pause_s: float = 0.0
-    """Seconds until the step under way was done."""
+    """Seconds until the running step had ended."""
     export_s: float = 0.0
     resume_s: float = 0.0
-    """Seconds until the engine was told to go on."""
+    """Seconds until the engine received the order to go on."""
     num_bytes_ahead: int = 0
     """Bytes that were saved while the engine went on."""
     ahead_s: float = 0.0
-    """Seconds that this took, the slowest rank's."""
+    """Seconds that the slowest rank took to save these bytes."""
     num_bytes_loaded: int = 0
-    """Bytes that came to this engine with requests, of the rank that took most seconds for its own.
-    """
+    """Bytes that arrived with requests, on the rank that took longest to load its bytes."""
     load_s: float = 0.0
-    """Seconds that it took."""
+    """Seconds that this rank took."""
 
 
 @dataclass(slots=True)
@@ -88,15 +88,16 @@ class StreamCounts:
 
     num_drafted: int = 0
     num_wasted: int = 0
-    """Tokens drafted after one that was wrong, that one included, or after the response's end."""
+    """Tokens drafted after the end of the response or from the first wrong token on, which counts
+    too."""
     num_failures: int = 0
     """Times that drafts were thrown away."""
     max_wasted: int = 0
     """Most tokens that one failure wasted."""
     num_steps: int = 0
-    """Steps of the drafter: one token of each response that it drafts for then."""
+    """Steps of the drafter. Each drafts one token for every response it is drafting for."""
     work_s: float = 0.0
-    """Seconds in which it drafted, or heard what was verified."""
+    """Seconds in which the drafter drafted or received verified tokens."""
 
     def add(self, other: "StreamCounts") -> None:
         self.num_steps += other.num_steps
@@ -109,8 +110,8 @@ class StreamCounts:
 
 @dataclass(frozen=True, slots=True)
 class LibraryCounts:
-    """Counts of history indexes, since the run or its history workers were started; sizes as they
-    are."""
+    """Counts of history indexes since the run, or its history workers, started. Sizes are
+    current."""
 
     num_indexes: int = 0
     """Index files."""
@@ -119,15 +120,15 @@ class LibraryCounts:
     num_damaged: int = 0
     """Files that were refused and built again."""
     num_evicted: int = 0
-    """Files deleted for want of room."""
+    """Files deleted to free space."""
     num_compressed: int = 0
-    """Files compressed for want of room."""
+    """Files compressed to free space."""
     num_restored: int = 0
-    """Compressed files made whole again."""
+    """Compressed files that were unpacked."""
     num_copied: int = 0
     """Files that came from another node."""
     build_s: float = 0.0
-    """Seconds of a core spent on building."""
+    """Core seconds spent building indexes."""
 
     def __add__(self, other: "LibraryCounts") -> "LibraryCounts":
         names = LibraryCounts.__slots__
@@ -136,25 +137,25 @@ class LibraryCounts:
 
 @dataclass(frozen=True, slots=True)
 class MoveCounts:
-    """Counts of the moves of one generation stage."""
+    """Counts of moves in one generation stage."""
 
     num_migrated: int = 0
-    """Requests that went on on another engine."""
+    """Requests that continued on another engine."""
     num_deferred: int = 0
-    """Requests left to the next step."""
+    """Requests deferred to the next step."""
     num_raced: int = 0
-    """Copies of requests that were begun on further engines."""
+    """Copies of requests that other engines started."""
     num_raced_with_kv: int = 0
-    """Copies among these that took their keys and values along."""
+    """Copies among these that got the request's KV cache."""
     num_races_won: int = 0
-    """Requests of which such a copy finished first."""
+    """Requests whose copy finished first."""
     wasted_tokens: int = 0
-    """Tokens that the copies which lost generated since they joined, as far as it is known."""
+    """Tokens that losing copies generated since they started, where known."""
     num_diverged: int = 0
-    """Copies that finished after the winner, and with other tokens: in float32 there is none."""
+    """Copies that finished after the winner with other tokens. In float32 there are none."""
     num_switches: int = 0
-    """Switches of GPUs to another TP degree, those back to the base of a pool that was done not
-    counted."""
+    """Switches of GPUs to another TP degree. Switches of a finished pool back to its base do not
+    count."""
 
     def __add__(self, later: "MoveCounts") -> "MoveCounts":
         names = MoveCounts.__slots__
@@ -163,17 +164,16 @@ class MoveCounts:
 
 @dataclass(frozen=True, slots=True)
 class SwitchCounts:
-    """Seconds and rates of the last switches of GPUs to another TP degree, the newest last."""
+    """Seconds and rates of the last switches to another TP degree, the newest last."""
 
     control_s: tuple[float, ...] = ()
-    """Seconds of each from when its requests were taken until the new layout had its GPUs, without
-    those of saving keys and values."""
+    """Seconds of each switch from taking its requests until the new layout has its GPUs, without
+    the time for saving the KV cache."""
     link_bytes_per_s: tuple[float, ...] = ()
-    """Bytes per second that a rank took keys and values in with, of each engine that they came
-    to."""
+    """Bytes per second at which a rank loaded KV caches, for each engine that received some."""
 
     def __add__(self, later: "SwitchCounts") -> "SwitchCounts":
-        """Both, as far as they are the last ones."""
+        """Return both, limited to the last `NUM_SWITCHES_KEPT`."""
         names = SwitchCounts.__slots__
         both = {name: getattr(self, name) + getattr(later, name) for name in names}
         return SwitchCounts(**{name: values[-NUM_SWITCHES_KEPT:] for name, values in both.items()})

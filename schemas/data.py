@@ -1,4 +1,4 @@
-"""Prompts as they come from a data set."""
+"""Prompts of a data set."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,12 +9,12 @@ class Prompt:
     """One row of a data set, tokenised."""
 
     key: str
-    """Hash of the prompt's token ids (`schemas.keys.prompt_key`). Further rows of the same prompt
-    with other `extra_info` have keys of their own (`variant_key`). History, noise and rewards are
-    keyed by this, never by a row number."""
+    """Hash of the prompt's token ids (`schemas.keys.prompt_key`). Other rows of the same prompt
+    with other `extra_info` have keys of their own (`variant_key`). History, noise and rewards use
+    this key, never a row number."""
     token_ids: tuple[int, ...]
     data_source: str
     """Selects the scorer."""
     ground_truth: Any
-    """Whatever the data set gives the scorer: a str, a list or a JSON string."""
+    """Data for the scorer, as in the data set: a str, a list or a JSON string."""
     extra_info: dict[str, Any] = field(default_factory=dict)

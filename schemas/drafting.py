@@ -1,4 +1,4 @@
-"""How responses are drafted for: from history, by n-grams, by small models."""
+"""Settings of drafting: from history, by n-grams, by small models."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,55 +8,55 @@ from pydantic import AfterValidator, Field, PositiveInt, model_validator
 from schemas.base import Frozen, UnitInterval
 
 HISTORY = "histospec"
-"""The drafter that every run has: a prompt's earlier responses."""
+"""Drafter that every run has: the earlier responses of a prompt."""
 NGRAM = "ngram"
-"""The drafter that looks for what comes next in the text so far."""
+"""Drafter that looks up the last tokens earlier in the same text."""
 
 
 class DraftingConfig(Frozen):
-    """A prompt's earlier responses draft its next ones (RhymeRL, section 5). No token changes."""
+    """Draft responses from a prompt's earlier ones (RhymeRL, section 5). No token changes."""
 
     enabled: bool = True
-    """Off: engines start without speculation."""
+    """Draft from history. Off: engines start without it."""
     window: Literal["goodput", "paper", "doubling"] = "goodput"
-    """Draft tokens per verification. `goodput`: as many as pay, by each token's probability of
-    being accepted; `paper`: 2 more after full acceptance and back to 2 after a
-    rejection; `doubling`: doubled and halved."""
+    """How many draft tokens a step verifies for a request. `goodput`: as many as pay, by each
+    token's probability of being accepted. `paper`: 2 more after full acceptance, back to 2 after a
+    rejection. `doubling`: twice as many after full acceptance, half after a rejection."""
     max_draft: int = Field(default=16, ge=1, le=64)
     """Longest draft, in tokens."""
     min_match: PositiveInt = 2
-    """Tokens that must match before a draft, at least."""
+    """Shortest match with the history that a draft may follow, in tokens. Raise it if many drafts
+    are rejected."""
     max_match: PositiveInt = 16
-    """Longest match that is looked for, in tokens."""
+    """Longest match that the drafter looks for, in tokens."""
     siblings: bool = False
-    """Samples of one prompt draft for each other while they run, where its history has nothing:
-    for a first epoch in which requests start one after the other. Those that run in step have
-    little to tell each other."""
+    """Draft from running samples of the same prompt where its history has nothing. It helps in a
+    first epoch if requests start one after the other, and little if they run side by side."""
     shared_tokens: int = Field(default=2**20, ge=0)
-    """Tokens of the index that all prompts share, at most: their last two epochs, or as much of
-    them as there is room for, draft where a prompt's own history knows less. 17 bytes each. 0:
-    prompts draft from their own history alone."""
+    """Size limit, in tokens of 17 bytes each, of the index that all prompts share. It holds the
+    last two epochs, or as much of them as fits, and drafts where a prompt's own history knows less.
+    0: prompts draft only from their own history."""
     foresee: bool = True
-    """Draft what the very sample will draw: its noise is known beforehand. Off: what is most
-    rewarded, or most frequent."""
+    """Draft the tokens that this sample will draw, as its noise is known beforehand. Off: draft the
+    continuation with the highest rewards, or the most frequent one."""
     gate: bool = True
-    """Verify only what pays in the running batch, by the run's `profile` or, without one, by step
-    times measured while the run goes on. Off: everything that was drafted."""
+    """Verify only as many drafts as pay in the running batch. Step times come from the run's
+    `profile`, or from steps that the engine has measured. Off: verify every draft."""
     plain_share: float = Field(default=1 / 16, ge=0, le=0.5)
-    """Share of the time in which nothing is drafted: so what a pass takes without stays known, and
-    with it what drafting saves. 0: none; drafts are made all the time where there is a
-    `profile`."""
+    """Share of the time in which engines draft nothing, to keep measuring how long a pass without
+    drafts takes and what drafting saves. 0 never stops drafting. With a `profile` drafting never
+    stops."""
     index_dir: Path | None = None
-    """Directory in which that of the run's index files is made, on a disk or in shared memory that
-    engines and history workers see; where nodes do not share it, files are copied to each. Default:
-    `history` in the run's own directory."""
+    """Directory for the run's index files, on disk or in shared memory, for example `/dev/shm`.
+    Engines and history workers must see it. Nodes that do not share it copy files from each other.
+    Default: `history` in the run's directory."""
     index_cpus: PositiveInt | None = None
-    """Cores of each node that index histories, its last ones, at low priority. Default: a quarter
-    of them, at least one."""
+    """Cores of each node that build indexes: its last ones, at low priority. Default: a quarter of
+    the cores, at least one."""
     max_index_bytes: PositiveInt = 64 * 2**30
-    """Bytes of index files, where nodes do not share them on each. Beyond this, those that return
-    last are compressed, to a third, and then deleted; they are built again from the run's store
-    when their prompt returns."""
+    """Disk space for index files in bytes, on each node if nodes do not share the directory. When
+    it is full, the files of prompts that return last are compressed to a third, then deleted. The
+    run rebuilds a deleted file from its store when the prompt returns."""
 
     @model_validator(mode="after")
     def _matches(self) -> "DraftingConfig":
@@ -69,15 +69,15 @@ class DraftingConfig(Frozen):
 
 
 class DraftModel(Frozen):
-    """A small model that drafts. Its token ids must mean what the policy's do; rows that pad its
-    vocabulary may be more or fewer."""
+    """A small model that drafts. Its token ids must mean the same as the policy's. The padding of
+    its vocabulary may differ."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """Its name among the drafters, and in profiles."""
+    """Name of the drafter, in settings and in profiles."""
     path: Path
     """Local Hugging Face directory of a causal language model."""
     num_engines: PositiveInt = 1
-    """Processes that serve it, each on a GPU of its own where there are any."""
+    """Processes that serve the model, each on a GPU of its own if the machine has GPUs."""
 
 
 def _named_apart(models: tuple[DraftModel, ...]) -> tuple[DraftModel, ...]:
@@ -93,61 +93,63 @@ DraftModels = Annotated[tuple[DraftModel, ...], AfterValidator(_named_apart)]
 
 
 class SpecActorConfig(Frozen):
-    """Small models draft ahead of verification, and freed engines race further drafters on the
-    slowest responses (SpecActor). No token changes."""
+    """Small models draft ahead of verification, and idle engines race the slowest responses with
+    other drafters (SpecActor). No token changes."""
 
     draft_models: DraftModels = ()
-    """Models that draft. None: nothing of this is used but what `drafter` says."""
+    """Draft models, for example `[{name: small, path: /models/Qwen3-0.6B}]`. Empty: only `drafter`
+    has an effect in this section."""
     drafter: str = HISTORY
-    """Who drafts for responses when they begin: `histospec`, `ngram` or one of `draft_models`."""
+    """Drafter of new responses: `histospec` (history), `ngram` or the name of one of
+    `draft_models`."""
     ladder: bool = True
-    """The draft ladder: with `drafter: histospec` each step begins with the drafter that is the
-    fastest by the run's `profile`, at the acceptance of the last steps. Off, without a profile or
-    without draft models: always with `drafter`."""
+    """Begin each step with the drafter that is fastest by the run's `profile`, at the acceptance of
+    the last steps (the draft ladder). Needs a profile, draft models and `drafter: histospec`. Off,
+    or without these: begin with `drafter`."""
     window: int = Field(default=4, ge=1, le=64)
-    """Draft tokens per verification; a draft model is at most twice as many less one ahead."""
+    """Draft tokens per verification, w. A draft model is at most 2w - 1 tokens ahead."""
     split_gpus: int | None = Field(default=None, ge=2)
-    """GPUs that engines and the draft model in use share out, or processes on CPUs: how many each
-    has, and `window`, are planned by the run's `profile` before anything starts (Algorithm 1), in
-    the place of `rollout.num_engines`, the model's `num_engines` and `window`. Default: these are
-    as they are given."""
+    """GPUs (or CPU processes) to divide between engines and the draft model, for example 10. The
+    run's `profile` then determines `rollout.num_engines`, the model's `num_engines` and `window`
+    before anything starts (Algorithm 1). Default: you set these three yourself."""
     expected_acceptance: UnitInterval = 0.7
-    """Probability that a draft model's token is right, for which `split_gpus` is planned."""
+    """Probability that a draft model's token is accepted, as `split_gpus` assumes."""
     coupled: bool = False
-    """Draft models rest while a window is verified. Off: drafting goes on meanwhile (decoupled).
-    Verification waits in neither case."""
+    """Pause a draft model while its window is verified. Off: it drafts on meanwhile (decoupled).
+    Verification never waits for drafts."""
     shared_noise: bool = True
-    """Draft models draw with the noise of the response they draft for. Off: with noise of their
-    own, for comparison."""
+    """Draft models sample with the noise of the response that they draft for, which gets more
+    drafts accepted. Off: with noise of their own, for comparison."""
     fuse: bool = True
-    """History drafts for the responses of other drafters too, wherever more of its tokens are
-    expected to be accepted than of theirs; where both begin alike, the longer draft is taken. Off:
-    each response has one drafter."""
+    """Let history draft also for responses that have another drafter, wherever more of its tokens
+    are expected to be accepted. If both drafts begin with the same tokens, the longer one is
+    verified. Off: each response has one drafter."""
     reconfigure_tokens: int = Field(default=1000, ge=0)
-    """Tokens after which the window and the coupling of a response are chosen anew, for its
-    acceptance and its engine's batch; 0: never."""
+    """Tokens between two choices of a response's window and coupling, by its acceptance and its
+    engine's batch. 0: never choose again."""
     race: bool = True
-    """Engines that have become free generate the slowest responses too, with other drafters."""
+    """Idle engines race the slowest responses: they generate a copy with another drafter, and the
+    first to finish counts."""
     max_race_batch: PositiveInt = 8
-    """Responses that one engine races at once."""
+    """Responses that one engine races at the same time."""
     race_kv_tokens: int | None = Field(default=2048, ge=0)
-    """Context tokens of a response from which on its keys and values go along with a race to an
-    engine of the same node, through its shared memory; the one that has them pauses to save them.
-    Those of shorter ones, and elsewhere, are computed again. Off with `null`: always."""
+    """Shortest context, in tokens, whose KV cache is copied to a race on the same node, through
+    shared memory. The engine that has it pauses to save it. Shorter contexts, and races on other
+    nodes, are computed again. `null`: always compute again."""
     gpu_memory_share: UnitInterval = 0.9
-    """Share of a drafter's GPU, which nobody else uses, for its weights and KV cache. Responses
-    that the cache has no room for are not drafted for."""
+    """Share of a drafter's own GPU for its weights and KV cache. Responses that do not fit the
+    cache get no drafts."""
     max_restarts: int = Field(default=3, ge=0)
-    """Times one drafter may be restarted in a run; then the run goes on without it."""
+    """Restarts of one drafter that a run allows. After that the run goes on without it."""
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """All drafters there are beside the history."""
+        """Names of all drafters other than history."""
         return (NGRAM, *(model.name for model in self.draft_models))
 
     @property
     def races(self) -> bool:
-        """Whether engines that have become free race."""
+        """Whether idle engines race."""
         return self.race and bool(self.draft_models)
 
     @model_validator(mode="after")
@@ -161,7 +163,7 @@ class SpecActorConfig(Frozen):
 
 
 class DrafterConfig(Frozen):
-    """One drafter process: its model, and how it samples."""
+    """Settings of one drafter process: its model and its sampling."""
 
     name: str
     path: Path

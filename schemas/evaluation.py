@@ -1,4 +1,4 @@
-"""An evaluation: what is asked for, and what came out."""
+"""Settings and result of an evaluation."""
 
 from pathlib import Path
 
@@ -8,38 +8,39 @@ from schemas.base import Frozen
 
 
 class EvaluateConfig(Frozen):
-    """How good is a model on these prompts? Its responses are scored as a run's validation is."""
+    """Score a model's responses to some prompts, as a run's validation does."""
 
     checkpoint: str
-    """A run's checkpoint (`runs/NAME/checkpoints/global_step_N`), a run's name or directory (its
-    last checkpoint), or any Hugging Face directory."""
+    """Model to evaluate: a checkpoint of a run (`runs/NAME/checkpoints/global_step_N`), a run's
+    name or directory (its last checkpoint), or any Hugging Face directory."""
     data: tuple[Path, ...] = ()
-    """Files with prompts, as for training. Default: the validation files of the config."""
+    """Files with prompts, in the format of training. Default: the validation files of the
+    config."""
     samples: PositiveInt | None = None
-    """Responses per prompt (`mean@n`). Default: the config's `validation_samples`."""
+    """Responses per prompt, the n of `mean@n`. Default: the config's `validation_samples`."""
     seed: int | None = Field(default=None, ge=0, lt=2**32)
     """Seed of sampling. Default: the config's, so that a checkpoint is sampled as in its run."""
     config: str | None = None
-    """A run, or a YAML file as for training: its sections `data`, `rollout` and `reward`, its data
-    type, samples and seed. Default: those of the run that the checkpoint belongs to."""
+    """Run, or YAML file as for training. Its sections `data`, `rollout` and `reward`, data type,
+    samples and seed apply. Default: the run that the checkpoint belongs to."""
     overrides: tuple[str, ...] = ()
-    """Single settings of these sections, as in `rollout.temperature=0.6`."""
+    """Single settings of these sections, for example `rollout.temperature=0.6`."""
     name: str | None = None
-    """Name of the evaluation and its directory. Default: the checkpoint's and the data's names."""
+    """Name of the evaluation and of its directory. Default: the names of checkpoint and data."""
     log_to_run: bool = False
-    """Add the figures to the MLflow run of the run that the checkpoint belongs to."""
+    """Log the figures to MLflow's run of the training run that the checkpoint belongs to, too."""
     runs_dir: Path = Path("runs")
-    """Directory that holds the runs, and the evaluations in `evaluations`."""
+    """Directory that holds the runs; evaluations go to its folder `evaluations`."""
 
 
 class SourceFigures(Frozen):
-    """Figures of the prompts of one data source."""
+    """Figures for the prompts of one data source."""
 
     data_source: str
     num_prompts: NonNegativeInt
     figures: dict[str, float]
-    """`mean@n` with its `std_error@n`, `best@n`, `pass@k` of rewards of 0 and 1 and, where scorers
-    tell the answer, `maj@n`."""
+    """`mean@n` and its `std_error@n`, `best@n`, `pass@k` if rewards are 0 and 1, and `maj@n` if
+    scorers return the answer."""
 
 
 class EvaluationReport(Frozen):
@@ -48,7 +49,7 @@ class EvaluationReport(Frozen):
     name: str
     model: Path
     policy_version: NonNegativeInt
-    """Training steps behind the checkpoint; 0 for a model that is no run's."""
+    """Training steps of the checkpoint; 0 for a model that no run trained."""
     data: tuple[Path, ...]
     seed: int
     samples: NonNegativeInt
@@ -60,13 +61,13 @@ class EvaluationReport(Frozen):
     clip_ratio: NonNegativeFloat
     """Share of responses cut at the limit."""
     tokens_per_second: NonNegativeFloat
-    """Response tokens over the seconds spent generating."""
+    """Response tokens divided by the seconds spent generating."""
     run_dir: Path
     """Directory with every response and its reward, in `refrain.duckdb`."""
 
     @property
     def figures(self) -> dict[str, float]:
-        """Figures of all data sources, named `{data source}/mean@n` and so on."""
+        """Figures of all data sources, under names such as `{data source}/mean@n`."""
         return {
             f"{source.data_source}/{name}": value
             for source in self.sources

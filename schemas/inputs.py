@@ -1,4 +1,4 @@
-"""Settings of what a run begins with: a model and data."""
+"""Settings of a run's inputs: model and data."""
 
 from datetime import datetime
 from pathlib import Path
@@ -13,20 +13,22 @@ class ModelConfig(Frozen):
     """The policy to train."""
 
     path: Path
-    """Hugging Face directory of a causal language model with its tokenizer, or its name on the Hub
-    (`Qwen/Qwen3-1.7B`), from where it is downloaded once; on a cluster into a cache (`HF_HOME`)
-    that all nodes see."""
+    """Hugging Face directory of a causal language model with its tokenizer, or its name on the Hub,
+    for example `Qwen/Qwen3-1.7B`. A model from the Hub is downloaded once. On a cluster, set
+    `HF_HOME` to a cache that all nodes see."""
     revision: str | None = None
-    """Branch, tag or commit on the Hub. Default: its main branch, whatever that is by then."""
+    """Branch, tag or commit on the Hub. Default: the main branch as it is at the download; name a
+    commit to repeat a run exactly."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model, of `auto_map` in its config.json or
-    tokenizer_config.json, in every process of the run; for the draft models too. Off: a model that
-    needs it is refused. Read the code before you set it."""
+    """Run the Python code that comes with a model (`auto_map` in its config.json or
+    tokenizer_config.json), in every process of the run. Applies to draft models too. Read the code
+    before you switch this on. Off: a model that needs it is refused."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Data type of the rollout engines. The trainer keeps float32 master weights."""
+    """Data type of the rollout engines. The trainer's weights are float32 by default
+    (`trainer.dtype`)."""
     head_dtype: Literal["model", "float32"] = "model"
     """Data type in which engines compute logits from the last hidden state. `float32` brings their
-    log-probabilities nearer to the trainer's, for a little time and memory."""
+    log-probabilities closer to the trainer's and costs a little time and memory."""
 
 
 def _as_list(given: Any) -> Any:
@@ -34,47 +36,49 @@ def _as_list(given: Any) -> Any:
 
 
 Files = Annotated[tuple[Path, ...], BeforeValidator(_as_list)]
-"""Some files, or one."""
+"""Several files, or one."""
 LocalTime = Annotated[datetime, AfterValidator(lambda time: time.replace(tzinfo=None))]
-"""Date and time as a clock on the wall shows them, whatever zone they are given in."""
+"""Local date and time; the time zone of the value is dropped."""
 _Text = Annotated[str, Field(min_length=1, max_length=100)]
 Texts = Annotated[tuple[_Text, ...], BeforeValidator(_as_list)]
-"""Some texts of at most 100 characters, or one."""
+"""Several texts of at most 100 characters, or one."""
 
 
 class DataConfig(Frozen):
-    """veRL-style data sets: Parquet, JSON or JSONL with `data_source`, `prompt`, `reward_model`."""
+    """Data sets in veRL's format: Parquet, JSON or JSONL with `data_source`, `prompt`,
+    `reward_model`."""
 
     train: Files = Field(min_length=1)
-    """Files with training prompts."""
+    """Files with training prompts, for example `[data/train.parquet]`."""
     validation: Files = ()
-    """Files with held-out prompts; none switches validation off."""
+    """Files with held-out prompts. Empty: no validation."""
     max_prompt_tokens: PositiveInt = 1024
-    """Tokens of a prompt, those of its chat template included."""
+    """Longest prompt in tokens, including the chat template. See `overlong` for longer ones."""
     overlong: Literal["refuse", "drop"] = "refuse"
-    """A longer prompt is refused, named by file and row, or left out."""
+    """What happens to a prompt that is too long. `refuse`: the run does not start, and the error
+    names file and row. `drop`: the prompt is left out."""
     max_samples: PositiveInt | None = None
-    """Training prompts that are used, from the first row on. Default: all."""
+    """Use only this many training prompts, from the first row on. Default: all."""
     system_prompt: str | None = None
-    """Message of the role `system` before those of each row that has none."""
+    """System message, put before the messages of each row that has none of its own."""
     template_arguments: dict[str, JsonValue] = {}
-    """Arguments of the model's chat template, such as `enable_thinking: false` for Qwen3."""
+    """Arguments for the model's chat template, for example `enable_thinking: false` for Qwen3."""
     date: LocalTime | None = None
-    """Date and time that the chat template takes for now (`strftime_now`), for example `2026-11-26`
-    or `2026-11-26 09:30`. Scorers find it in `REFRAIN_DATE`. Default: the start of the run, which
-    keeps it."""
+    """Date and time that the chat template uses as the current time (`strftime_now`), for example
+    `2026-11-26` or `2026-11-26 09:30`. Scorers find it in `REFRAIN_DATE`. Default: the start of the
+    run; a resumed run keeps it."""
     locale: dict[str, str] | None = None
     """Environment variables `LANG`, `LANGUAGE`, `LC_*` and `TZ` of scorers, for example
-    `{TZ: Europe/Berlin}`. Default: those that the run starts with, which keeps them."""
+    `{TZ: Europe/Berlin}`. Default: those at the start of the run; a resumed run keeps them."""
     max_response_tokens: PositiveInt = 8192
-    """A response is cut here, with finish reason `length`."""
+    """Longest response in tokens. A longer one is cut, with finish reason `length`."""
     shuffle: bool = True
-    """A new order every epoch, drawn from the run's seed."""
+    """Shuffle the prompts anew in every epoch, by the run's seed. Off: the order of the files."""
 
     @property
     def surroundings(self) -> dict[str, str] | None:
-        """Environment variables that scorers see in the place of their machine's own; None: not
-        yet known."""
+        """Environment variables that scorers see instead of their machine's. None: not known
+        yet."""
         if self.date is None or self.locale is None:
             return None
         return {**self.locale, "REFRAIN_DATE": self.date.isoformat()}

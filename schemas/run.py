@@ -1,4 +1,4 @@
-"""Addresses of live runs, for processes that do not drive them."""
+"""Addresses of live runs, for processes that attach to them."""
 
 from pathlib import Path
 
@@ -8,20 +8,20 @@ from schemas.base import Frozen
 
 
 class RunRef(Frozen):
-    """Address of a live run: all that a process needs to attach to it."""
+    """Address of a live run: all that another process needs to attach to it."""
 
     run_dir: Path
     working_dir: Path
-    """Directory that relative paths of the run's config begin at."""
+    """Directory that relative paths in the run's config refer to."""
     ray_address: str
     ray_token: Path | None = None
-    """File with the token of that address, where the run has a Ray of its own."""
+    """File with the token of that address, if the run started its own Ray."""
     ray_namespace: str
-    """Namespace of the run's actors; every process that drives a run has one of its own."""
+    """Namespace of the run's actors. Every process that drives a run has its own."""
     first_version: NonNegativeInt
-    """Policy version that the run was at when the process that drives it began."""
+    """Policy version of the run when its driver process started."""
 
     def version_of(self, step: int, max_staleness: int) -> int:
-        """Policy version that a step is rolled out with: as old as the mode allows, as newer ones
-        come only when the engines have begun already."""
+        """Return the policy version that rolls out a step: the oldest that the mode allows, as
+        newer ones arrive after the engines have begun."""
         return max(self.first_version, step - 1 - max_staleness)

@@ -1,4 +1,4 @@
-"""Drawing of tokens from the policy's distribution."""
+"""Settings of sampling from the policy."""
 
 from pydantic import Field
 
@@ -6,11 +6,11 @@ from schemas.base import Frozen, UnitInterval
 
 
 class SamplingConfig(Frozen):
-    """A distribution's temperature, and how much of it is drawn from."""
+    """Temperature of a distribution, and the part of it that tokens are drawn from."""
 
     temperature: float = Field(default=1.0, ge=0.0)
-    """Divisor of the logits before sampling; 0 takes the likeliest token."""
+    """The logits are divided by this before sampling. 0 takes the most likely token."""
     top_p: UnitInterval = 1.0
-    """Nucleus mass kept before sampling."""
+    """Nucleus sampling: draw from the likeliest tokens that have this share of the probability."""
     top_k: int = Field(default=0, ge=0)
-    """Tokens kept before sampling; 0 keeps all."""
+    """Draw from this many of the most likely tokens. 0 draws from all."""

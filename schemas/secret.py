@@ -1,4 +1,4 @@
-"""Settings that are secrets: whatever records a config has asterisks in their place."""
+"""Settings that are secrets. Records of a config show asterisks in their place."""
 
 import re
 from collections.abc import Mapping
@@ -11,29 +11,29 @@ _CREDENTIALS = re.compile(r"(?<=://).*@")
 
 
 class SecretUrl(Secret[str]):
-    """An address whose credentials, `s3://KEY:SECRET@bucket`, are a secret."""
+    """An address with secret credentials, `s3://KEY:SECRET@bucket`."""
 
     def _display(self) -> str:
         return self.without_credentials(self.get_secret_value())
 
     def without_credentials(self, text: str) -> str:
-        """A text that may show the address, fit to be shown."""
+        """Return the text with the credentials replaced wherever it contains the address."""
         url = self.get_secret_value()
         return text.replace(url, _CREDENTIALS.sub(f"{REDACTED}@", url))
 
 
 def secrets_of(config: BaseModel) -> dict[str, Any]:
-    """Secrets alone, in the clear, in the config's own nesting."""
+    """Return only the secrets, in plain text, nested as in the config."""
     return _revealed(config.model_dump())
 
 
 def fill_in(values: Mapping[str, Any], secrets: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a config, with the secrets where they have been redacted."""
+    """Return the values of a config with secrets in place of the asterisks."""
     return {name: _filled_in(value, secrets.get(name)) for name, value in values.items()}
 
 
 def redacted_settings(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of settings whose values have asterisks instead of a secret."""
+    """Return the dotted names of settings with asterisks in place of a secret."""
     names = []
     for name, value in values.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Settings of a config as its classes declare them: names, values, defaults, what they mean."""
+"""Settings as config classes declare them: names, values, defaults and descriptions."""
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 from schemas.resume import OnResume
 
 _CLOSE = 0.8
-"""Likeness of a name that is meant, at least, of 1."""
+"""Similarity from which a name counts as misspelt, out of 1."""
 _BOUNDS = {
     annotated_types.Gt: (">", "gt"),
     annotated_types.Ge: (">=", "ge"),
@@ -25,21 +25,21 @@ _BOUNDS = {
 
 
 class DeclaredSetting(NamedTuple):
-    """A setting, or a section of them."""
+    """A setting or a section."""
 
     name: str
     """Dotted, as in a config."""
     field: FieldInfo
     is_section: bool
     on_resume: OnResume | None
-    """Whether it may be another one when a run is resumed; None: it is not said."""
+    """Whether it may change when a run is resumed. None: not declared."""
 
 
 def declared_settings(
     kind: type[BaseModel], prefix: str = "", on_resume: OnResume | None = None
 ) -> Iterator[DeclaredSetting]:
-    """All settings of a config in their order, each section before its own. Those of all classes
-    that a section may be of, each once."""
+    """Yield all settings of a config in order, each section before its settings. If a section may
+    have several classes, the settings of all of them follow, each name once."""
     told = set()
     for name, field in kind.model_fields.items():
         said = [one for one in _metadata(field) if isinstance(one, OnResume)]
@@ -54,7 +54,8 @@ def declared_settings(
 
 
 def meant_by(name: str, kind: type[BaseModel]) -> str | None:
-    """The setting that a name which is none is like: written wrongly, or of another section."""
+    """Return the setting that an unknown name probably means: a misspelt one, or one of another
+    section."""
     section, _, last = name.rpartition(".")
     names = [setting.name for setting in declared_settings(kind)]
     own = [one for one in names if one.rpartition(".")[0] == section]
@@ -62,7 +63,8 @@ def meant_by(name: str, kind: type[BaseModel]) -> str | None:
 
 
 def _like(last: str, names: Sequence[str]) -> str | None:
-    """The name whose last part is the likest: nearly the same, or it begins or ends so."""
+    """Return the name whose last part is most similar: nearly the same, or with `last` as one of
+    its words."""
     by_last = {one.rpartition(".")[2]: one for one in reversed(names)}
     close = get_close_matches(last, by_last, 1, _CLOSE)
     longer = [one for one in by_last if f"_{one}_".find(f"_{last}_") >= 0]
@@ -71,13 +73,13 @@ def _like(last: str, names: Sequence[str]) -> str | None:
 
 
 def described_values(field: FieldInfo) -> str:
-    """Values that a setting takes, and their bounds, for people: `int >= 1`."""
+    """Return the values that a setting accepts, with bounds, for people: `int >= 1`."""
     bounds = (_bound(one) for one in _metadata(field))
     return " ".join([_values(field.annotation), *filter(None, bounds)])
 
 
 def described_default(field: FieldInfo) -> str:
-    """Default of a setting as a config has it; empty where it must be given."""
+    """Return the default of a setting as in a config. Empty if the setting is required."""
     if field.default is PydanticUndefined:
         return ""
     value = field.default

@@ -1,4 +1,4 @@
-"""Setting and result of a simulation: small models, times in seconds of virtual time."""
+"""Settings and result of a simulation. Times are seconds of virtual time."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -12,18 +12,18 @@ Mode = Literal["sync", "pipelined"]
 
 
 class ClusterLayout(Frozen):
-    """Equal engines on equal nodes. A layout that no cluster can have is a ValueError."""
+    """Equal engines on equal nodes. Raise ValueError for a layout that no cluster can have."""
 
     num_engines: PositiveInt
     tp_degree: PositiveInt = 1
-    """GPUs of one engine; tensor parallelism stays inside a node."""
+    """GPUs of one engine. Tensor parallelism stays inside a node."""
     gpus_per_node: PositiveInt = 8
     num_gpus: PositiveInt | None = None
-    """GPUs there are; None takes as many nodes as the engines need."""
+    """GPUs of the cluster. None: as many nodes as the engines need."""
     max_num_seqs: PositiveInt = 256
-    """Requests that one engine decodes at a time; the others wait."""
+    """Requests that one engine decodes at the same time. The others wait."""
     max_context_tokens: PositiveInt | None = None
-    """KV-cache capacity of one engine; None is without bound."""
+    """Tokens that the KV cache of one engine holds. None: no limit."""
 
     @model_validator(mode="after")
     def _fits(self) -> "ClusterLayout":
@@ -55,16 +55,15 @@ class SimulatedStep(Frozen):
     step_s: NonNegativeFloat
     """Seconds from the first submission to the last finished rollout."""
     idle_shares: tuple[NonNegativeFloat, ...]
-    """Share of `step_s` in which an engine had nothing to do and waited for the slowest, by
-    engine."""
+    """Share of `step_s` in which an engine was idle and waited for the slowest, by engine."""
     one_left_shares: tuple[NonNegativeFloat, ...]
     """Share of `step_s` in which an engine had exactly one unfinished rollout, by engine."""
     last_alone_share: NonNegativeFloat
     """Share of `step_s` in which all engines together had exactly one unfinished rollout."""
     num_migrated: NonNegativeInt
-    """Times that a rollout left an engine unfinished."""
+    """Times that an unfinished rollout left an engine."""
     num_preempted: NonNegativeInt
-    """Times that a rollout lost its KV cache because its engine's was full."""
+    """Times that a rollout lost its KV cache because its engine's cache was full."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -81,7 +80,7 @@ class SimulatedStep(Frozen):
 
 
 class PolicySetSummary(Frozen):
-    """One policy set over the steps of a trace; shares are weighted by seconds."""
+    """Result of one policy set over the steps of a trace. Shares are weighted by seconds."""
 
     policy_set: str
     steps: tuple[SimulatedStep, ...]
@@ -102,7 +101,7 @@ class PolicySetSummary(Frozen):
 
     @property
     def speedup(self) -> float:
-        """Seconds of the first policy set over seconds of this one."""
+        """Seconds of the first policy set / seconds of this one."""
         return self.first_s / self.seconds
 
     @property
@@ -135,29 +134,29 @@ class PolicySetSummary(Frozen):
 
 
 class PipelinedStep(Frozen):
-    """One of several steps that overlap."""
+    """One of several overlapping steps."""
 
     step: NonNegativeInt
     called_s: NonNegativeFloat
     """Time at which engines could begin it."""
     finished_s: NonNegativeFloat
-    """Time at which its last rollout was there, or deferred."""
+    """Time at which its last rollout was finished or deferred."""
     num_planned: PositiveInt
     num_rollouts: PositiveInt
-    """Samples that it trains on: those planned, without the deferred, with those deferred to it."""
+    """Samples that it trains on: the planned ones without those it deferred, and those deferred to
+    it."""
     num_tokens: PositiveInt
     """Response tokens of these samples."""
     num_migrated: NonNegativeInt
-    """Those of these samples that were planned here and finished on another engine than planned."""
+    """Samples planned in this step that finished on another engine than planned."""
     num_deferred: NonNegativeInt
-    """Samples left to the next step."""
+    """Samples deferred to the next step."""
     staleness: NonNegativeInt
-    """Steps between the version that it trains and the oldest one that generated for it."""
+    """Steps between the version that it trains and the oldest version that generated for it."""
     deferred_staleness: NonNegativeInt
-    """Steps between the version that it trains and the oldest one that generated for a sample
-    deferred to it."""
+    """The same for samples that were deferred to it."""
     mean_staleness: NonNegativeFloat
-    """Mean of that over its samples, the deferred ones included."""
+    """Mean staleness of its samples, including the deferred ones."""
 
 
 class SimulatedPipeline(Frozen):
@@ -166,12 +165,11 @@ class SimulatedPipeline(Frozen):
     configuration: str
     steps: tuple[PipelinedStep, ...]
     measured: tuple[NonNegativeInt, ...]
-    """Steps of the steady state, an equal number of either parity where the number is even."""
+    """Steps of the steady state. If their number is even, as many are odd as even."""
     seconds: PositiveFloat
-    """Seconds from the finish of the step before them to that of the last of them."""
+    """Seconds from the end of the step before the measured ones to the end of the last of them."""
     idle_shares: tuple[NonNegativeFloat, ...]
-    """Share of `seconds` in which an engine had nothing to do or waited for weights to be trained,
-    by engine."""
+    """Share of `seconds` in which an engine was idle or waited for new weights, by engine."""
 
     @property
     def of_window(self) -> tuple[PipelinedStep, ...]:
@@ -195,7 +193,8 @@ class SimulatedPipeline(Frozen):
 
     @property
     def largest_staleness(self) -> int:
-        """Steps between the version trained and the oldest that generated, of any sample."""
+        """Steps between the trained version and the oldest version that generated for any
+        sample."""
         return max(max(step.staleness, step.deferred_staleness) for step in self.of_window)
 
     @property
@@ -207,18 +206,18 @@ class SimulatedPipeline(Frozen):
 
     @property
     def intra_share(self) -> float:
-        """Share of the planned samples that went to another engine in their own step."""
+        """Share of the planned samples that moved to another engine within their step."""
         return self._share(sum(step.num_migrated for step in self.of_window))
 
     @property
     def inter_share(self) -> float:
-        """Share of the planned samples that went to the next step."""
+        """Share of the planned samples that were deferred to the next step."""
         return self._share(sum(step.num_deferred for step in self.of_window))
 
     @property
     def migrated_share(self) -> float:
-        """Share of the planned samples that went elsewhere; each is counted once, so one that was
-        deferred is not in the other share."""
+        """Share of the planned samples that moved or were deferred. A sample counts once: a
+        deferred one is not in `intra_share`."""
         return self.intra_share + self.inter_share
 
     def _share(self, num: int) -> float:
@@ -226,34 +225,34 @@ class SimulatedPipeline(Frozen):
 
 
 class Division(Frozen):
-    """GPUs of a run: engines and trainer have all of them in turn, or each has its own."""
+    """How a run divides its GPUs: engines and trainer take turns on all, or each has its own."""
 
     mode: Mode
     placement: Literal["shared", "split"]
     engine_gpus: PositiveInt
     trainer_gpus: PositiveInt
-    """Those of the engines, where they are shared."""
+    """The engines' GPUs, if they are shared."""
 
 
 class DividedRun(Frozen):
-    """Consecutive steps on GPUs that are divided so."""
+    """Consecutive steps on GPUs that are divided in this way."""
 
     policy_set: str
     division: Division
     num_gpus: PositiveInt
-    """GPUs there are."""
+    """GPUs of the cluster."""
     num_steps: PositiveInt
     num_rollouts: PositiveInt
     seconds: PositiveFloat
-    """Seconds from the trained policy of the step before them to that of the last of them."""
+    """Seconds from the trained policy of the step before these to that of the last of them."""
     rollout_s: NonNegativeFloat
     """Mean seconds of a generation stage."""
     train_s: NonNegativeFloat
-    """Mean seconds of training, until the weights can be taken."""
+    """Mean seconds of training, until the engines can load the weights."""
     idle_share: NonNegativeFloat
     """Share of all GPUs' seconds in which they neither generate nor train."""
     lacks: str = ""
-    """Memory that is too small for it; empty where it fits."""
+    """Memory that is too small for this run; empty if it fits."""
 
     @property
     def step_s(self) -> float:
@@ -261,8 +260,8 @@ class DividedRun(Frozen):
 
     @property
     def between_s(self) -> float:
-        """Seconds of a step in which GPUs change hands or weights their place. A pipelined run has
-        these beside its rollouts."""
+        """Seconds of a step in which GPUs or weights move between engines and trainer. 0 for a
+        pipelined run, which does this beside its rollouts."""
         if self.division.mode == "pipelined":
             return 0.0
         return max(0.0, self.step_s - self.rollout_s - self.train_s)

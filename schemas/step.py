@@ -1,6 +1,6 @@
 """Values that travel between the tasks of one RL step: small models and keys, never token arrays.
 
-The rollouts themselves are rows in the run's DuckDB store, found by (split, step).
+The rollouts themselves are rows in the run's DuckDB store. Their key is (split, step).
 """
 
 from pydantic import NonNegativeFloat, NonNegativeInt
@@ -18,7 +18,7 @@ from schemas.weights import PolicyWeights
 
 
 class HistoryReport(Frozen):
-    """State of the history of earlier rollouts when a step is planned."""
+    """History of earlier rollouts when a step is planned."""
 
     num_prompts: NonNegativeInt
     """Distinct training prompts with at least one finished rollout."""
@@ -26,39 +26,39 @@ class HistoryReport(Frozen):
     num_tokens: NonNegativeInt
     """Response tokens of those rollouts."""
     num_indexed: NonNegativeInt = 0
-    """Prompts of this step that have an index to draft from."""
+    """Prompts of this step that have an index."""
     indexes: LibraryCounts = LibraryCounts()
     wait_s: NonNegativeFloat = 0.0
     """Seconds that the step waited for its indexes."""
 
 
 class PromptGroup(Frozen):
-    """The samples of one prompt, kept on one engine so that they share their prefix."""
+    """The samples of one prompt, on one engine so that they share their prefix."""
 
     prompt_key: str
     engine: NonNegativeInt
     expected_tokens: NonNegativeFloat | None
-    """Median response length of this prompt in its last epoch; None when it was never seen."""
+    """Median response length of this prompt in its last epoch. None for a new prompt."""
     expected_passes: NonNegativeFloat | None = None
-    """Forward passes that a response of that length is expected to take, drafts included; None when
-    the prompt was never seen."""
+    """Forward passes that a response of that length is expected to take, with drafts. None for a
+    new prompt."""
     ranking_group: NonNegativeInt | None = None
-    """Place in `StepPlan.ranking_groups`; None where prompts are not ranked."""
+    """Index in `StepPlan.ranking_groups`. None if prompts are not ranked."""
 
 
 class RankingGroup(Frozen):
-    """Prompts whose responses are expected to take about the same number of forward passes: without
-    drafts, of about the same length (RhymeRL, section 6.2)."""
+    """Prompts whose responses are expected to take about the same number of forward passes; without
+    drafts, to have about the same length (RhymeRL, section 6.2)."""
 
     engines: tuple[NonNegativeInt, ...]
-    """Engines that it is spread over."""
+    """Engines that generate its responses."""
     num_prompts: NonNegativeInt
     representative_tokens: NonNegativeFloat
-    """Mean over its prompts of their expected lengths."""
+    """Mean expected length of its prompts."""
     representative_passes: NonNegativeFloat | None = None
     """Mean over its prompts of the forward passes that a response is expected to take."""
     longest_tokens: NonNegativeInt
-    """Longest response of its prompts in their last epoch."""
+    """Longest response to its prompts in their last epoch."""
 
 
 class SampleName(Frozen):
@@ -81,26 +81,29 @@ class StepPlan(Frozen):
     groups: tuple[PromptGroup, ...]
     """Prompts in order of submission."""
     num_refills: NonNegativeInt = 0
-    """Prompts at the end of `groups` that were drawn in place of those that teach nothing."""
+    """Prompts at the end of `groups` that replace groups which were left out."""
     ranking_groups: tuple[RankingGroup, ...] = ()
-    """Ranking groups from the shortest responses to the longest, in forward passes; none where
-    prompts are not ranked."""
+    """Ranking groups from the fewest forward passes to the most. Empty if prompts are not
+    ranked."""
     expected_s: NonNegativeFloat | None = None
-    """Seconds until the last engine ends, as its responses are expected to be; None where prompts
-    are not placed by that (`engines.histopipe.placement.deal_for_ends`)."""
+    """Predicted seconds until the last engine ends. None if prompts are not placed by predicted
+    ends (`engines.histopipe.placement.deal_for_ends`)."""
     equal_s: NonNegativeFloat | None = None
-    """The same with equal passes on every engine, which is how they are where it is no more."""
+    """Predicted seconds with equal passes on every engine. Prompts are placed this way unless
+    `expected_s` is less."""
     length_growth: NonNegativeFloat | None = None
-    """How much longer than the longest of its ranking group a response may become before it counts
-    as an outlier (alpha of RhymeRL, section 6.3)."""
+    """A response is an outlier when it exceeds the longest of its ranking group by this factor
+    (alpha in RhymeRL, section 6.3)."""
     drafting: DraftSetting | None = None
-    """How its requests begin to be drafted for; None: from history, where that is on."""
+    """Draft setting of new requests. None: draft from history, if that is on."""
     trials: dict[str, int] = {}
-    """Requests that begin with another drafter, by its name, to see how good it is now."""
+    """Number of requests that begin with another drafter, to measure how good it is now; by
+    drafter."""
 
     @property
     def tokens_per_pass(self) -> dict[str, float]:
-        """Tokens that a forward pass is expected to gain, by prompt, where it was seen before."""
+        """Tokens that a forward pass is expected to gain, by prompt. New prompts are not
+        included."""
         return {
             group.prompt_key: group.expected_tokens / group.expected_passes
             for group in self.groups
@@ -113,7 +116,7 @@ class StepPlan(Frozen):
         return len(self.groups) * self.group_size
 
     def refilled(self, batch: "StepPlan") -> "StepPlan":
-        """This plan with the prompts of a further batch."""
+        """Return this plan with the prompts of a further batch."""
         return self.model_copy(
             update={
                 "groups": self.groups + batch.groups,
@@ -123,15 +126,15 @@ class StepPlan(Frozen):
 
 
 class RolloutOutcome(Frozen):
-    """Samples of a rolled-out step that its plan alone does not tell."""
+    """Samples that a rolled-out step received or deferred, as opposed to its plan."""
 
     carried: tuple[SampleName, ...] = ()
-    """Samples left to this step by the one before."""
+    """Samples that the step before deferred to this one."""
     deferred: tuple[SampleName, ...] = ()
-    """Samples left by this step to the next one."""
+    """Samples that this step deferred to the next one."""
 
     def samples(self, plan: StepPlan) -> set[SampleName]:
-        """Everything that the step trains on."""
+        """Return all samples that the step trains on."""
         planned = {
             SampleName(prompt_key=group.prompt_key, sample_index=i)
             for group in plan.groups
@@ -149,16 +152,15 @@ class EngineShare(Frozen):
     busy_s: NonNegativeFloat
     """Seconds with unfinished requests of this stage."""
     idle_s: NonNegativeFloat = 0.0
-    """Seconds with nothing to do, of the batch's `generation_s`."""
+    """Idle seconds within the batch's `generation_s`."""
     num_restarts: NonNegativeInt = 0
     gone: bool = False
-    """Whether it died meanwhile, and the cluster has no place for it any more."""
+    """Whether the engine died and the cluster has no place for a new one."""
     drafting: DraftingCounts = DraftingCounts()
 
     @property
     def rest_s(self) -> float | None:
-        """Seconds of its busy time for prefill and what else is no decoding; None where it is not
-        measured."""
+        """Busy seconds that are not decoding, such as prefill. None if they were not measured."""
         passes_s = self.drafting.decode_s + self.drafting.verify_s
         return max(0.0, self.busy_s - self.drafting.draft_s - passes_s) if passes_s else None
 
@@ -171,7 +173,7 @@ class RolloutBatch(Frozen):
     policy_version: NonNegativeInt
     num_rollouts: NonNegativeInt
     num_refills: NonNegativeInt = 0
-    """Prompts that were drawn in place of those that teach nothing."""
+    """Prompts that replace groups which were left out."""
     num_tokens: NonNegativeInt
     mean_response_tokens: NonNegativeFloat
     max_response_tokens: NonNegativeInt
@@ -183,25 +185,25 @@ class RolloutBatch(Frozen):
     """Forward passes of a request that verified at least one draft token."""
     moves: MoveCounts = MoveCounts()
     switches: SwitchCounts = SwitchCounts()
-    """The run's last ones, to the end of this stage."""
+    """The run's last switches, up to the end of this stage."""
     generation_s: NonNegativeFloat
-    """Seconds to the last rollout from when the first engine began, or the phase before had ended
-    if that was later."""
+    """Seconds until the last rollout. They count from when the first engine began or the phase
+    before ended, whichever is later."""
     bubble_share: NonNegativeFloat = 0.0
-    """Share of the engines' time since the phase before ended in which they had nothing to do: they
-    waited for training, or for each other."""
+    """Share of the engines' time since the end of the phase before in which they were idle: they
+    waited for training or for each other."""
     sync_s: NonNegativeFloat
-    """Longest weight sync of an engine, canary included."""
+    """Longest weight sync of an engine, including the canary."""
     canary_error: NonNegativeFloat | None
-    """Largest mean |trainer - engine| log-probability over the engines; None without a sync."""
+    """Largest mean |trainer - engine| log-probability over the engines. None without a sync."""
     shares: tuple[EngineShare, ...]
     drafted: dict[str, StreamCounts] = {}
     """Counts of each draft model's processes."""
 
     @property
     def speculation(self) -> tuple[float, int]:
-        """Tokens that a request gains in a forward pass, and drafts that the pass verifies, both
-        in the mean."""
+        """Mean tokens that a request gains in a forward pass, and mean drafts that the pass
+        verifies."""
         num_passes = self.num_tokens - self.num_accepted_tokens
         if not num_passes:
             return 1.0, 0
@@ -209,7 +211,7 @@ class RolloutBatch(Frozen):
 
     @property
     def idle_share(self) -> float:
-        """Share of the engines' time while the phase went on in which they had nothing to do."""
+        """Share of the engines' time during the stage in which they were idle."""
         if not self.shares or self.generation_s == 0.0:
             return 0.0
         idle_s = sum(share.idle_s for share in self.shares)
@@ -230,44 +232,45 @@ class RewardedBatch(Frozen):
     best_of_group: float
     """Mean over prompts of the best sample (`best@n`)."""
     parts: dict[str, float] = {}
-    """Means of the numbers that scorers gave beside the score, by name; each over the responses
-    that have it."""
+    """Mean of each further number that scorers returned, by name, over the responses that have
+    it."""
     num_retried: NonNegativeInt = 0
     """Responses that were scored again after a failure (`reward.on_error`)."""
     num_unscored: NonNegativeInt = 0
-    """Responses whose reward is 0 because no score came."""
+    """Responses with reward 0 because they got no score."""
     reward_s: NonNegativeFloat
 
 
 class TrainReport(Frozen):
-    """One training phase: the policy moved from `policy_version - 1` to `policy_version`."""
+    """One training phase, from `policy_version - 1` to `policy_version`."""
 
     step: NonNegativeInt
     policy_version: NonNegativeInt
     num_tokens: NonNegativeInt
     """Response tokens trained on."""
     metrics: dict[str, float]
-    """Loss, clip fraction, entropy, gradient norm ..., under the field's names (`actor/...`)."""
+    """Loss, clip fraction, entropy, gradient norm and so on, under the field's names
+    (`actor/...`)."""
     train_s: NonNegativeFloat
     weights: PolicyWeights
     """Weights of the new version, for the engines."""
 
 
 class StepReport(Frozen):
-    """One finished RL step, as written to the store and to MLflow."""
+    """One finished RL step, as stored and as logged to MLflow."""
 
     step: NonNegativeInt
-    """Steps count from 1; step n trains policy version n - 1 into version n."""
+    """Steps count from 1. Step n trains policy version n - 1 into version n."""
     epoch: NonNegativeInt
     reward_mean: float
     metrics: dict[str, float]
-    """Everything plotted per step, under the names veRL users know."""
+    """All metrics of the step, under the names veRL users know."""
     timing_s: dict[str, float]
     """Wall seconds by phase: history, plan, sync, rollout, reward, train, checkpoint, step."""
     reported_s: NonNegativeFloat = 0.0
     """Unix time."""
     drawn: bool = False
-    """Its pictures are drawn, and what was saved is known."""
+    """Whether its pictures are drawn and its savings known."""
 
 
 class RunSummary(Frozen):
@@ -280,20 +283,20 @@ class RunSummary(Frozen):
     reward_last: float
     """Mean training reward of the last epoch."""
     acceptance_rate_by_epoch: tuple[float | None, ...] = ()
-    """Accepted over drafted tokens; None for an epoch without drafts."""
+    """Accepted / drafted tokens. None for an epoch without drafts."""
     speculation_rate_by_epoch: tuple[float, ...] = ()
     """Share of the response tokens that came from drafts."""
     validation_first: float | None
     validation_last: float | None
     validation_best: float | None = None
     tokens_per_second: NonNegativeFloat
-    """Response tokens over the seconds spent generating."""
+    """Response tokens divided by the seconds spent generating."""
     wall_s: NonNegativeFloat
     timing_s: dict[str, float]
     """Seconds by phase, added up over the steps."""
     missing: tuple[str, ...] = ()
-    """Records that MLflow, Prefect and a copy's place did not take before the run ended, and where
-    they are; sentences."""
+    """Records that MLflow, Prefect or the object store did not receive before the run ended, and
+    where they are; sentences."""
     failures: dict[str, NonNegativeInt] = {}
-    """Failures of the record by kind, in all processes of the run: `record.log` in its directory
-    has each, and none ended it."""
+    """Number of failed records by kind, in all processes of the run; they did not end it.
+    `record.log` in the run's directory lists each."""

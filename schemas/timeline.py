@@ -1,5 +1,5 @@
-"""Timelines: each engine's activities and the moves of requests. Times are seconds of one clock,
-which the giver names."""
+"""Timelines: activities of each engine, and moves of requests. Times are seconds of one clock,
+which the creator of the timeline names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,42 +14,42 @@ from schemas.step import EngineShare
 
 
 class Activity(StrEnum):
-    """One kind of work of an engine; the rest of its time it is idle."""
+    """A kind of work of an engine. The engine is idle the rest of the time."""
 
     ROLLOUT = "rollout"
     """Has unfinished requests."""
     SYNC = "sync"
-    """Takes the weights of a policy version."""
+    """Loads the weights of a policy version."""
     RESTART = "restart"
     SWITCH = "switch"
-    """Takes over GPUs from another layout or from the trainer, or leaves them to the trainer."""
+    """Takes over GPUs from another layout or from the trainer, or hands them to the trainer."""
     PARKED = "parked"
-    """Its GPUs are in another layout: neither work nor idleness of this engine."""
+    """Another layout uses its GPUs. This is neither work nor idle time of the engine."""
     TRAINING = "training"
-    """The trainer has its GPUs: work of theirs."""
+    """The trainer uses its GPUs. This is work of the GPUs."""
 
 
 class MoveKind(StrEnum):
-    """Fate of a request that was moved."""
+    """Kind of a move of a request."""
 
     MIGRATED = "migrated"
     """It left its engine for another one."""
     DEFERRED = "deferred"
     """It left its engine for the next step."""
     RACED = "raced"
-    """It went on, and on another engine too."""
+    """It continued, and another engine started a copy."""
     RESHAPED = "reshaped"
-    """Its engine's GPUs went over to another layout, and it with them."""
+    """Its engine's GPUs switched to another layout and took it along."""
 
 
 def _end(seconds: float | None) -> float:
-    """JSON has no infinity: there it is null."""
+    """Return infinity for null, as JSON has no infinity."""
     return inf if seconds is None else seconds
 
 
 @dataclass(slots=True)
 class Span:
-    """A stretch of one engine's time."""
+    """A period of one engine's time."""
 
     engine: int
     activity: Activity
@@ -57,12 +57,12 @@ class Span:
     """The step, as `split/step`."""
     start_s: float
     end_s: Annotated[float, BeforeValidator(_end)] = inf
-    """End of the stretch; infinite while it goes on."""
+    """End of the period; infinite while it lasts."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRecord:
-    """An unfinished request that went from one engine to another."""
+    """A move of an unfinished request from one engine to another."""
 
     id: RequestId
     from_engine: int
@@ -75,7 +75,7 @@ class MoveRecord:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A stretch of a run: every engine's spans that touch it, and the moves in it."""
+    """A period of a run: all spans of engines that touch it, and the moves in it."""
 
     start_s: float
     end_s: float
@@ -83,19 +83,19 @@ class Timeline:
     spans: tuple[Span, ...]
     moves: tuple[MoveRecord, ...] = ()
     tp_degrees: Mapping[int, int] = field(default_factory=dict)
-    """GPUs of each engine; one where nothing is said."""
+    """GPUs of each engine. Engines that are not listed have one."""
 
     @property
     def window_s(self) -> float:
         return self.end_s - self.start_s
 
     def moves_in_order(self) -> list[MoveRecord]:
-        """Moves in order of time, with `at_s` since the window began."""
+        """Return the moves in order of time, with `at_s` relative to the start of the period."""
         own = (replace(move, at_s=move.at_s - self.start_s) for move in self.moves)
         return sorted(own, key=lambda move: move.at_s)
 
     def seconds(self, engine: int, *activity: Activity) -> float:
-        """Seconds that this engine spent on these activities, within the stretch."""
+        """Return the seconds that this engine spent on these activities within the period."""
         return sum(
             max(0.0, min(span.end_s, self.end_s) - max(span.start_s, self.start_s))
             for span in self.spans
@@ -107,21 +107,21 @@ class Timeline:
 
     @property
     def bubble_share(self) -> float:
-        """Share of the GPUs' time in which they had nothing to do."""
+        """Share of the GPUs' time in which they were idle."""
         gpus = {engine: self.tp_degrees.get(engine, 1) for engine in self.engines}
         whole = sum(n * (self.window_s - self.seconds(e, Activity.PARKED)) for e, n in gpus.items())
         return sum(n * self.idle_s(e) for e, n in gpus.items()) / whole if whole > 0 else 0.0
 
 
 class Technique(StrEnum):
-    """Technique that may make a rollout shorter."""
+    """Technique that may shorten a rollout."""
 
     DRAFTING = "drafting"
     MIGRATION = "migration"
-    """HistoPipe's: a request goes on on another engine."""
+    """HistoPipe: a request continues on another engine."""
     RACING = "racing"
     SWITCHING = "switching"
-    """GPUs go over to another TP degree."""
+    """GPUs switch to another TP degree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +130,14 @@ class Saving:
 
     technique: Technique
     saved_s: float
-    """Seconds longer that the rollout would have taken without it; below 0 it cost time."""
+    """Seconds that the rollout would have taken longer without it. Negative if it cost time."""
     uncertainty_s: float
-    """Error of the same model in seconds, on this very step, |predicted as it was - measured|, and
-    on the passes that were made without drafts."""
+    """Error of the latency model in seconds: |predicted - measured| of this very step as it ran,
+    and of the passes without drafts."""
 
     @property
     def clear(self) -> bool:
-        """Whether the saving can be told from none."""
+        """Whether the saving is larger than its uncertainty."""
         return abs(self.saved_s) >= self.uncertainty_s
 
 
@@ -146,28 +146,29 @@ class Savings:
     """Seconds saved in one step's rollout; see `engines.accounting.savings`."""
 
     measured_s: float
-    """Seconds from the first request's start to the last one's end."""
+    """Seconds from the start of the first request to the end of the last."""
     predicted_s: float | None = None
-    """Seconds of the rollout by the latency model; None where there is none."""
+    """Seconds of the rollout by the latency model. None without a model."""
     source: str = ""
-    """Origin of the latency model, for people."""
+    """Where the latency model comes from, for people."""
     each: tuple[Saving, ...] = ()
-    """Saving of each technique that acted."""
+    """Saving of each technique that was used."""
     unknown: str = ""
-    """Why nothing is known, though something acted, and how to know it: a sentence."""
+    """Why the savings are unknown although a technique was used, and how to measure them: a
+    sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedTimeline:
-    """A timeline as it is kept: its clock means nothing to others."""
+    """A stored timeline. Its clock has no meaning elsewhere, so it comes with the clock's zero."""
 
     timeline: Timeline
     clock_zero_s: float
     """Unix time at which its clock was 0."""
     shares: tuple[EngineShare, ...] = ()
-    """Part of each engine in the step's rollout; none before the step was drawn."""
+    """Part of each engine in the step's rollout. Empty before the step's pictures are drawn."""
     savings: Savings | None = None
-    """Saved seconds; None before the step was drawn, and where no technique acted."""
+    """Saved seconds. None before the step's pictures are drawn, and if no technique was used."""
 
     def unix_s(self, at_s: float) -> float:
         return self.clock_zero_s + at_s

@@ -9,25 +9,24 @@ class Canary:
     """A sequence with the trainer's log-probabilities under one policy version."""
 
     token_ids: tuple[int, ...]
-    """A prompt with one of its responses; at least two tokens."""
+    """A prompt and one of its responses; at least two tokens."""
     trainer_logprobs: tuple[float, ...]
-    """Log-probabilities of tokens 1.. given all before them, at temperature 1, computed in float32;
-    [len(token_ids) - 1]."""
+    """Log-probabilities of tokens 1.. given all earlier tokens, at temperature 1, computed in
+    float32; [len(token_ids) - 1]."""
     rounded_logprobs: tuple[float, ...]
-    """The same, computed by the trainer in the engines' data type."""
+    """The same, but computed in the engines' data type."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsFile:
-    """A safetensors file in the shared memory of one node, with the Hugging Face parameter
-    names."""
+    """A safetensors file in one node's shared memory, with Hugging Face parameter names."""
 
     path: Path
     num_bytes: int
     num_kept: int
-    """Policy versions that are kept on a node, the newest one included."""
+    """Policy versions that a node keeps, including the newest."""
     node_id: str | None = None
-    """Ray's name of the node; None: this machine, whoever asks."""
+    """Ray's id of the node. None: the machine of the process that reads this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +35,16 @@ class PolicyWeights:
 
     policy_version: int
     source: WeightsFile | bytes | None
-    """Content of a safetensors file, or where it is; None for an engine that takes none."""
+    """A safetensors file, or its content. None for an engine that needs no weights."""
     canaries: tuple[Canary, ...]
     """Every engine must reproduce these before it may generate."""
     not_handed: tuple[str, ...] = ()
-    """Engines that were to take them on the trainer's GPUs and did not, and why, one a sentence."""
+    """Engines that should have taken the weights on the trainer's GPUs and did not: one sentence
+    each, with the reason."""
     arrived: float | None = None
-    """Share of the adapters' update that rounding has left; None without adapters, or before they
-    have learnt anything."""
+    """Share of the adapters' update that is left after rounding. None without adapters, or before
+    they have learnt anything."""
     warnings: tuple[str, ...] = ()
     """Sentences for people."""
     long_canaries: tuple[Canary, ...] = ()
-    """Further canaries, of which one is long; none at most syncs (`engines.learn.canaries`)."""
+    """Further canaries, one of them long. Empty at most syncs (`engines.learn.canaries`)."""

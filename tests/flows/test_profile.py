@@ -61,7 +61,7 @@ def refused(*args: str | Path) -> str:
         (["--draft-model", "ngram=nowhere"], "a name of its own, other than histospec and ngram"),
         (["--draft-model", "histospec=nowhere"], "draft_models: Value error, histospec: each"),
         (["--draft-model", "a=b", "--draft-model", "a=c"], "a, a: each needs a name of its own"),
-        (["--draft-model", "a=b", "--windows", ""], "draft_models draft nothing without windows"),
+        (["--draft-model", "a=b", "--windows", ""], "draft_models need windows to draft"),
     ],
 )
 def test_bad_input_is_named_before_anything_starts(tmp_path, args, message):
