@@ -1,9 +1,10 @@
 """Benchmarks of `refrain bench`, one module each.
 
-    PACKAGES                  those on whose versions its figures may depend
-    add_arguments(parser)     its arguments
-    measure(args, console)    figures and rows of its `BenchReport`; progress goes to the console
-    show(report, console)     the same for people
+    PACKAGES                  packages whose versions may change its figures
+    add_arguments(parser)     add its arguments
+    measure(args, console)    return figures and rows of its `BenchReport`; progress goes to the
+                              console
+    show(report, console)     print the report for people
 
-`flows.bench` names the modules and imports them when asked.
+`flows.bench` lists the modules and imports the one that you ask for.
 """

@@ -1,4 +1,4 @@
-"""Bytes that tensor operations copy, counted where they are carried out."""
+"""Count the bytes that tensor operations copy, in torch's dispatcher."""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ from engines.inference.engine.vllm_engine import VLLMEngine
 
 _COPYING = {"aten::copy_", "aten::_to_copy", "aten::clone", "aten::cat"}
 _WORKER = "benchmarks.counting_worker.CountingWorker"
-"""Named, not imported: vLLM is not to be there before its environment is set."""
+"""A name and no import: vLLM must not be imported before its environment is set."""
 
 
 class CopiedBytes(TorchDispatchMode):
-    """Counts, while this lasts, what is copied on this thread: out of files whose path begins so,
-    and otherwise."""
+    """Count the bytes copied on this thread: out of files whose path begins with `path`, and
+    others."""
 
     def __init__(self, path: str = "") -> None:
         super().__init__()
@@ -47,14 +47,14 @@ class CopiedBytes(TorchDispatchMode):
 
 
 def _mapped(path: str) -> list[range]:
-    """Addresses at which this process has mapped such files."""
+    """Return the addresses at which this process has mapped such files."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     found = [line[0].split("-") for line in lines if len(line) > 5 and line[5].startswith(path)]
     return [range(int(first, 16), int(end, 16)) for first, end in found]
 
 
 class CountingEngine(VLLMEngine):
-    """An engine of such workers."""
+    """An engine whose workers count copies."""
 
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         return super()._engine_args(on_cpu) | {"worker_extension_cls": _WORKER}

@@ -1,4 +1,4 @@
-"""CPU cores that a run uses: how busy they are, and cores that some of it have for themselves."""
+"""CPU cores of a run: measure how busy they are, and reserve some for a part of the run."""
 
 import os
 import threading
@@ -11,15 +11,16 @@ import numpy as np
 import psutil
 
 LOOK_S = 2.0
-"""Seconds between two looks at the processes of a run."""
+"""Seconds between two looks at a run's processes."""
 TRAINER = "TrainerActor"
 """Part of the name of a trainer's process."""
 
 
 def halves(whose: str = "a trainer") -> tuple[set[int], set[int]]:
-    """Cores of this process in two halves; the first is the larger one, the second of `whose`.
+    """Return this process's cores in two halves. The first is the larger one, the second is for
+    `whose`.
 
-    Raises ValueError when there is one core.
+    Raise ValueError if there is only one core.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -30,7 +31,7 @@ def halves(whose: str = "a trainer") -> tuple[set[int], set[int]]:
 
 @contextmanager
 def only(cores: set[int]) -> Generator[None]:
-    """Cores that what this thread starts meanwhile may use."""
+    """Restrict processes and threads that this thread starts to these cores, while this lasts."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -40,15 +41,15 @@ def only(cores: set[int]) -> Generator[None]:
 
 
 class CoreWatch:
-    """CPU seconds of a process and all that it has started, over time."""
+    """CPU seconds over time of a process and all its descendants."""
 
     def __init__(self, pid: int, trainer_cores: set[int] | None = None) -> None:
-        """`trainer_cores`: the trainer runs on these alone; None leaves it where it is."""
+        """`trainer_cores`: pin the trainer to these cores. None does not pin it."""
         self._root = psutil.Process(pid)
         self._trainer_cores = trainer_cores
         self._of_process: dict[psutil.Process, float] = {}
         self._seen: list[tuple[float, float]] = []
-        """Unix time, CPU seconds until then."""
+        """Pairs of Unix time and CPU seconds used until then."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="cores")
 
@@ -61,7 +62,7 @@ class CoreWatch:
         self._thread.join()
 
     def used_s(self, start_s: float, end_s: float) -> float:
-        """CPU seconds used between two moments of Unix time."""
+        """Return the CPU seconds used between two Unix times."""
         times_s, used_s = np.array(self._seen).T
         before, after = np.interp([start_s, end_s], times_s, used_s)
         return float(after - before)
@@ -82,7 +83,7 @@ class CoreWatch:
 
 
 def pin(processes: Iterable[psutil.Process], name: str, cores: set[int]) -> int:
-    """Have those with this in their names run on these cores alone; how many they are."""
+    """Pin the processes with this in their names to these cores; return their number."""
     num = 0
     for process in processes:
         with suppress(psutil.NoSuchProcess):

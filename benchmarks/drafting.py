@@ -1,24 +1,24 @@
-"""Drafters and window policies on the responses of a recorded run.
+"""Compare drafters and window policies on the responses of a recorded run.
 
 TRACE is a Parquet trace with token ids, or a run: its refrain.duckdb, its directory, or its name
-under runs/. Every epoch but the first, where there is little to draft from, is generated again in
-lockstep (`benchmarks.lockstep`): a prompt is drafted for from its last earlier group with its
-rewards, a step's rollouts go in batches, in the order of the trace. Compared are
+under runs/. The bench generates every epoch again in lockstep (`benchmarks.lockstep`), except the
+first, which has little to draft from. A prompt's drafts come from its last earlier group and its
+rewards. A step's rollouts go in batches, in the order of the trace. The drafters are:
 
-    none                 decoding alone
+    none                 decoding without drafts
     ngram                vLLM's prompt lookup: 2 to 4 tokens match, 4 are drafted
     arctic               Arctic Inference's suffix decoding at depth 64 and factor 4
     histospec_paper      the history index, matches and windows of the paper (RhymeRL 5.3, 5.4)
     histospec_doubling   the same matches, windows that are doubled and halved
     histospec_fixed      always the longest draft
-    histospec_own        as shipped, from a prompt's own history alone
-    histospec_blind      as shipped, without foreseeing what each sample draws
-    histospec_counts     the same, by counts alone: rewards do not matter
-    histospec            as shipped, from what all prompts share too; with a profile its gate keeps
-                         what pays
+    histospec_own        as shipped, but only from a prompt's own history
+    histospec_blind      as shipped, but without knowing each sample's noise
+    histospec_counts     as blind, but from counts alone: rewards do not matter
+    histospec            as shipped, with the index that all prompts share; with a profile its gate
+                         keeps the drafts that pay
 
-A profile predicts the rollout time of one engine: verifying the mean draft of each pass, and
-drafting it. A drafter that was not profiled takes the draft times of one that was.
+With a profile the bench also predicts the rollout time of one engine: drafting and verifying the
+mean draft of each pass. A drafter that was not profiled gets the draft times of one that was.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -60,7 +60,7 @@ from schemas.rollout import Split
 from tasks.run.run_dir import CONFIG_FILE, read_config
 
 FIRST_EPOCH = 5
-"""First epoch, from 1, that figures are of: from there on history has settled."""
+"""First epoch, from 1, that counts in figures. From there on the history has settled."""
 PACKAGES = ("refrain", "numpy", "numba", PACKAGE)
 RATES = ("acceptance_length", "acceptance_rate", "speculation_rate")
 VARIANTS = {
@@ -69,14 +69,14 @@ VARIANTS = {
     "histospec_counts": {"foresee": False},
     "histospec": {},
 }
-"""Settings of `DraftingConfig` other than the defaults, of drafters that lack a part."""
+"""Settings of `DraftingConfig` that differ from the defaults, for drafters that lack a part."""
 Tallies = Mapping[tuple[str, int], DraftTally]
 """Tallies by drafter and epoch, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Times that a profile predicts, for one TP degree."""
+    """Times that a profile predicts for one TP degree."""
 
     profile: Profile
     tp_degree: int
@@ -97,7 +97,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def add_engine(parser: ArgumentParser) -> None:
-    """Arguments of the engine whose time is predicted."""
+    """Add arguments that describe the engine whose time is predicted."""
     parser.add_argument(
         "--profile", metavar="PATH", help="predict rollout times by it: a profile, or its name"
     )
@@ -125,7 +125,8 @@ def replayed(
     max_rows: int,
     console: Console,
 ) -> Measured:
-    """Epochs, from 1, by all drafters; `seed` of the trace's samples, where it is known."""
+    """Generate these epochs (from 1) with all drafters. `seed`: of the trace's samples, if
+    known."""
     with TemporaryDirectory(prefix="refrain-bench-") as directory:
         epoch_steps = len(np.unique(trace.column("step")[trace.column("epoch") == 0]))
         drafters = _drafters(times, max_rows, Path(directory), epoch_steps)
@@ -169,7 +170,7 @@ def read_times(name: str, tp_degree: int) -> Times:
             f"{path} has no verify and draft points: make a profile without --windows ''"
         )
     latency = WatchedLatency(profile)
-    # Refuses a TP degree that was not profiled before anything is replayed.
+    # This refuses a TP degree that was not profiled, before anything is replayed.
     latency.verify_s(tp_degree, 1, 1.0, 1)
     return Times(profile, tp_degree, latency)
 
@@ -183,26 +184,26 @@ def _read_trace(name: str) -> Trace:
 
 
 def _read_seed(name: str) -> int | None:
-    """Seed of a run; None for a trace, which has none."""
+    """Return the seed of a run; None for a trace, which has no seed."""
     path = find_trace(name)
     is_run = path.suffix == ".duckdb" and (path.parent / CONFIG_FILE).exists()
     return read_config(path.parent).seed if is_run else None
 
 
 def _epochs(text: str | None, trace: Trace) -> list[int]:
-    """Those to generate again, from 1."""
+    """Return the epochs to generate again, from 1."""
     known = (np.unique(trace.column("epoch"))[1:] + 1).tolist()
     if not known:
         raise ValueError(
-            f"{trace.source} has one epoch, and the first has no history to draft from: give a "
-            "trace of at least two"
+            f"{trace.source} has one epoch. Give a trace of at least two: the first has no "
+            "history to draft from"
         )
     if text is None:
         return known
     try:
         wanted = {int(word) for word in text.split(",")}
     except ValueError:
-        raise ValueError(f"--epochs {text!r} is no list of epochs: write, say, 2,5,12") from None
+        raise ValueError(f"--epochs {text!r} must list epochs, for example 2,5,12") from None
     if unknown := sorted(wanted - {1, *known}):
         raise ValueError(
             f"--epochs {text!r}: {trace.source} has no epoch {unknown[0]}; it has 1 to {known[-1]}"
@@ -248,7 +249,7 @@ def _replay(
     seed: int | None,
     console: Console,
 ) -> Tallies:
-    """Every batch by all drafters in turn."""
+    """Generate every batch with all drafters in turn."""
     pass_s = {name: times.of(name) if times else None for name in drafters}
     tallies: defaultdict[tuple[str, int], DraftTally] = defaultdict(DraftTally)
     steps = track(trace.steps, "drafting: step", console=console, transient=True)
@@ -283,7 +284,7 @@ def _batches(
 
 
 def _sample_keys(rows: Trace, seed: int | None) -> dict[str, list[int]]:
-    """Sample keys by prompt key, in the order of the trace; none where the seed is not known."""
+    """Return sample keys by prompt key, in the order of the trace; empty if the seed is unknown."""
     found: defaultdict[str, list[int]] = defaultdict(list)
     columns = ("step", "prompt_key", "sample_index")
     for step, key, index in zip(*(rows.column(c).tolist() for c in columns), strict=True):
@@ -293,7 +294,7 @@ def _sample_keys(rows: Trace, seed: int | None) -> dict[str, list[int]]:
 
 
 def _groups(rows: Trace) -> dict[str, PromptHistory]:
-    """Groups by prompt key, in the order of the trace; a missing reward counts 0."""
+    """Return groups by prompt key, in the order of the trace. A missing reward counts as 0."""
     found: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows.table.to_pylist():
         found[row["prompt_key"]].append(row)
@@ -310,7 +311,7 @@ def _groups(rows: Trace) -> dict[str, PromptHistory]:
 
 
 def _figures(tallies: Tallies, timed: bool) -> dict[str, int | float]:
-    """Over the late epochs, or over all where there are none."""
+    """Return figures over the late epochs; over all if there are no late ones."""
     epochs = sorted({epoch for _, epoch in tallies})
     late = [epoch for epoch in epochs if epoch >= FIRST_EPOCH] or epochs
     figures: dict[str, int | float] = {"first_epoch": late[0], "last_epoch": late[-1]}

@@ -1,14 +1,14 @@
-"""The driver with long responses: is its event loop ever held up, does it hold their tokens?
+"""The driver under long responses: is its event loop ever blocked, does it hold their tokens?
 
-Engines that make up tokens stand in for vLLM, and a reader of the training rows for the trainer;
-all else is real: Ray actors, engines by Ray, coordinator, store, scorer. The step runs twice in one
-driver, first with responses of a few tokens. Of it
+Engines that make up tokens replace vLLM, and a reader of the training rows replaces the trainer.
+Everything else is real: Ray actors, Ray engines, coordinator, store, scorer. The step runs twice in
+one driver, first with responses of a few tokens. Figures of the second run:
 
-    longest_block_ms        the longest time for which the event loop did nothing else
-    longest_block_cpu_ms    the same in CPU time of its thread: without what other processes took
-    driver_bytes_per_token  how much the driver's largest resident set grew with long responses
+    longest_block_ms        the longest time without a turn of the event loop
+    longest_block_cpu_ms    the same in CPU time of its thread, without other processes
+    driver_bytes_per_token  growth of the driver's peak memory for each further response token
 
-On a machine that does something else beside, the first counts what the loop waited for a core.
+On a busy machine, longest_block_ms includes the time in which the loop waits for a core.
 """
 
 import asyncio
@@ -48,9 +48,9 @@ from schemas.weights import PolicyWeights
 PACKAGES = ("refrain", "ray", "duckdb", "pyarrow")
 TINY_TOKENS = 16
 NUM_WORDS = 100
-"""Token ids are below this."""
+"""Upper bound of token ids."""
 _TICK_S = 0.002
-"""The event loop is looked at so often."""
+"""Seconds between two looks at the event loop."""
 _EVENT_S = 0.1
 _FINISHED_AT_ONCE = 8
 _SCORE_EVERY_S = 1.0
@@ -58,7 +58,8 @@ _TIMEOUT_S = 1200.0
 
 
 class StandInEngine(MadeUpEngine):
-    """A `VLLMEngine` for its caller that finishes some requests with each event."""
+    """An engine that looks like `VLLMEngine` to its caller and finishes some requests with each
+    event."""
 
     def __init__(self, index: int, _: EngineConfig) -> None:
         super().__init__(index, NUM_WORDS)
@@ -158,7 +159,7 @@ async def _measure(args: Namespace, directory: Path, console: Console) -> list[R
 
 
 async def _step(path: Path, num_rollouts: int, num_tokens: int) -> Row:
-    """One training step in a store of its own."""
+    """Run one training step in a store of its own; return its row."""
     import ray
 
     from engines.inference.engine.ray_engine import RayEngine
@@ -192,7 +193,7 @@ async def _step(path: Path, num_rollouts: int, num_tokens: int) -> Row:
 async def _rolled_out(
     config: TrainConfig, coordinator: Coordinator, store: StoreClient, scorers: Any, trainer: Any
 ) -> int:
-    """Tokens that were rolled out, scored and read by the trainer."""
+    """Return the number of tokens that were rolled out, scored and read by the trainer."""
     prompts = made_up_prompts(config, NUM_WORDS)
     news = asyncio.Event()
 

@@ -1,8 +1,8 @@
-"""Drafters on a synthetic policy whose entropy is known, at temperature 1.
+"""Compare drafters on a synthetic policy of known entropy, at temperature 1.
 
-The policy is a Markov chain of second order that learns what is rewarded (`benchmarks.synthetic`).
-Its samples are drawn with an engine's noise, and what is compared is what `refrain bench drafting`
-compares: from a trained model a drafter may gain more or less.
+The policy is a Markov chain of second order that learns from rewards (`benchmarks.synthetic`). It
+samples with an engine's noise. The drafters are those of `refrain bench drafting`. On a trained
+model a drafter may gain more or less.
 """
 
 import math

@@ -1,14 +1,15 @@
-"""A long run: does a late step cost what an early one did?
+"""A long run: does a late step cost as much as an early one?
 
-Engines that make up tokens, a trainer and a scorer that do nothing take the place of the real ones;
-tasks, coordinator, store, MLflow and pictures are real, Prefect is left out. Of a stretch of steps
+Engines that make up tokens, and a trainer and a scorer that do nothing, replace the real ones.
+Tasks, coordinator, store, MLflow and pictures are real; Prefect is left out. The bench measures
+stretches of steps:
 
-    query_s          seconds of a step in which the driver waits for the store
-    memory_bytes     resident set of the driver, at the end
-    files            files of the run and of MLflow that a step leaves
-    database_bytes   size of the store's database, at the end; what has left it is beside it
+    query_s          seconds per step in which the driver waits for the store
+    memory_bytes     resident memory of the driver, at the end
+    files            files of the run and of MLflow that a step adds
+    database_bytes   size of the store's database at the end, without what it has archived
 
-and as figures the last stretch over the second one: in the first, libraries are loaded.
+Figures compare the last stretch with the second. The first one loads libraries.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ PACKAGES = ("refrain", "ray", "duckdb", "mlflow")
 MEASURED = ("query_s", "memory_bytes", "files", "database_bytes", "step_s")
 NUM_STRETCHES = 10
 _PACE = 10_000.0
-"""Rollouts a second."""
+"""Rollouts per second."""
 _TIMEOUT_S = 120.0
 """Longest time of a step."""
 
@@ -138,7 +139,8 @@ async def _take_and_draw(live: Any, step: int) -> None:
 
 
 async def take_step(live: Any, step: int) -> tuple[Any, Any]:
-    """The tasks of a step up to the one that draws, without their flow; its report and batch."""
+    """Run the tasks of a step up to the drawing task, without their flow; return its report and
+    batch."""
     from engines.gpus.turns import Role
     from tasks.history import index_history
     from tasks.learn import save_checkpoint, train_policy
@@ -163,7 +165,8 @@ async def take_step(live: Any, step: int) -> tuple[Any, Any]:
 
 
 def _timed(run: Any) -> list[float]:
-    """Let the run's calls to its store add their seconds to the last item of what this returns."""
+    """Measure the run's calls to its store. Each adds its seconds to the last item of the returned
+    list."""
     seconds: list[float] = []
 
     def timed(call: Any) -> Any:

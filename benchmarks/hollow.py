@@ -1,7 +1,7 @@
-"""A run whose engines, trainer and scorer do nothing but keep time; all the rest is real.
+"""A run whose engines, trainer and scorer only keep time. Everything else is real.
 
 real    flow, tasks, coordinator, store, MLflow, Prefect's pages, pictures
-hollow  engines yield rollouts at a steady pace, training and scoring take no time
+hollow  engines finish rollouts at a steady pace, training and scoring take no time
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class HollowEngine(MadeUpEngine):
         self._last_s = 0.0
         self._owed = 0.0
         self.ended_s = 0.0
-        """Moment at which it had nothing left, by `time.perf_counter`."""
+        """Time at which its queue became empty, by `time.perf_counter`."""
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         await super().submit(requests)
@@ -133,7 +133,7 @@ class HollowTokenizer:
 
 
 class Silence:
-    """A run's progress that nobody watches."""
+    """Progress of a run that nobody watches."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -159,7 +159,7 @@ async def hollow_run(
     rollouts_per_s: float,
     tracking_uri: str | None,
 ) -> AsyncGenerator[tuple[LiveRun, list[HollowEngine]]]:
-    """A run that this process alone can find, whose tasks find it while this lasts."""
+    """Yield a run of this process, and its engines. Tasks can find the run while this lasts."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     engines: Any = [HollowEngine(i, rollouts_per_s / NUM_ENGINES) for i in range(NUM_ENGINES)]
     ref = RunRef(
@@ -204,7 +204,7 @@ async def hollow_run(
 
 
 def _inputs(config: TrainConfig, num_steps: int) -> Inputs:
-    """The same prompts in every step, an epoch each."""
+    """Return inputs with the same prompts in every step, one step per epoch."""
     prompts = made_up_prompts(config, _NUM_WORDS)
     loader = PromptLoader(
         list(prompts),

@@ -1,5 +1,5 @@
-"""Long responses that go on at another engine in the middle, for the benches of what that takes:
-requests, laps, and what their rows have in common."""
+"""Long responses that move to another engine halfway: requests, laps and row contents for the
+benches that measure such moves."""
 
 import asyncio
 import random
@@ -25,11 +25,11 @@ from schemas.weights import PolicyWeights
 
 _RESPONSE_TOKENS = 96
 _TAKEN_AT = 32
-"""Response tokens of all that are unfinished when they are taken out."""
+"""Response tokens of all unfinished requests when they move."""
 _TOKENIZER = Path("infra/demo/model")
 Finished = dict[RequestId, Rollout]
 Work = dict[int, list[RolloutRequest]]
-"""Requests by the tokens of their prompts."""
+"""Requests by the number of prompt tokens."""
 
 
 def add_arguments(parser: ArgumentParser, num_responses: int) -> None:
@@ -54,12 +54,12 @@ def add_arguments(parser: ArgumentParser, num_responses: int) -> None:
 def _tokens(text: str) -> tuple[int, ...]:
     given = tuple(int(number) for number in text.split(",") if number.strip().isdigit())
     if not given or min(given) < 1 or len(given) != text.count(",") + 1:
-        raise ArgumentTypeError(f"{text!r} is no list of token counts: write, say, 512,2048")
+        raise ArgumentTypeError(f"{text!r} must list token counts, for example 512,2048")
     return given
 
 
 def config_of(args: Namespace, directory: Path) -> TrainConfig:
-    """The config that is given, or one of a model that is made in the directory."""
+    """Return the given config, or one for a model that is made in the directory."""
     config = load_config(args.config or _TOKENIZER.parent / "train.yaml")
     if args.config is None:
         model = config.model.model_copy(update={"path": _make_model(directory)})
@@ -97,14 +97,14 @@ def two_engines(config: TrainConfig) -> Wanted:
 
 
 def work_of(config: TrainConfig, args: Namespace) -> tuple[Work, PolicyWeights]:
-    """Requests, and the weights that engines take."""
+    """Return requests, and the weights for the engines."""
     work = {context: _requests(config, context, args.responses) for context in args.contexts}
     canaries = [request.prompt_token_ids[:64] for request in work[max(work)][:4]]
     return work, one_step.first_weights(config, canaries)
 
 
 def _requests(config: TrainConfig, context: int, num: int) -> list[RolloutRequest]:
-    """Requests of a prompt each, which begin differently."""
+    """Return one request for each of several prompts that begin differently."""
     from transformers import AutoConfig
 
     drawn = random.Random(context)
@@ -127,8 +127,8 @@ async def laps_of(
     num_laps: int,
     console: Console,
 ) -> list[Row]:
-    """Rows of every mode with every context, in laps. One more at first, which does not count:
-    memory is taken then."""
+    """Return the rows of every mode with every context, lap by lap. A first lap does not count:
+    memory is allocated then."""
     rows = []
     for lap in range(num_laps + 1):
         for context, requests in work.items():
@@ -140,7 +140,8 @@ async def laps_of(
 
 
 def one_token_of(requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
-    """Each to its next token: nobody tells when a response that goes on has its first."""
+    """Limit each request to its next token: engines do not report when a moved response gets its
+    first."""
     return [replace(r, max_response_tokens=num_response_tokens(r) + 1) for r in requests]
 
 
@@ -154,8 +155,8 @@ def compared(finished: Sequence[Finished], expected: Finished) -> Row:
 
 
 def contexts_of(requests: Sequence[RolloutRequest], first: Finished) -> Row:
-    """Tokens of the requests where they went on, and how many were not computed there; `first`:
-    their next tokens."""
+    """Return the tokens of the requests on their new engine, and how many of them it did not
+    compute. `first`: the next token of each."""
     num_tokens = sum(len(r.prompt_token_ids) + num_response_tokens(r) for r in requests)
     num_cached = sum(rollout.num_cached_tokens for rollout in first.values())
     return {"context_tokens": num_tokens, "cached_share": num_cached / num_tokens}
@@ -167,7 +168,7 @@ async def generate(engine: RayEngine, requests: Sequence[RolloutRequest]) -> Fin
 
 
 async def until_begun(engine: RayEngine, requests: Sequence[RolloutRequest]) -> None:
-    """Events come together, too late for this."""
+    """Wait until all requests have `_TAKEN_AT` tokens. Events would report it too late."""
     ids = [request.id for request in requests]
     while min(map(num_response_tokens, await engine.copy(ids)), default=_TAKEN_AT) < _TAKEN_AT:
         await asyncio.sleep(0.02)
@@ -183,7 +184,7 @@ async def finish(engine: RayEngine, num: int) -> Finished:
 
 
 def identical_shares(rows: Sequence[Row], modes: Sequence[str]) -> dict[str, float]:
-    """Sequences that are as expected, of all, by mode."""
+    """Return the share of sequences with the expected tokens, by mode."""
     of_mode = {mode: rows_with(rows, mode=mode) for mode in modes}
     return {
         f"identical_{mode}": sum(row["num_identical"] for row in own)

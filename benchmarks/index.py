@@ -1,18 +1,19 @@
-"""The history index beside Arctic Inference's suffix trees: build, size, drafts.
+"""Compare the history index with Arctic Inference's suffix trees: build time, size, drafts.
 
-One prompt with 16 responses of 16k tokens, each made from the one before by copying spans and
-changing tokens, as successive samples of one prompt repeat each other. One core, both in turn,
-medians; compilation is left out. Arctic Inference is fed as its API is: a response grows the tree
-that all requests share and its request's own. Its bytes are its own estimate, of the shared tree
-alone; the growth of the process agrees with it within a few percent.
+The data is one prompt with 16 responses of 16k tokens. Each response copies spans of the one before
+and changes tokens, as successive samples of one prompt repeat each other. Both subjects run in turn
+on one core. Figures are medians, without compilation. Arctic Inference is fed as its API demands: a
+response extends the tree that all requests share and the tree of its own request. Its bytes are its
+own estimate for the shared tree; the growth of the process agrees within a few percent.
 
-"refrain, shared" drafts all rows from the prompt's index and then from a full one of what prompts
-share (`drafting.shared_tokens`: 1 M tokens); one of its files is built.
+"refrain, shared" drafts all rows first from the prompt's index, then from a full index that all
+prompts share (`drafting.shared_tokens`: 1 M tokens). Its build time is that of one of the index's
+files.
 
-"refrain, cold" is the prompt's index as it is kept without room: compressed, and made whole again.
+"refrain, cold" is the prompt's index when disk space is short: compressed, then decompressed.
 
-Then a library of as many prompts as a large data set has, whose indexes are small: prompts of 16
-responses of 48 tokens are added to it one by one.
+Finally the bench adds prompts, each with 16 responses of 48 tokens, to a library that already has
+as many prompts as a large data set. It adds them one by one.
 """
 
 import tempfile
@@ -49,10 +50,10 @@ NUM_RESPONSES, RESPONSE_TOKENS, VOCAB_SIZE = 16, 16_384, 32_000
 ROWS, CONTEXT_TOKENS, WINDOW = 256, 64, 8
 SIZES = index_sizes(DraftingConfig())
 SHARED_FILES, SHARED_PROMPTS = 4, 1
-"""Files of the shared index when it is full, and prompts of one."""
+"""Files of the full shared index, and prompts in each file."""
 NUM_PROMPTS, ADDED_PROMPTS, ADDED_TOKENS = 230_000, 200, 48
-"""Prompts of the library, of which RhymeRL's data set has as many; those added, and tokens of each
-of their responses."""
+"""Prompts in the library (as many as in RhymeRL's data set), prompts added to it, and tokens of
+each of their responses."""
 LIBRARY, COLD = "a library of many", "refrain, cold"
 FIGURES = ("build_tokens_per_s", "bytes_per_token", "draft_256_rows_ms")
 PACKAGES = ("refrain", "numba", "numpy", PACKAGE)
@@ -115,8 +116,7 @@ def show(report: BenchReport, console: Console) -> None:
 
 
 def compress_and_restore(index: HistoryIndex, repeats: int) -> Measured:
-    """Each time from the file of an index to that of a compressed one, and back until it is
-    checked."""
+    """Compress an index file `repeats` times, and decompress it until it is checked."""
     with tempfile.TemporaryDirectory(prefix="refrain-bench-") as name:
         whole, cold = index_path(Path(name), "0"), cold_path(Path(name), "0")
         write_index(index, "0", whole)
@@ -132,7 +132,7 @@ def compress_and_restore(index: HistoryIndex, repeats: int) -> Measured:
 
 
 def add_to_many(num_prompts: int) -> list[Row]:
-    """A row for each prompt that is added to a library of so many."""
+    """Add prompts to a library of `num_prompts`; return a row for each."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCAB_SIZE, (ADDED_PROMPTS, NUM_RESPONSES, ADDED_TOKENS))
     rewards = [float(i % 2) for i in range(NUM_RESPONSES)]
@@ -143,13 +143,13 @@ def add_to_many(num_prompts: int) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="refrain-bench-") as name:
         fill(Path(name), num_prompts)
         library = IndexLibrary(Path(name), DraftingConfig())
-        library.add(histories[:1])  # Compiled code is loaded.
+        library.add(histories[:1])  # Load compiled code before timing.
         added_s = [seconds(lambda it=it: library.add([it])) for it in histories]
     return [{"index": LIBRARY, "repeat": i, "add_s": add_s} for i, add_s in enumerate(added_s)]
 
 
 def fill(directory: Path, num_prompts: int) -> None:
-    """Indexes of prompts that nobody asks for: one of them, again and again."""
+    """Write indexes of prompts that are never used: the same file under many names."""
     first = index_path(directory, f"{0:032x}")
     write_index(build_index([1], [[2]], [1.0]), "0", first)
     content = first.read_bytes()
@@ -170,7 +170,7 @@ def _figures(num_tokens: int, num_bytes: int, rows: list[Row]) -> dict[str, floa
 
 
 def similar_responses(rng: np.random.Generator) -> list[np.ndarray]:
-    """Each has about 70 % of its tokens in spans of the one before."""
+    """Return responses that have about 70 % of their tokens in spans of the one before."""
     responses = [rng.integers(0, VOCAB_SIZE, RESPONSE_TOKENS, dtype=np.int32)]
     while len(responses) < NUM_RESPONSES:
         parts, size = [], 0
@@ -185,7 +185,8 @@ def similar_responses(rng: np.random.Generator) -> list[np.ndarray]:
 
 
 def contexts_of(responses: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
-    """int32 [ROWS, 64]: half of them end inside a response, half in a token that is new there."""
+    """Return int32 [ROWS, 64]: half of the rows end inside a response, half in a token that is new
+    there."""
     rows = np.empty((ROWS, CONTEXT_TOKENS), np.int32)
     for i in range(ROWS):
         response = responses[int(rng.integers(NUM_RESPONSES))]
@@ -218,7 +219,7 @@ class Ours:
 
 
 class SharedByAll(Ours):
-    """One file has the prompt's responses among others'."""
+    """A shared index with several files. One file has the prompt's responses among others."""
 
     def __init__(self, responses: list[np.ndarray], contexts: np.ndarray) -> None:
         super().__init__(responses, contexts)
@@ -242,7 +243,8 @@ class SharedByAll(Ours):
 
 
 class ArcticTrees:
-    """A call for each row, as its API has it, with its default least probability of a token."""
+    """Arctic Inference with one call per row, as its API has it, and its default minimum
+    probability."""
 
     def __init__(self, cache_class: Any, responses: list[np.ndarray], contexts: np.ndarray) -> None:
         self.num_tokens = sum(map(len, responses))

@@ -12,23 +12,23 @@ T = TypeVar("T")
 
 
 def check_counts(args: Namespace, *names: str) -> None:
-    """Raises ValueError for an argument below 1."""
+    """Raise ValueError for an argument below 1."""
     for name in names:
         if (value := getattr(args, name)) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: give at least 1")
 
 
 def in_turn(names: Sequence[T], lap: int) -> list[T]:
-    """The same ones, in each lap another one first."""
+    """Return the names in rotated order: each lap begins with another one."""
     first = lap % len(names)
     return [*names[first:], *names[:first]]
 
 
 def rows_with(rows: Sequence[Row], **values: Any) -> list[Row]:
-    """Rows that have these values."""
+    """Return the rows that have these values."""
     return [row for row in rows if values.items() <= row.items()]
 
 
 def median_of(rows: Sequence[Row], column: str, **values: Any) -> float:
-    """Median over the rows that have these values."""
+    """Return the median of a column over the rows that have these values."""
     return median(row[column] for row in rows_with(rows, **values))

@@ -1,12 +1,12 @@
-"""Every algorithm over several seeds, and pipelined runs against synchronous ones.
+"""Train with every algorithm over several seeds, and compare pipelined runs with synchronous ones.
 
     refrain bench learning --json benchmarks/baselines/learning.json
 
 Each run is `refrain train infra/demo/train.yaml` for a few epochs. Does the share of right answers
-to held-out prompts rise with every `algorithm.type`, and does a run that is one step off-policy
-learn as well as one on-policy? The latter is told by the mean over seeds of the difference between
-the two, with its 95 % confidence interval (Student's t, paired by seed). Runs that are whole under
-`--runs-dir` are read, not made again.
+to held-out prompts rise with every `algorithm.type`? Does a run that is one step off-policy learn
+as well as an on-policy run? The second answer is the mean difference between the two over seeds,
+with its 95 % confidence interval (Student's t, paired by seed). Complete runs under `--runs-dir`
+are read and not repeated.
 """
 
 import json
@@ -58,7 +58,8 @@ def measure(args: Namespace, console: Console) -> Measured:
 
 
 def planned(seeds: int, pipelined_seeds: int) -> list[tuple[str, str, int]]:
-    """Algorithm, mode and seed of each run: seed by seed, that what is there early is of all."""
+    """Return algorithm, mode and seed of each run, seed by seed: early results then cover
+    everything."""
     kinds = get_args(AlgorithmType)
     algorithms = [(kind, "sync", seed) for seed in range(seeds) for kind in kinds]
     modes = [(COMPARED, mode, seed) for seed in range(pipelined_seeds) for mode in MODES]
@@ -66,7 +67,7 @@ def planned(seeds: int, pipelined_seeds: int) -> list[tuple[str, str, int]]:
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:
-    """Least rise of each algorithm, and what pipelined runs lose or gain."""
+    """Return the smallest rise of each algorithm, and how pipelined runs compare."""
     found: dict[str, float] = {}
     for kind in dict.fromkeys(row["algorithm"] for row in rows):
         of_kind = rows_with(rows, algorithm=kind, mode="sync")
@@ -87,7 +88,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Bounds of the mean by Student's t; of one value everything is possible."""
+    """Return the confidence bounds of the mean by Student's t; infinite for a single value."""
     if len(values) < 2:
         return -math.inf, math.inf
     half = stats.t.ppf((1 + confidence) / 2, len(values) - 1) * stdev(values)

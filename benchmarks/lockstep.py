@@ -1,8 +1,8 @@
-"""Known responses generated again in lockstep, by any drafter.
+"""Generate known responses again in lockstep, with any drafter.
 
-Sampling is exact, so a draft token would have been accepted exactly when it is the token that was
-generated there. Every pass drafts for all unfinished rows, verifies, and yields one token more for
-each than it accepts, as in `engines.histospec.replay`.
+Sampling is exact. So a draft token would have been accepted exactly if it is the token that was
+generated there. Every pass drafts for all unfinished rows and verifies the drafts. It yields the
+accepted tokens and one more for each row, as in `engines.histospec.replay`.
 """
 
 import time
@@ -24,13 +24,13 @@ class Batch:
     prompts: Mapping[str, np.ndarray]
     """Prompts by key; int32 [tokens]."""
     keys: Sequence[str]
-    """Prompt of each row."""
+    """Prompt key of each row."""
     responses: Sequence[np.ndarray]
     """Response of each row; int32 [tokens]."""
     history: Mapping[str, PromptHistory]
     """Last earlier group of each prompt that has one."""
     sample_keys: Sequence[int] = ()
-    """Key of the noise that each row was drawn with, where it is known."""
+    """Key of the noise of each row, if known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,34 +38,35 @@ class Rows:
     """The unfinished rows of a batch before a pass."""
 
     live: np.ndarray
-    """int64 [rows]: which rows of the batch."""
+    """int64 [rows]: index of each row in the batch."""
     token_ids: np.ndarray
-    """int32 [rows, any]: prompt and response; what is not generated yet is there too."""
+    """int32 [rows, any]: prompt and response, including tokens that are not generated yet."""
     num_tokens: np.ndarray
-    """int32 [rows]: prompt and response so far."""
+    """int32 [rows]: tokens of the prompt and of the response so far."""
     room: np.ndarray
-    """int32 [rows]: tokens worth drafting, as the pass itself yields one."""
+    """int32 [rows]: longest useful draft, as the pass itself yields one token."""
 
 
 class LockstepDrafter:
-    """Decoding alone; the others draft."""
+    """Decoding without drafts, and the base class of drafters."""
 
     cap = 1
     """Longest draft, in tokens."""
 
     def begin(self, batch: Batch, ends: np.ndarray) -> None:
-        """Rows end at `ends`, int32 [rows of the batch], prompts included."""
+        """Begin a batch. Rows end at `ends`, int32 [rows of the batch], including prompts."""
 
     def draft(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [rows, cap] drafts, filled from the left, and int32 [rows] how many."""
+        """Return drafts, int32 [rows, cap], filled from the left, and their lengths, int32
+        [rows]."""
         num_rows = len(rows.live)
         return np.zeros((num_rows, self.cap), np.int32), np.zeros(num_rows, np.int32)
 
     def learn(self, groups: Sequence[PromptHistory]) -> None:
-        """Take in the groups of a step that has ended."""
+        """Add the groups of a finished step."""
 
     def observe(self, rows: Rows, num_accepted: np.ndarray) -> None:
-        """Learn how many of the tokens drafted last were accepted, int32 [rows]."""
+        """Learn how many tokens of the last drafts were accepted, int32 [rows]."""
 
 
 @dataclass(slots=True)
@@ -79,16 +80,16 @@ class DraftTally:
     rollout_s: float = 0.0
     """Predicted seconds of one engine; 0 without a latency model."""
     draft_s: float = 0.0
-    """Seconds that drafting took here, building what is drafted from left out."""
+    """Seconds spent drafting here, without building indexes."""
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per forward pass; 1 without drafting."""
+        """Tokens per forward pass; 1 without drafts."""
         return 1.0 + self.num_accepted / max(1, self.num_passes)
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens; 0 when nothing was drafted."""
+        """Accepted / drafted tokens; 0 without drafts."""
         return self.num_accepted / max(1, self.num_drafted)
 
     @property
@@ -102,9 +103,9 @@ class DraftTally:
 
 @dataclass(slots=True)
 class PassTime:
-    """Predicted seconds of a pass: verifying the mean draft of its rows, and drafting it.
+    """Predicted seconds of a pass: drafting and verifying the mean draft of its rows.
 
-    Between whole windows time is linear. One drafter's draft times stand for all drafters.
+    Times between whole windows are interpolated. One drafter's draft times hold for all drafters.
     """
 
     latency: Latency

@@ -1,10 +1,10 @@
-"""Memory of a trainer rank, without a GPU: what FSDP2's memory tracker counts, and the plan's
-arithmetic beside it.
+"""Memory of a trainer rank, without a GPU: FSDP2's memory tracker against the plan's arithmetic.
 
-Models of 8B on 4 ranks and of 32B on 16, a sample of 1K + 8K tokens a micro-batch, bf16,
-gradient checkpointing: `peak_8b_4_ranks_gb` and `peak_32b_16_ranks_gb` are tensors alive at the
-peak of a step, in 10^9 bytes; `planned_over_tracked_*` is what `engines.learn.footprint` says of
-the same. The CUDA context, NCCL and what an allocator cannot use come on top: the plan has them.
+The models have 8B parameters on 4 ranks and 32B on 16. A micro-batch is one sample of 1K + 8K
+tokens, in bf16 with gradient checkpointing. `peak_8b_4_ranks_gb` and `peak_32b_16_ranks_gb` are the
+bytes of live tensors at the peak of a step, in units of 10^9. `planned_over_tracked_*` is the
+prediction of `engines.learn.footprint`, divided by that. The CUDA context, NCCL and the allocator's
+unusable memory come on top; the plan includes them.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -22,7 +22,7 @@ from schemas.bench import BenchReport
 PACKAGES = ("refrain", "torch", "transformers")
 PROMPT_TOKENS, RESPONSE_TOKENS = 1024, 8192
 CASES = {"8b": ("Qwen3-8B", 4), "32b": ("Qwen3-32B", 16)}
-"""Model and ranks, by the name in the figures."""
+"""Model and number of ranks, by the name in the figures."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def measure(args: Namespace, console: Console) -> Measured:
 
 
 def compare(shape: ModelShape, num_ranks: int, gradient_checkpointing: bool) -> Row:
-    """Tracked and planned bytes of a rank."""
+    """Return tracked and planned bytes of a rank."""
     from benchmarks.tracked import track_peak
 
     lengths = (PROMPT_TOKENS, RESPONSE_TOKENS)
@@ -63,7 +63,7 @@ def compare(shape: ModelShape, num_ranks: int, gradient_checkpointing: bool) -> 
 
 
 def qwen3_config(shape: ModelShape) -> dict[str, Any]:
-    """Content of a `config.json` of this shape."""
+    """Return the content of a `config.json` of this shape."""
     return {
         "model_type": "qwen3",
         "num_hidden_layers": shape.num_layers,

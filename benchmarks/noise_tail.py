@@ -1,4 +1,4 @@
-"""The largest of very many draws of noise."""
+"""The largest noise in a huge number of draws."""
 
 import math
 
@@ -9,13 +9,14 @@ from engines.inference.sampling.cpu import gumbel, philox, stream_of
 
 _DRAWS_OF_KEY = 2**18
 _SMALL = np.uint64(2**20)
-"""First words below are of large noise; of the others it need not be made."""
+"""A first word below this gives large noise. Noise of other words need not be computed."""
 
 
 def tail(num_draws: int, num_expected: int) -> tuple[int, float]:
-    """How much noise is beyond that of which so many draws have `num_expected`; the largest.
+    """Return how many draws exceed the noise that `num_expected` of them should exceed, and the
+    largest noise.
 
-    Keys, positions and token ids follow each other, as those of a batch do.
+    Keys, positions and token ids are consecutive, as in a batch.
     """
     beyond = -math.log(-math.log1p(-num_expected / num_draws))
     return _tail(num_draws // _DRAWS_OF_KEY, beyond)

@@ -29,7 +29,7 @@ _COUNTS = ("num_draft_tokens", "num_accepted_tokens", "num_verifications")
 
 @dataclass(frozen=True)
 class Lap:
-    """The step rolled out once."""
+    """One rollout of the step."""
 
     seconds: float
     rollouts: Sequence[Rollout]
@@ -41,14 +41,14 @@ class Lap:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Tokens in all, and of drafts; verifications."""
+        """Number of tokens, of draft tokens, and of verifications."""
         generated = [rollout.generated for rollout in self.rollouts]
         sums = {name: sum(getattr(one, name) for one in generated) for name in _COUNTS}
         return {"num_tokens": sum(rollout.num_tokens for rollout in self.rollouts), **sums}
 
 
 def add_arguments(parser: ArgumentParser, config: str) -> None:
-    """CONFIG, with this default, --prompts and --laps."""
+    """Add CONFIG with this default, --prompts and --laps."""
     add_config(parser, config)
     parser.add_argument("--prompts", type=int, default=32, metavar="N", help="[default: 32]")
     parser.add_argument("--laps", type=int, default=3, metavar="N", help="of each [default: 3]")
@@ -66,7 +66,7 @@ def add_config(parser: ArgumentParser, config: str) -> None:
 
 
 def first_weights(config: TrainConfig, canaries: Sequence[Sequence[int]]) -> PolicyWeights:
-    """Weights of version 0, with canaries of these tokens."""
+    """Return the weights of version 0, with canaries of these tokens."""
     from engines.learn.learner import Learner
 
     learner = Learner(config)
@@ -75,7 +75,7 @@ def first_weights(config: TrainConfig, canaries: Sequence[Sequence[int]]) -> Pol
 
 
 def first_step(config: TrainConfig, num_prompts: int) -> tuple[PolicyWeights, list[RolloutRequest]]:
-    """Weights of version 0, with canaries, and a group of each of the first prompts."""
+    """Return the weights of version 0 with canaries, and a group for each of the first prompts."""
     from tasks.run.preflight import read_inputs
 
     prompts = read_inputs(config).datasets[Split.TRAIN].prompts[:num_prompts]
@@ -86,7 +86,7 @@ def first_step(config: TrainConfig, num_prompts: int) -> tuple[PolicyWeights, li
 def step_requests(
     config: TrainConfig, prompts: Iterable[Prompt], step: int = 1
 ) -> list[RolloutRequest]:
-    """A group of each prompt."""
+    """Return a group of requests for each prompt."""
     return [
         RolloutRequest(
             id=RequestId(Split.TRAIN, step, prompt.key, i),
@@ -105,7 +105,7 @@ async def roll_out(
     assignments: Sequence[tuple[int, RolloutRequest]],
     on_progress: OnProgress | None = None,
 ) -> Lap:
-    """Roll out with empty prefix caches; loading the weights does not count."""
+    """Roll out with empty prefix caches. The time for loading weights does not count."""
     await coordinator.load_weights(weights)
     told: list[FinishedRollout] = []
 
@@ -119,7 +119,8 @@ async def roll_out(
 
 
 async def fetch(finished: Sequence[FinishedRollout]) -> list[Rollout]:
-    """The same rollouts in the same order; their requests lack the key of the noise."""
+    """Return the same rollouts with their tokens, in order. Their requests lack the key of the
+    noise."""
     tables = {id(rollout.rows): rollout.rows for rollout in finished}
     rows = {key: (await reference).to_pylist() for key, reference in tables.items()}
     return [_fetched(rollout, rows[id(rollout.rows)][rollout.row]) for rollout in finished]

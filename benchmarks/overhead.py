@@ -1,20 +1,20 @@
-"""Orchestration: what a step takes beyond generating, scoring and training.
+"""Orchestration: how long a step takes besides generating, scoring and training.
 
-A run is taken through its steps with everything real but engines, trainer and scorer
-(`benchmarks.hollow`): flow, tasks, coordinator, store, pages and pictures, with servers of Prefect
-and MLflow on this machine, each on SQLite. The overhead of a step is the time from the end of the
-step before to its own, less the time in which engines generate. Of it
+The bench runs steps with everything real except engines, trainer and scorer (`benchmarks.hollow`):
+flow, tasks, coordinator, store, pages and pictures. Servers of Prefect and MLflow run on this
+machine, each on SQLite. The overhead of a step is the time from the end of the step before to its
+own end, minus the time in which engines generate. Its parts are
 
     prefect       the same flow with tasks that do nothing
     duckdb        calls to the store
     mlflow        calls that log something
 
-and beside it, while the next step is on its way
+The bench also measures work that runs beside the next step:
 
     timeline      drawing
     delivery      delivering to MLflow and Prefect
 
-The first step of a size warms up and does not count; the others count by their median.
+The first step of a size is a warm-up. Figures are medians of the others.
 """
 
 import asyncio
@@ -42,20 +42,21 @@ from schemas.bench import BenchReport
 SIZES = (64, 1024, 8192)
 PACKAGES = ("refrain", "prefect", "mlflow", "duckdb", "ray")
 PARTS = ("prefect_s", "duckdb_s", "mlflow_s", "rest_s")
-"""Their sum is the overhead."""
+"""Parts of the overhead, which add up to it."""
 BESIDE = ("timeline_s", "delivery_s")
-"""Beside whatever the run does."""
+"""Parts that run beside the next step."""
 _COLUMNS = ("overhead_s", *PARTS, *BESIDE)
 _NUM_TASKS = 7
 """Prefect tasks in an RL step's flow."""
 SHORTEST_S = 3.0
-"""Least seconds that engines generate in a step: a real one leaves as much time for pictures."""
+"""Shortest time in seconds that engines generate in a step: real steps leave as much time for
+pictures."""
 Stretch = tuple[float, float]
-"""Beginning and end, by `time.perf_counter`."""
+"""Begin and end, by `time.perf_counter`."""
 
 
 class Stopwatch:
-    """Seconds by what they went into."""
+    """Seconds by kind of work."""
 
     def __init__(self) -> None:
         self.spans: dict[str, list[Stretch]] = defaultdict(list)
@@ -76,7 +77,7 @@ class Stopwatch:
         return call
 
     def seconds(self, name: str, *stretches: Stretch) -> float:
-        """Added up, as far as they lie in one of these stretches."""
+        """Return the seconds of this kind of work within these stretches."""
         return sum(
             max(0.0, min(end_s, high_s) - max(start_s, low_s))
             for start_s, end_s in self.spans[name]
@@ -156,7 +157,7 @@ async def _measure(
 
 
 async def _prefect_s(num_steps: int) -> float:
-    """Seconds of a step's flow whose tasks do nothing."""
+    """Return the seconds of a step's flow whose tasks do nothing."""
     from prefect import flow, task
     from prefect.cache_policies import NO_CACHE
 
@@ -213,7 +214,7 @@ async def _steps(
 
 
 def _figures(watch: Stopwatch, step: Stretch, generating: Stretch) -> dict[str, float]:
-    """`step` lasts from the end of the step before to its own."""
+    """Return the figures of a step. `step` begins at the end of the step before."""
     around = ((step[0], generating[0]), (generating[1], step[1]))
     return {
         "overhead_s": sum(end_s - start_s for start_s, end_s in around),
@@ -227,8 +228,8 @@ def _figures(watch: Stopwatch, step: Stretch, generating: Stretch) -> dict[str, 
 def _watch(
     live: Any, engines: Sequence[Any], watch: Stopwatch, committed: list[float]
 ) -> Sequence[Stretch]:
-    """Let calls of the run to what is measured go through the watch, and note when each step is
-    committed. Returns what will hold the time in which its engines generate."""
+    """Measure calls of the run with the stopwatch, and note when each step is committed. Return a
+    sequence that receives the stretches in which its engines generate."""
     generating: list[Stretch] = []
     run, coordinator, milestone = live.run, live.engines.coordinator, live.milestones.committed
     roll_out, reach = coordinator.roll_out, milestone.reach

@@ -1,39 +1,40 @@
-"""Training end to end in three modes: rollouts, rewards, training and checkpoints of real runs.
+"""Train end to end in three modes: rollouts, rewards, training and checkpoints of real runs.
 
     refrain bench pipeline --engines 2,4 --json benchmarks/baselines/pipeline.json
 
     sync        every step waits for the one before
-    pipelined   the next step's rollouts go on while this one is trained on
-    histopipe   the same, with prompts ranked by length, and long responses moved on
+    pipelined   engines generate the next step while this one is trained on
+    histopipe   pipelined, with prompts ranked by length and long responses moved
 
-A lap is one `refrain train CONFIG` for each number of engines and each mode, in a process and a
-directory of its own; the mode that comes first changes from lap to lap. CONFIG is left as it is,
-but for the mode, the engines, the epochs, and that it validates at the two ends alone. Figures are
-medians over laps, of ratios the ratios of medians.
+A lap runs `refrain train CONFIG` for each number of engines and each mode. Every run has a process
+and a directory of its own. The mode that comes first changes from lap to lap. The bench changes
+only four things in CONFIG: the mode, the engines, the epochs, and validation, which happens before
+the first step and after the last. Figures are medians over laps. Ratios are ratios of medians.
 
-Where CONFIG gives the trainer a number of threads, it has one in a pipeline, as it shares the cores
-with the engines there.
+If CONFIG sets the trainer's threads, the trainer of a pipelined run has one thread, as it shares
+the cores with the engines.
 
-Measured is the stretch from the end of the first epoch (start-up, and prompts without history) to
-the end of the last step but one, by the wall clock: with checkpoints and all waiting between steps,
-which the steps' own seconds leave out in `sync`. A step ends when it is reported. At both ends of
-the stretch another step is under way in a pipeline.
+Measurement begins at the end of the first epoch, which has start-up and prompts without history. It
+ends at the end of the last step but one. It counts wall time, including checkpoints and waits
+between steps, which a step's own seconds leave out in `sync`. A step ends when it is reported. In a
+pipelined run another step is in progress at both ends.
 
-    samples per second   samples that the stretch trained on, over its seconds
-    idle share           1 - seconds in which engines had requests / (engines x the stretch)
+    samples per second   samples that were trained on / measured seconds
+    idle share           1 - seconds in which engines had requests / (engines x measured seconds)
 
-The engines' seconds are those spent on the samples that the stretch trained on. Idle is who waits:
-for training, for other engines, for weights. Where engines and trainer share cores, they slow each
-other down, and an engine is busy for longer.
+Only engine seconds for samples that the measured steps trained on count. An idle engine waits for
+training, for other engines or for weights. If engines and trainer share cores, they slow each other
+down, so engines are busy for longer.
 
-    cores busy           CPU seconds of all its processes, over the stretch and the cores it has
+    cores busy           CPU seconds of all processes / (measured seconds x cores)
 
-Where cores are all busy in `sync`, no overlap can gain more than what is left of them. With
-`--split-cores` the trainer has one half of the cores and all else the other, in every mode, as on
-GPUs engines and trainer have cards of their own.
+If all cores are busy in `sync`, overlap can gain no more than the idle rest. With `--split-cores`
+the trainer has one half of the cores in every mode, and everything else has the other half, as GPUs
+of their own would give them.
 
-Each lap has a seed of its own, the same for all modes. The modes sample with other policy versions,
-so their responses differ; rows have the mean length, and the reward of the last validation.
+Each lap has a seed of its own, the same for all modes. The modes sample with different policy
+versions, so their responses differ. Rows therefore have the mean length and the reward of the last
+validation.
 """
 
 import os
@@ -67,16 +68,15 @@ MODES = {
     "histopipe": ("mode=pipelined", "histopipe.enabled=true"),
 }
 ONE_THREAD = ("trainer.num_threads=1",)
-"""Override for the trainer of a pipeline where CONFIG says how many threads it has, which is on a
-CPU: there it shares the cores with engines that are at work all the time. In `sync` it has them to
-itself."""
+"""Override for the trainer of a pipelined run if CONFIG sets its threads, which is on a CPU. There
+it shares the cores with engines that always have work. In `sync` it has them to itself."""
 COMMAND = (sys.executable, "-m", "flows.cli", "train")
 COLUMNS = ("engines", "mode", "samples/s", "speedup", "idle", "cores", "s/step", "migrated")
 COLUMNS += ("deferred", "tokens", "reward")
 PHASES = ("history", "sync", "rollout", "reward", "train")
 NAME = "bench"
 NUM_LAST_LINES = 20
-"""Shown of a run that failed."""
+"""Lines of output to show if a run fails."""
 LOCK_TIMEOUT_S = 60.0
 PACKAGES = ("refrain", "torch", "ray", "prefect", "duckdb", "vllm")
 
@@ -114,7 +114,7 @@ def measure(args: Namespace, console: Console) -> Measured:
 
 
 def show(report: BenchReport, console: Console) -> None:
-    """Medians over laps: tokens of a response, reward of the last validation."""
+    """Print medians over laps, with tokens per response and reward of the last validation."""
     table = plain_table(*COLUMNS, text=("mode",), gap=1)
     for num_engines in dict.fromkeys(row["engines"] for row in report.rows):
         own = rows_with(report.rows, engines=num_engines)
@@ -132,7 +132,8 @@ def overrides(
     shares_cores: bool = False,
     split_cores: bool = False,
 ) -> tuple[str, ...]:
-    """Index files go into the run's own directory: those of an earlier lap must not be found."""
+    """Return the overrides of a run. Index files go into its own directory, to hide them from other
+    laps."""
     given = f"name={NAME} seed={seed} num_epochs={num_epochs} rollout.num_engines={num_engines}"
     fixed = "validate_every_steps=0 drafting.index_dir=null"
     threads = ONE_THREAD if shares_cores and (mode != "sync" or split_cores) else ()
@@ -142,7 +143,7 @@ def overrides(
 def run_once(
     config: Path, mode: str, num_engines: int, num_epochs: int, seed: int, *, split_cores: bool
 ) -> Row:
-    """One run from start to end. Raises RuntimeError, with what it printed last, when it fails."""
+    """Run once from start to end. Raise RuntimeError with its last output if it fails."""
     cores = {
         "shares_cores": load_config(config).trainer.num_threads is not None,
         "split_cores": split_cores,
@@ -158,8 +159,8 @@ def run_once(
 
 
 def run_command(command: Sequence[str], directory: Path, *, split_cores: bool = False) -> CoreWatch:
-    """Cores that it used. Raises RuntimeError when it fails. It stops, with all that it started,
-    when this does."""
+    """Run a command; return the cores that it used. Raise RuntimeError if it fails. When this
+    process stops, so does the command with all its children."""
     output = directory / "output.txt"
     others, trainers = halves() if split_cores else (os.sched_getaffinity(0), None)
     with (
@@ -180,7 +181,7 @@ def printed_last(output: Path) -> str:
 
 
 def read_run(run_dir: Path, num_engines: int, watch: CoreWatch) -> Row:
-    """Row of a run, from its store and summary and the cores that it used."""
+    """Return the row of a run, from its store, its summary and the cores that it used."""
     summary = RunSummary.model_validate_json((run_dir / SUMMARY_FILE).read_text())
     with Store(run_dir / STORE_FILE, read_only=True, lock_timeout_s=LOCK_TIMEOUT_S) as store:
         steps = store.steps()
@@ -202,8 +203,8 @@ def stretch_row(
     lengths: Mapping[int, Sequence[int]],
     num_engines: int,
 ) -> Row:
-    """Everything after the first epoch but the last step; by step: when it was planned (Unix time),
-    and the tokens of each response that it trained on."""
+    """Return the row of all steps after the first epoch, without the last step. `planned_s`: Unix
+    time at which each step was planned; `lengths`: tokens of each response that it trained on."""
     start_s, end_s = stretch(steps, planned_s)
     own, stretch_s = _counted(steps), end_s - start_s
     trained = [length for report in own for length in lengths[report.step]]
@@ -224,7 +225,8 @@ def stretch_row(
 
 
 def stretch(steps: Sequence[StepReport], planned_s: Mapping[int, float]) -> tuple[float, float]:
-    """Unix time at which what counts began and ended; `planned_s`: as for `stretch_row`."""
+    """Return the Unix times at which measurement began and ended. `planned_s`: as for
+    `stretch_row`."""
     own, ends_s = _counted(steps), end_times(steps, planned_s)
     return ends_s[own[0].step - 1], ends_s[own[-1].step]
 
@@ -234,7 +236,8 @@ def _counted(steps: Sequence[StepReport]) -> list[StepReport]:
 
 
 def end_times(steps: Sequence[StepReport], planned_s: Mapping[int, float]) -> dict[int, float]:
-    """Unix time at which each step was reported. See `engines.accounting.metrics.step_report`."""
+    """Return the Unix time at which each step was reported. See
+    `engines.accounting.metrics.step_report`."""
     ends_s: dict[int, float] = {}
     for report in steps:
         began_s = max(planned_s[report.step], ends_s.get(report.step - 1, 0.0))
@@ -243,7 +246,7 @@ def end_times(steps: Sequence[StepReport], planned_s: Mapping[int, float]) -> di
 
 
 def figures(rows: Sequence[Row], counts: Sequence[int]) -> dict[str, float]:
-    """Those of the first number of engines have short names, too."""
+    """Return figures. Those of the first number of engines also have short names."""
     by_count = {n: _figures(rows_with(rows, engines=n)) for n in counts}
     return by_count[counts[0]] | {
         f"{name}_{n}_engines": value
@@ -253,7 +256,7 @@ def figures(rows: Sequence[Row], counts: Sequence[int]) -> dict[str, float]:
 
 
 def progress(rows: Sequence[Row], num_runs: int, num_laps: int) -> str:
-    """A line about the last run."""
+    """Return a line about the last run."""
     row, num_left = rows[-1], num_runs - len(rows)
     left_s = num_left * fmean(row["process_s"] for row in rows)
     return (
@@ -267,7 +270,7 @@ def _counts(text: str) -> list[int]:
     try:
         counts = [int(word) for word in text.split(",")]
     except ValueError:
-        raise ValueError(f"--engines: {text!r} is no list of numbers: write, say, 2,4") from None
+        raise ValueError(f"--engines: {text!r} must list numbers, for example 2,4") from None
     if min(counts) < 1:
         raise ValueError(f"--engines {text}: give at least 1 each")
     return list(dict.fromkeys(counts))
@@ -287,18 +290,18 @@ def _measured(rows: Sequence[Row]) -> list[str]:
 
 
 def _check(args: Namespace, counts: Sequence[int], modes: Sequence[str]) -> None:
-    """Raises ValueError for what would fail only when it has its turn."""
+    """Raise ValueError for arguments that would otherwise fail late."""
     check_counts(args, "laps")
     if args.split_cores:
         halves()
     if args.epochs < 2:
-        raise ValueError(f"--epochs {args.epochs}: give at least 2, as the first is the warm-up")
+        raise ValueError(f"--epochs {args.epochs}: give at least 2: the first one is the warm-up")
     for mode, num_engines in product(modes, counts):
         load_config(args.config, overrides(mode, num_engines, args.epochs))
 
 
 def _figures(rows: Sequence[Row]) -> dict[str, float]:
-    """Figures of one number of engines."""
+    """Return the figures of one number of engines."""
     modes = _measured(rows)
     speeds = {mode: median_of(rows, "samples_per_s", mode=mode) for mode in modes}
     return {

@@ -1,17 +1,17 @@
-"""Responses that a free engine races, on real engines: what it takes until they go on there, and
-that no token changes.
+"""Race responses on an idle engine, on real engines: how long until they continue there? The bench
+also checks that no token changes.
 
-One engine generates a few long responses. In the middle of them all are copied to a second one, in
-turn
+One engine generates a few long responses. Halfway, all are copied to a second engine, in two modes
+in turn:
 
-    recompute    their keys and values are computed again there
-    kv           they are saved in shared memory and loaded there
+    recompute    the second engine computes their KV cache again
+    kv           the KV cache is saved in shared memory and loaded by the second engine
 
-and both engines generate them to their ends: all tokens must be as on one engine alone.
+Both engines generate them to the end. All tokens must be the same as on one engine alone.
 
-    begin_ms     from the order to copy to a copy's next token, the median one
-    copy_ms      of that, until the first engine has given the copies
-    pause_ms     of that, until it stood, so that it could save
+    begin_ms     from the order to copy to a copy's next token, median
+    copy_ms      the part until the first engine has delivered the copies
+    pause_ms     the part until the first engine has paused, so that it can save
     save_ms      until its ranks have written
 
 Without a CONFIG the model is the one of `refrain bench switch`.
@@ -84,7 +84,7 @@ async def _measure(config: TrainConfig, args: Namespace, console: Console) -> li
 
 
 def _config(config: TrainConfig) -> EngineConfig:
-    """Config of an engine that races; nobody drafts here."""
+    """Return the config of an engine that races; it has no drafts here."""
     drafter = DraftModel(name="none", path=config.model.path)
     return EngineConfig(
         model=config.model,
@@ -115,7 +115,7 @@ async def _laps(
 
 
 async def _load(engines: Sequence[RayEngine], weights: PolicyWeights) -> None:
-    """Their prefix caches are empty then."""
+    """Load the weights, which also empties the prefix caches."""
     await asyncio.gather(*(engine.load_weights(weights) for engine in engines))
     await asyncio.gather(*(engine.take_kv_counts() for engine in engines))
 
@@ -149,7 +149,7 @@ async def _race(
 
 
 def _figures(rows: Sequence[Row], contexts: Sequence[int]) -> dict[str, float]:
-    """Times with the longest contexts; shares of the time with each."""
+    """Return times with the longest contexts, and shares of the time with each context."""
     figures = in_the_middle.identical_shares(rows, MODES)
     for context in contexts:
         begins = {m: median_of(rows, "begin_ms", mode=m, context=context) for m in MODES}

@@ -2,27 +2,27 @@
 
     refrain bench real ~/models/SmolLM2-135M-Instruct data/reasoning-gym/train.parquet
 
-The policy stands still: nothing is trained. The bench answers the same prompts in several epochs,
-each with other noise, at each temperature. The temperature is a dial for entropy: a trained 7B
-model has 0.2 to 0.6 nats a token at temperature 1, a small untrained one 2 and more. Three engines
-generate in turn:
+Nothing is trained: the policy does not change. The bench answers the same prompts in several epochs
+at each temperature, each epoch with new noise. The temperature controls the entropy: a trained 7B
+model has 0.2 to 0.6 nats per token at temperature 1, a small untrained one 2 and more. Three
+engines generate in turn:
 
-    stock   vLLM as it comes: no speculation, its own sampling
+    stock   vLLM as installed: no speculation, its own sampling
     off     refrain with drafting off
-    on      refrain with drafting on, and the history of the epochs before
+    on      refrain with drafting on, and the history of earlier epochs
 
 Engines of `off` and `on` must generate the same tokens; in bfloat16 near-ties may flip. A lap of
 `on` is compared with the lap of `off` beside it. `nats` is the mean of -log p over the sampled
-tokens. `own`, `shared` and `siblings` are shares of all tokens and add up to `from drafts`; `gated`
+tokens. `own`, `shared` and `siblings` are shares of all tokens and add up to `from drafts`. `gated`
 is the share of steps that verified nothing.
 
-Two columns are replayed on the same responses. `ngram` is the share of tokens that vLLM's prompt
-lookup would draft. `if cheap` is the speed-up of decoding that refrain's drafter would bring on a
-machine where verifying a token takes a tenth of generating one, as on a GPU with few rows.
+Two columns come from a replay of the same responses. `ngram` is the share of tokens that vLLM's
+prompt lookup would draft. `if cheap` is the decoding speed-up of refrain's drafter on a machine
+where verifying a token takes a tenth of generating one, for example a GPU with few rows.
 
-The first temperature is measured more often (`--first-laps`): there drafts bring least, and the
-question is what they cost. Choose sizes so that a lap takes half a minute and more. On a GPU all
-three engines share the first card (not run on one yet).
+The first temperature has more laps (`--first-laps`): drafts gain least there, so you see what they
+cost. Choose sizes so that a lap takes at least half a minute. On a GPU all three engines share the
+first card (not run on one yet).
 """
 
 import asyncio
@@ -101,8 +101,8 @@ def measure(args: Namespace, console: Console) -> Measured:
 
 
 def read_arguments(args: Namespace) -> tuple[TrainConfig, list[float], list[Prompt]]:
-    """Return a config for the model, the temperatures and the prompts. Raises ValueError for a
-    model or data that a run would refuse, and for numbers out of bounds."""
+    """Return a config for the model, the temperatures and the prompts. Raise ValueError for a model
+    or data that a run would refuse, and for numbers out of bounds."""
     from engines.data.dataset import load_dataset
     from tasks.run.model_inputs import check_model, read_tokenizer
     from tasks.run.preflight import check_engine_fits
@@ -159,7 +159,7 @@ def replay(
     config: TrainConfig, prompts: Sequence[Prompt], epochs: Sequence[dict[RequestId, Sequence[int]]]
 ) -> list[Row]:
     """Generate the responses of each epoch again, by vLLM's prompt lookup and by refrain's drafter
-    on a machine with cheap verification; the columns that this gives."""
+    on a machine with cheap verification. Return the columns from this."""
     from benchmarks.drafters import NGram, Shipped
 
     texts = {prompt.key: np.array(prompt.token_ids, np.int32) for prompt in prompts}
@@ -191,7 +191,7 @@ def _key_of(config: TrainConfig, id: RequestId) -> int:
 
 
 def share_identical(turns: Sequence[Turn]) -> float:
-    """Return the share of sequences of `on` that are, token for token, those of `off`."""
+    """Return the share of sequences of `on` that equal those of `off` token for token."""
     of = {(turn.engine, turn.temperature, turn.epoch, turn.number): turn.lap for turn in turns}
     pairs = [(lap, of["off", *rest]) for (engine, *rest), lap in of.items() if engine == "on"]
     return fmean(
@@ -202,13 +202,13 @@ def share_identical(turns: Sequence[Turn]) -> float:
 
 
 def _end(temperature: float) -> str:
-    """Return the end of a figure's name: t04 for 0.4."""
+    """Return the suffix of a figure's name: t04 for 0.4."""
     return f"t{round(10 * temperature):02d}"
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:
-    """Summarise the laps: medians over those of a temperature and an epoch, ratios over laps that
-    ran beside each other."""
+    """Summarise the laps: medians over the laps of a temperature and an epoch, ratios over laps
+    that ran beside each other."""
     found: dict[str, float] = {}
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
     epochs = list(dict.fromkeys(row["epoch"] for row in rows))
@@ -229,7 +229,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _ratio(laps: Sequence[Row], other: str) -> float:
-    """Return the tokens per second of `on` over those of another engine, lap by lap."""
+    """Return the tokens per second of `on` / those of another engine, lap by lap."""
     of = {row["lap"]: row["tokens_per_s"] for row in rows_with(laps, engine=other)}
     compared = [row for row in rows_with(laps, engine="on") if row["lap"] in of]
     return median(row["tokens_per_s"] / of[row["lap"]] for row in compared)
@@ -265,7 +265,7 @@ def draw(
     model: str,
     path: Path,
 ) -> None:
-    """Plot the speed-up over entropy, a line an epoch."""
+    """Plot the speed-up over entropy, one line per epoch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, 4.2), layout="constrained")

@@ -1,16 +1,17 @@
-"""A real pretrained model learns: held-out reward, and what drafts bring as the policy moves.
+"""A real pretrained model learns: held-out reward, and the gain from drafts as the policy changes.
 
     refrain bench real_learning --json benchmarks/baselines/real_learning.json
 
 Each algorithm has one run of CONFIG, with the model and the data of its page. A run is validated
-before its first step and after each epoch. The rise of its held-out reward stands beside the
-standard error of that rise: reward is paired by prompt, so the error is that of the mean difference
-over prompts. The rows of an epoch say how far the policy moved in it: `kl` is the mean over the
-validation's tokens of log p - log p_before, by the checkpoints at its two ends (an estimate of
-KL(now, before), in nats a token). History then is older than that by half an epoch, in the mean.
+before its first step and after each epoch. The bench prints the rise of its held-out reward with
+the standard error of that rise. Rewards are paired by prompt, so the error is that of the mean
+difference over prompts. The rows of an epoch show how far the policy moved in it. `kl` is the mean
+over the validation's tokens of log p - log p_before, by the checkpoints at the two ends of the
+epoch (an estimate of KL(now, before), in nats per token). History is older than that by half an
+epoch on average.
 
-Runs that are whole under `--runs-dir` are read, not made again. On a GPU the same command takes
-minutes: add `model.dtype=bfloat16`.
+Complete runs under `--runs-dir` are read and not repeated. On a GPU the same command takes minutes:
+add `--set model.dtype=bfloat16`.
 """
 
 import json
@@ -94,7 +95,7 @@ def _run(args: Namespace, algorithm: str, console: Console) -> Path:
 
 
 def read_rows(run_dir: Path) -> list[Row]:
-    """Return the rows of a run's steps, of its validations and of its epochs, by `kind`."""
+    """Return the rows of a run's steps, validations and epochs; `kind` distinguishes them."""
     store = run_dir / STORE_FILE
     steps = query_all(store, STEPS).to_pylist()
     held_out = held_out_rows(query_all(store, HELD_OUT).to_pylist())
@@ -121,7 +122,7 @@ def _checkpoint(run_dir: Path, version: int) -> Path:
 
 
 def held_out_rows(rewards: Sequence[Row]) -> list[Row]:
-    """Return the mean reward of each validation, and its rise over the first one with the standard
+    """Return the mean reward of each validation, and its rise since the first one with the standard
     error of that rise, over prompts."""
     found = []
     first = np.array([row["reward"] for row in rewards if row["version"] == 0])
@@ -140,7 +141,7 @@ def held_out_rows(rewards: Sequence[Row]) -> list[Row]:
 
 
 def epoch_row(steps: Sequence[Row]) -> Row:
-    """Sum up the steps of an epoch; nats are a token's, in the mean over its steps."""
+    """Summarise the steps of an epoch. Nats are per token, as the mean over its steps."""
     num = {name: sum(row[name] for row in steps) for name in steps[0] if name.startswith("num_")}
     return {
         "epoch": steps[0]["epoch"],
@@ -153,8 +154,8 @@ def epoch_row(steps: Sequence[Row]) -> Row:
 
 
 def moved(model_dir: Path, responses: Sequence[Row]) -> float:
-    """Return the mean of log p - log p_before over tokens of these responses, which carry their
-    log p. `model_dir`: the policy before."""
+    """Return the mean of log p - log p_before over tokens of these responses, which carry their log
+    p. `model_dir`: the policy before."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -170,7 +171,7 @@ def moved(model_dir: Path, responses: Sequence[Row]) -> float:
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:
-    """Return what a run comes to."""
+    """Return the figures of one run."""
     held_out = rows_with(rows, kind="held_out")
     first, last = held_out[0], held_out[-1]
     found = {

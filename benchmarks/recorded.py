@@ -1,5 +1,5 @@
-"""Steps of a recorded run, generated again by engines in turn: requests, weights and history are as
-they were. Every lap starts with a cold prefix cache."""
+"""Generate steps of a recorded run again, with several engines in turn. Requests, weights and
+history are those of the run. Every lap starts with a cold prefix cache."""
 
 import shutil
 from argparse import ArgumentParser, Namespace
@@ -39,33 +39,33 @@ class Work:
     """One step of the run."""
 
     epoch: int
-    """Number, from 1."""
+    """Number of the epoch, from 1."""
     step: int
     weights: PolicyWeights
     assignments: Sequence[tuple[int, RolloutRequest]]
     by_tokens: Sequence[tuple[int, RolloutRequest]]
-    """The same, dealt over engines by expected tokens, not by passes."""
+    """The same requests, distributed over engines by expected tokens instead of passes."""
     recorded: dict[RequestId, Sequence[int]]
-    """Tokens that the run got."""
+    """Tokens that the run generated."""
 
 
 @dataclass(frozen=True)
 class EngineKind:
-    """Engines that take part."""
+    """A kind of engine to compare."""
 
     engine_class: type[VLLMEngine]
     drafting: DraftingConfig
     by_tokens: bool = False
-    """Whether its requests are dealt by expected tokens."""
+    """Whether its requests are distributed by expected tokens."""
 
 
 Turn = tuple[str, Work, Lap]
-"""Name of the engines that a lap is of, and its work."""
+"""Name of the engines, their work, and the lap."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run's steps, and how often they are generated."""
+    """Steps of a run, and how often they are generated."""
 
     works: Sequence[Work]
     store: Store
@@ -76,8 +76,8 @@ class Recorded:
     console: Console
 
     async def roll_out(self, kinds: Mapping[str, EngineKind]) -> list[Turn]:
-        """Laps of these engines, by name, in turn on each work. The first of each is its warm-up,
-        and left out."""
+        """Return the laps of these engines, by name, in turn on each work. The first lap of each
+        engine is a warm-up and does not count."""
         wanted = [
             Wanted(f"{name}, {one.what}", one.num_gpus, one.setting)
             for name in kinds
@@ -127,7 +127,7 @@ class Recorded:
 
 
 def add_run_arguments(parser: ArgumentParser, *, epochs: str, rounds: int) -> None:
-    """RUN and how much of it is measured; by default these epochs, in so many rounds."""
+    """Add RUN and the amount to measure, with these defaults for epochs and rounds."""
     parser.add_argument("run", metavar="RUN", help="a finished run: its directory or name")
     parser.add_argument("--epochs", default=epochs, metavar="LIST", help="[default: %(default)s]")
     parser.add_argument(
@@ -145,7 +145,7 @@ def add_run_arguments(parser: ArgumentParser, *, epochs: str, rounds: int) -> No
 
 
 def rounds_of(args: Namespace, console: Console) -> Iterator[Recorded]:
-    """Works of each round. Engines are started anew for each: one process is a few per
+    """Yield the work of each round. Engines are started anew for each, as one process is a few per
     cent faster than another of its kind."""
     check_counts(args, "laps", "rounds")
     file = find_trace(args.run)
@@ -159,13 +159,13 @@ def rounds_of(args: Namespace, console: Console) -> Iterator[Recorded]:
 
 
 def share_identical(laps: Iterable[tuple[Work, Lap]]) -> float:
-    """Share of sequences that are, token for token, those that the run recorded."""
+    """Return the share of sequences that equal the recorded ones token for token."""
     return fmean(work.recorded[id] == t for work, lap in laps for id, t in lap.tokens.items())
 
 
 def works_of(store: Store, config: TrainConfig, epochs: Sequence[int]) -> list[Work]:
-    """The second step of each epoch. Raises ValueError for one that the run has not, or whose
-    weights are gone."""
+    """Return the second step of each epoch. Raise ValueError for an epoch that the run does not
+    have, or whose weights are gone."""
     steps = {epoch: _step_of(store, config, epoch) for epoch in epochs}
     return [_work(store, config, epoch, step) for epoch, step in steps.items()]
 
@@ -178,7 +178,7 @@ def config_of(run_dir: Path, args: Namespace) -> TrainConfig:
 
 
 def _step_of(store: Store, config: TrainConfig, epoch: int) -> int:
-    """The second step of an epoch, the first where there is but one."""
+    """Return the second step of an epoch, or the first if there is only one."""
     steps = [report.step for report in store.steps() if report.epoch == epoch - 1]
     if not steps:
         raise ValueError(f"--epochs: {config.run_dir} has no epoch {epoch}")
@@ -209,7 +209,7 @@ def _work(store: Store, config: TrainConfig, epoch: int, step: int) -> Work:
 
 
 def engines_by_tokens(plan: StepPlan, num_engines: int) -> dict[str, int]:
-    """Engine of each prompt, were prompts dealt by the tokens that are expected."""
+    """Return the engine of each prompt if prompts were distributed by expected tokens."""
     lengths = {g.prompt_key: g.expected_tokens for g in plan.groups if g.expected_tokens}
     dealt = deal_groups([g.prompt_key for g in plan.groups], lengths, num_engines)
     return {group.prompt_key: group.engine for group in dealt}
@@ -229,8 +229,8 @@ def _weights(config: TrainConfig, policy_version: int) -> PolicyWeights:
 def write_history(
     store: Store, step: int, prompt_keys: Sequence[str], epoch_steps: int, directory: Path
 ) -> None:
-    """The indexes that the run had before this step, and no others: of these prompts, and of what
-    all prompts share. `epoch_steps`: steps of an epoch."""
+    """Write the indexes that the run had before this step: those of these prompts, and the shared
+    one. `epoch_steps`: steps of an epoch."""
     from engines.histospec.library import IndexLibrary
     from engines.histospec.shared import SHARED_EPOCHS, SharedLibrary
     from engines.histospec.worker import histories

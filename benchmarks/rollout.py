@@ -1,24 +1,24 @@
-"""Rollouts on real engines: stock vLLM against refrain, interleaved, on a recorded run's work.
+"""Rollouts on real engines: stock vLLM against refrain, in turn, on a recorded run's work.
 
-RUN is a finished run, its directory or its name under runs/, that kept a checkpoint for each epoch
-asked for: `refrain train infra/demo/train.yaml name=long num_epochs=12 trainer.keep_checkpoints=99`
-makes one. For each epoch all get the weights that the run had there, and generate the requests of
-the epoch's second step (in the first one the samples of the first step are no history yet) on as
-many engines as the run had:
+RUN is a finished run, its directory or its name under runs/. It must have kept a checkpoint for
+each epoch you ask for, for example `refrain train infra/demo/train.yaml name=long num_epochs=12
+trainer.keep_checkpoints=99`. For each epoch all engines get the weights that the run had there, and
+generate the requests of the epoch's second step. (In the first step the samples of the step before
+are not yet in the history.) There are as many engines as in the run:
 
-    stock   vLLM as it comes: no speculation, its own sampling
+    stock   vLLM as installed: no speculation, its own sampling
     ngram   vLLM with n-gram drafts, its own sampling
     off     refrain with drafting off
     on      refrain with drafting on, and the run's history up to that step
 
-Stock samples other tokens, so what is compared is tokens per second. The tokens of off and on must
-be the same, and those that the run recorded. Medians; every lap starts with a cold prefix cache.
-Engines are started anew for each round: one process is a few per cent faster than another of its
-kind.
+Stock samples other tokens, so the bench compares tokens per second. Tokens of off and on must be
+the same, and those that the run recorded. Figures are medians. Every lap starts with a cold prefix
+cache. Engines are started anew for each round, as one process is a few per cent faster than another
+of its kind.
 
-`saved_predicted_over_measured` tests what a run's timeline says that drafting saved: the same said
-of the laps of on, by what its engines measured, over how much longer those of off took; of the
-epochs with drafts the one farthest from 1.
+`saved_predicted_over_measured` checks the seconds that a run's timeline says drafting saved. It
+divides that prediction for the laps of on by how much longer the laps of off took. The figure is
+that of the epoch farthest from 1, among epochs with drafts.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ from schemas.drafting import DraftingConfig
 
 PACKAGES = one_step.PACKAGES
 GROUPS = (("stock", "off", "on"), ("stock", "ngram"))
-"""Engines that run interleaved: as many processes as fit a small machine's memory."""
+"""Engines that run in turn: as many processes as fit a small machine's memory."""
 KINDS = {
     "stock": EngineKind(StockEngine, UNDRAFTED),
     "ngram": EngineKind(StockNgramEngine, UNDRAFTED),
@@ -62,7 +62,7 @@ KINDS = {
 class EngineLap:
     name: str
     group: int
-    """Index in `GROUPS`: it ran in turn with the others there."""
+    """Index in `GROUPS`: the lap ran in turn with the others there."""
     work: Work
     lap: one_step.Lap
 
@@ -120,7 +120,7 @@ def show(report: BenchReport, console: Console) -> None:
 
 
 def _saved_s(lap: one_step.Lap) -> float:
-    """Seconds that drafting saved, as the timeline of a run would say; 0 without any."""
+    """Return the seconds that drafting saved, as a run's timeline would show; 0 without drafts."""
     shares = lap.outcome.shares
     requests = [
         StepRequest(
@@ -142,7 +142,7 @@ def _saved_s(lap: one_step.Lap) -> float:
 
 
 def _figures(rows: Sequence[Row], epochs: Sequence[int]) -> dict[str, float]:
-    """Speed-ups are over the stock laps that ran in turn with an engine's own."""
+    """Return figures. Speed-ups are over the stock laps that ran in turn with an engine's own."""
     figures: dict[str, float] = {}
     for epoch in epochs:
         for group, names in enumerate(GROUPS):
@@ -158,7 +158,7 @@ def _figures(rows: Sequence[Row], epochs: Sequence[int]) -> dict[str, float]:
 
 
 def _saved_figures(rows: Sequence[Row], epochs: Sequence[int]) -> dict[str, float]:
-    """Ratio of every epoch with drafts, and the one farthest from 1."""
+    """Return the ratio of every epoch with drafts, and the one farthest from 1."""
     ratios = {}
     for epoch in epochs:
         on, off = (rows_with(rows, group=0, epoch=epoch, engine=name) for name in ("on", "off"))

@@ -1,14 +1,15 @@
-"""Gain of each part of rollouts with history: a recorded step with all of them, and without one.
+"""Gain of each part of rollouts with history: a recorded step with all parts, and without one.
 
-RUN is as for `rollout`. Engines that lack a part generate in turn with engines that lack nothing:
+RUN is as for `rollout`. Engines that lack a part generate in turn with engines that have all parts.
+The parts and what happens without them:
 
-    shared      no index of what all prompts share
-    foreseen    drafts are the likeliest tokens, whatever noise a sample is drawn with
+    shared      no index that all prompts share
+    foreseen    drafts are the most likely tokens, whatever the noise of a sample
     blocks      KV blocks of 128 tokens, as vLLM has on a CPU: samples of a short prompt share none
-    batches     requests are admitted one by one, and every step's tokens leave the engine core
-    passes      prompts are dealt over engines by the tokens that are expected, not by the passes
+    batches     requests are admitted one by one, and the engine core sends the tokens of each step
+    passes      prompts are distributed over engines by expected tokens, not by passes
 
-Seconds are medians of laps. Tokens are the run's with every part and without any of them.
+Seconds are medians of laps. All engines must generate the run's tokens.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ _VLLM_BLOCK_TOKENS = 128
 
 
 class LargeBlocksEngine(VLLMEngine):
-    """An engine with vLLM's own blocks on a CPU."""
+    """An engine with vLLM's default block size on a CPU."""
 
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         own = {"block_size": _VLLM_BLOCK_TOKENS} if on_cpu else {}
@@ -55,7 +56,7 @@ WITHOUT = {
 }
 """Engines that lack a part."""
 GROUPS = (("shared", "foreseen"), ("blocks", "batches"), ("passes",))
-"""Parts that are measured at once, beside `ALL`: as many processes as fit a small machine's
+"""Parts that are measured together, in turn with `ALL`: as many processes as fit a small machine's
 memory."""
 
 
@@ -97,7 +98,8 @@ def _row(turn: Turn, group: int) -> Row:
 
 
 def _figures(rows: Sequence[Row]) -> dict[str, float]:
-    """Seconds with a part are of the laps that ran in turn with those without it."""
+    """Return figures. Seconds with a part come from the laps that ran in turn with those without
+    it."""
     figures: dict[str, float] = {}
     for epoch in dict.fromkeys(row["epoch"] for row in rows):
         for group, parts in enumerate(GROUPS):

@@ -1,13 +1,13 @@
 """A round of a draft model after short and long texts: does it cost the same?
 
-A round is what a verification makes of live sequences (`engines.inference.drafting.live`): they
-hear of a window whose last token was another, are set back, and draft the next window, token by
-token. Every second sequence goes on, so each rests and returns to the batch. Both lengths are in
-one process, in turn. Counted are the bytes that are heard and told, and the tokens that are hashed;
-timed are the round, and what of it is not the model's own pass: attention does read the whole
-context, as that of every engine does, and nothing else may grow with it.
+A round is what one verification requires of live sequences (`engines.inference.drafting.live`).
+They receive a verified window with another last token, go back to it, and draft the next window
+token by token. Every second sequence takes part, so each one pauses and returns to the batch. Both
+lengths run in one process, in turn. The bench counts the bytes that are received and sent, and the
+tokens that are hashed. It times the round, and the part of it outside the model's own pass.
+Attention reads the whole context, as in every engine. Nothing else may grow with it.
 
-CONFIG names a draft model; its positions are extended to the longer text, as what it says is no
+CONFIG names a draft model. Its positions are extended to the longer text, as its tokens do not
 matter.
 """
 
@@ -112,7 +112,7 @@ class RoundDrafter(VLLMDrafter):
         return super()._engine_args(on_cpu) | {"hf_overrides": positions}
 
     async def rounds(self, num_sequences: int, window: int, num_rounds: int) -> list[Row]:
-        """Rows of all rounds but the first ones of each length."""
+        """Return the rows of all rounds, without the first ones of each length."""
         return await self._in_thread(partial(self._rounds, num_sequences, window, num_rounds))
 
     def _rounds(self, num_sequences: int, window: int, num_rounds: int) -> list[Row]:
@@ -125,7 +125,7 @@ class RoundDrafter(VLLMDrafter):
         }
         for context, ids in streams.items():
             text = [3 + i * i % 31 for i in range(context)]
-            # The first one computes the text, and the others find it.
+            # The first sequence computes the text; the others find it in the prefix cache.
             for some in (ids[:1], ids[1:]):
                 self._hear(_VERIFIER, encode(Feedback(opened=[
                     Opened(id, text, i, window, True, self._config.max_model_len)
@@ -157,7 +157,7 @@ class RoundDrafter(VLLMDrafter):
         }
 
     def _verified(self, id: str) -> Verified:
-        """A window of which all but the last token was right."""
+        """Return a window of which all tokens but the last were right."""
         stream = self._streams[_VERIFIER, id]
         *right, wrong = stream.ahead
         return Verified(id, stream.num_verified, [*right, 3 + (wrong - 2) % 31])
@@ -189,7 +189,7 @@ class RoundDrafter(VLLMDrafter):
 
 
 class _Counter:
-    """Socket that counts what is told."""
+    """A socket that counts the bytes it sends."""
 
     def __init__(self, drafter: RoundDrafter) -> None:
         self._drafter = drafter

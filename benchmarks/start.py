@@ -1,14 +1,14 @@
-"""The start of a run: what passes before anything is learned.
+"""The start of a run: how long until it learns?
 
     check_s            `refrain train CONFIG --check`, a whole process
     services_s         `refrain train CONFIG`, until Prefect's server has its flow
-    engines_s          until engines and trainer are up and rollouts begin
+    engines_s          until engines and trainer have started and rollouts begin
     first_rollout_s    until the first finished rollout is durable
-    cpu_s              of all its processes until then
+    cpu_s              CPU seconds of all its processes until then
 
-With --beside, another checkout, which has a .venv of its own, does the same in turn, so that both
-meet the same load of the machine. The medians count. When a rollout has finished is read from the
-run's progress.json, which is written once a second: so much late it may be.
+With --beside, another checkout with a .venv of its own does the same in turn, under the same load
+of the machine. Figures are medians. The run writes progress.json once a second, so
+`first_rollout_s` may be up to a second late.
 """
 
 import json
@@ -40,7 +40,7 @@ TIMEOUT_S = 900.0
 """Longest time for a command."""
 POLL_S = 0.1
 _ELSEWHERE = ("RAY_ADDRESS", "PREFECT_API_URL", "MLFLOW_TRACKING_URI")
-"""Environment variables that name servers, which would be started already."""
+"""Environment variables that name servers which already run."""
 _KINDS = {
     "flows.cli": "driver",
     "uvicorn": "Prefect's server",
@@ -50,7 +50,7 @@ _KINDS = {
     "ray::RewardActor": "scorer",
     "ray::": "other actors",
 }
-"""Kinds of a run's processes, by what their command lines hold; the others are Ray's own."""
+"""Kinds of a run's processes, by words in their command lines. All others are Ray's own."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -87,7 +87,7 @@ class Command:
     """`refrain train` of a checkout."""
 
     def __init__(self, checkout: Path, python: Path, config: str) -> None:
-        """Raises ValueError when there is no such checkout."""
+        """Raise ValueError if there is no such checkout."""
         for needed in (python, checkout / config):
             if not needed.exists():
                 raise ValueError(f"{needed} does not exist: give a checkout that was set up")
@@ -97,8 +97,8 @@ class Command:
         self._environment["PYTHONPATH"] = str(checkout)
 
     def start(self) -> Row:
-        """Check, then run until the first rollout; what `MEASURED` names, and CPU seconds by kind
-        of process."""
+        """Check the config, then run until the first rollout. Return what `MEASURED` names, and CPU
+        seconds by kind of process."""
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             try:
@@ -134,7 +134,7 @@ def _until_first_rollout(run: Service, directory: Path) -> Row:
         _note_cpu(run.process.pid, cpu_s)
         if file.exists():
             reached_s.setdefault("services_s", now_s)
-            # Another version's is not this one's `RunProgress`.
+            # Another checkout may have another `RunProgress`.
             if rolling := json.loads(file.read_bytes())["rolling"]:
                 reached_s.setdefault("engines_s", now_s)
                 if rolling["num_finished"]:
@@ -154,7 +154,7 @@ def _by_kind(used: Iterable[tuple[str, float]]) -> Row:
 
 
 def _note_cpu(pid: int, cpu_s: dict[tuple[int, float], tuple[str, float]]) -> None:
-    """Take in what each process of the run has used so far: (process, its birth) -> (kind, CPU
+    """Update the CPU seconds of each process of the run: (process, its birth) -> (kind, CPU
     seconds)."""
     try:
         driver = psutil.Process(pid)
@@ -171,7 +171,7 @@ def _note_cpu(pid: int, cpu_s: dict[tuple[int, float], tuple[str, float]]) -> No
 
 
 def _figures(rows: Sequence[Row]) -> dict[str, float]:
-    """Medians, and how many times as long it took before."""
+    """Return medians, and how many times as long the other checkout takes."""
     figures = {name: median_of(rows, name, checkout="now") for name in MEASURED}
     if before := rows_with(rows, checkout="before"):
         medians = {name: median_of(before, name) for name in MEASURED}

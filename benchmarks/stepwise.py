@@ -1,4 +1,4 @@
-"""Engines whose requests are admitted one by one, and whose tokens are told of step by step."""
+"""Engines that admit requests one by one and report tokens step by step."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from engines.inference.engine.vllm_engine import VLLMEngine
 
 
 class StepwiseEngine(VLLMEngine):
-    """An engine with vLLM's own scheduler and a call for each request. Nothing is withdrawn from
-    it."""
+    """An engine with vLLM's own scheduler and one call per request. It cannot give requests
+    back."""
 
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         args = super()._engine_args(on_cpu)

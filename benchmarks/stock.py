@@ -1,4 +1,4 @@
-"""vLLM as it comes, behind the same interface: what rollouts are compared with."""
+"""Stock vLLM behind the engine interface, to compare rollouts with."""
 
 import os
 from collections.abc import Sequence
@@ -12,17 +12,18 @@ from schemas.counts import DraftingCounts
 NGRAM_WINDOW = 4
 """Draft tokens."""
 _OWN = {"speculative_config", "per_request_spec_decode_metrics", "kernel_config"}
-"""Arguments that refrain's engines alone are started with."""
+"""Arguments that only refrain's engines get."""
 
 
 class StockEngine(StepwiseEngine):
-    """vLLM's own sampling, no speculation, asynchronous scheduling, on a GPU its newer runner."""
+    """vLLM's own sampling without speculation, with asynchronous scheduling, on a GPU with its V2
+    runner."""
 
     in_batches = False
-    """Hand requests over as refrain does, not by a call of `generate` for each."""
+    """Submit requests in batches as refrain does, and not with one call of `generate` each."""
 
     async def _install(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     async def take_drafting_counts(self) -> DraftingCounts:
         return DraftingCounts()
@@ -32,14 +33,14 @@ class StockEngine(StepwiseEngine):
 
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         if not on_cpu:
-            # Its own choice, which `prepare_process` has made for exact sampling.
+            # vLLM shall choose its runner itself; `prepare_process` has chosen one for exact sampling.
             os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
         args = super()._engine_args(on_cpu)
         return {name: args[name] for name in args.keys() - _OWN}
 
 
 class StockNgramEngine(StockEngine):
-    """vLLM as it is, with its n-gram drafter and its own rejection sampling."""
+    """Stock vLLM with its n-gram drafter and its own rejection sampling."""
 
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         return super()._engine_args(on_cpu) | {

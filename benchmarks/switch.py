@@ -1,25 +1,25 @@
-"""Unfinished responses go over to an engine of twice the TP degree, on real engines: what it takes,
-and what it changes.
+"""Move unfinished responses to an engine of twice the TP degree, on real engines: how long does it
+take, and does a token change?
 
-Two engines generate a few long responses. In the middle of them all are taken out and go on at one
-engine that has the ranks of both, in turn
+Two engines generate a few long responses. Halfway, all responses move to one engine that has the
+ranks of both, in three modes in turn:
 
-    recompute    their keys and values are computed again there
-    kv           they are saved in shared memory and loaded there
-    precopy      they are saved while the engines go on; only what came since is saved then
+    recompute    the new engine computes their KV cache again
+    kv           the KV cache is saved in shared memory and loaded by the new engine
+    precopy      as kv, but most of it is saved while the engines go on
 
-and all tokens must be as without a switch. On GPUs the two layouts share the same ones; on a CPU
-they share the cores, so that only the parts of a switch mean something, not what comes after it.
+All tokens must be the same as without a switch. On GPUs both layouts share the same GPUs. On a CPU
+they share the cores, so only the parts of a switch mean something, not the speed after it.
 
     ahead_ms     before the switch, while the engines go on
-    stop_ms      from the order to leave to a response's next token, the median one and the last one
-    pause_ms     of that, until the engines have stopped, the slower one
-    export_ms    until their ranks have written, the slower one
+    stop_ms      from the order to stop to a response's next token: median and last
+    pause_ms     the part until the slower engine has stopped
+    export_ms    until the ranks of the slower engine have written
     wake_ms      until the higher layout has its GPUs
-    resume_ms    from then to a response's next token, the median one
+    resume_ms    from then to a response's next token, median
 
-Without a CONFIG the model is a small one without training, whose keys and values take 16 kB a
-token: beside them little else of it takes time, as with large ones.
+Without a CONFIG the model is a small untrained one, whose KV cache takes 16 kB per token. As with
+large models, little else takes time.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class Layouts:
         await asyncio.gather(*(engine.start() for engine in self.low))
 
     async def begin(self, weights: PolicyWeights) -> None:
-        """Low, with these weights everywhere, and empty prefix caches."""
+        """Begin in the low layout, with these weights everywhere and empty prefix caches."""
         await self.high.load_weights(weights)
         await asyncio.gather(*(engine.load_weights(weights) for engine in self.low))
 
@@ -88,7 +88,7 @@ class Layouts:
         await self.high.expect_kv([one for one in saved if one])
 
     async def raise_tp(self) -> float:
-        """Seconds that it took."""
+        """Switch to the higher layout; return the seconds that it took."""
         started_s = time.perf_counter()
         await asyncio.gather(*(engine.park() for engine in self.low))
         await self.high.wake()
@@ -229,7 +229,8 @@ async def _switch(
 
 
 def _figures(rows: Sequence[Row], contexts: Sequence[int]) -> dict[str, float]:
-    """Parts of a switch with the longest contexts; shares of the time stopped with each."""
+    """Return the parts of a switch with the longest contexts, and shares of the stopped time with
+    each context."""
     figures = identical_shares(rows, MODES)
     for context in contexts:
         stops = {m: median_of(rows, "stop_ms", mode=m, context=context) for m in MODES}

@@ -1,19 +1,20 @@
-"""A policy version from the trainer to two real engines of its node, on a machine without GPUs:
-what is copied, and how long it takes beside plain copies.
+"""Weight sync from the trainer to two real engines of its node, without GPUs: copied bytes and
+time.
 
-A random model of about 1 GB in float32. In a lap its weights are written into shared memory, and
-both engines load them at the same time (`sync`). In turn with that, as many bytes are copied twice,
-one copy after the other: to new memory, as whatever receives a model needs (`copies`), and to
-memory that was written before (`warm`).
+The model is random and has about 1 GB in float32. In a lap the trainer writes its weights to shared
+memory, and both engines load them at the same time (`sync`). In turn with that, the bench copies as
+many bytes twice, one copy after the other: to new memory, as any receiver of a model needs
+(`copies`), and to memory that was written before (`warm`).
 
-    copies_per_engine      bytes written into the file and copied out of it, over the model's
-    kept_per_engine        bytes that vLLM copies beyond that: into memory of its own, and into the
-                           order that its CPU kernels have, which it does with any weights
-    file_bytes_per_node    size of the version's files on the node, over the model's
-    over_two_copies        median of `sync` over that of `copies`
-    over_two_warm_copies   the same over that of `warm`
+    copies_per_engine      bytes written to the file and copied out of it / bytes of the model
+    kept_per_engine        bytes that vLLM copies besides: to its own memory, and to the layout of
+                           its CPU kernels, which it needs for any weights
+    file_bytes_per_node    size of the version's files on the node / bytes of the model
+    over_two_copies        median of `sync` / median of `copies`
+    over_two_warm_copies   median of `sync` / median of `warm`
 
-Counted by torch's dispatcher, in the trainer and in a worker. The canary is checked at the end.
+torch's dispatcher counts the bytes, in the trainer and in a worker. At the end the bench checks the
+canary.
 """
 
 import asyncio
@@ -46,7 +47,7 @@ PACKAGES = ("refrain", "torch", "ray", "safetensors", "vllm")
 NUM_ENGINES = 2
 NUM_KEPT = 2
 WARM_UP = 3
-"""Versions before the first lap: then each is written where an older one was."""
+"""Versions before the first lap. Later versions overwrite memory of older ones."""
 OF = ("sync", "copies", "warm")
 _CANARY = tuple(range(5, 37))
 
@@ -104,7 +105,7 @@ def _config(model: Path) -> TrainConfig:
 
 
 class _Policy:
-    """A policy that changes without being trained, and its files."""
+    """A policy that changes without training, and its files."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._learner = Learner(config)
@@ -162,7 +163,7 @@ def _deleted(files: VersionFiles) -> Iterator[None]:
 
 
 async def _sync(policy: _Policy, engines: Sequence[RayEngine]) -> dict[str, float]:
-    """Seconds until both engines have the next version."""
+    """Return the seconds until both engines have the next version."""
     policy.move()
     started_s = time.perf_counter()
     weights = policy.publish()
@@ -172,7 +173,7 @@ async def _sync(policy: _Policy, engines: Sequence[RayEngine]) -> dict[str, floa
 
 
 def _copy(policy: _Policy, of: str) -> dict[str, float]:
-    """Seconds for two copies of as many bytes."""
+    """Return the seconds for two copies of as many bytes."""
     source = torch.ones(policy.num_bytes // 4)
     places = [torch.ones_like(source) for _ in range(2)] if of == "warm" else []
     started_s = time.perf_counter()
@@ -185,7 +186,7 @@ def _copy(policy: _Policy, of: str) -> dict[str, float]:
 
 
 async def _count(policy: _Policy, engine: RayEngine) -> dict[str, int | float]:
-    """Copies of one sync of one engine."""
+    """Return the bytes copied for one sync of one engine."""
     policy.move()
     with CopiedBytes() as written:
         weights: Any = policy.publish()

@@ -1,10 +1,10 @@
 """A synthetic policy of known entropy, and the trace of its rollouts.
 
-It is a Markov chain of second order over `VOCABULARY` tokens, with a table of logits for each class
-of prompts, and samples as an engine does at temperature 1: the token at a position is the argmax of
-logits and the sample's own noise. From epoch to epoch it learns what is rewarded: every transition
-has a value, a response is right where its mean value is above the first epoch's median, and logits
-grow by `LEARNING_RATE` times the value.
+The policy is a Markov chain of second order over `VOCABULARY` tokens, with a table of logits for
+each class of prompts. It samples as an engine does at temperature 1: the token at a position is the
+argmax of logits plus the sample's own noise. It learns from epoch to epoch. Every transition has a
+value. A response is right if its mean value is above the median of the first epoch. Logits grow by
+`LEARNING_RATE` times the value.
 """
 
 from dataclasses import dataclass
@@ -21,29 +21,29 @@ from schemas.rollout import Split
 VOCABULARY = 36
 CLASSES = 16
 LEARNING_RATE = 0.1
-"""Growth of logits for each epoch and unit of value; values are standard normal."""
+"""Growth of logits per epoch and unit of value. Values are standard normal."""
 PROMPT_TOKENS = 4
 LENGTHS = (60, 180)
-"""Fewest and most tokens of a response; they follow from no token."""
+"""Fewest and most tokens of a response. Lengths do not depend on tokens."""
 SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnRollouts:
-    """Rollouts, and what is known of the policy that they are from."""
+    """Rollouts, and facts about the policy that generated them."""
 
     trace: Trace
     entropies: tuple[float, ...]
-    """Nats a token, by epoch, in the mean over what was generated."""
+    """Nats per token, by epoch, averaged over generated tokens."""
     right_shares: tuple[float, ...]
-    """Share of responses that are right, by epoch."""
+    """Share of right responses, by epoch."""
 
 
 def draw(
     entropy: float, num_epochs: int, num_prompts: int, group_size: int, step_prompts: int
 ) -> DrawnRollouts:
-    """Rollouts of the policy whose first epoch has an entropy of about so many nats a token, below
-    `log(VOCABULARY)`. Their sample keys are those of a run of seed `SEED`."""
+    """Return rollouts of a policy whose first epoch has about this entropy in nats per token, below
+    `log(VOCABULARY)`. Sample keys are those of a run with seed `SEED`."""
     rng = np.random.default_rng(SEED)
     shape = (CLASSES, VOCABULARY, VOCABULARY, VOCABULARY)
     logits = _sharpen(rng.standard_normal(shape), entropy)
@@ -88,7 +88,7 @@ def draw(
 
 
 def _sharpen(normal: np.ndarray, entropy: float) -> np.ndarray:
-    """Scale logits until the mean entropy of their rows is this."""
+    """Scale logits until the mean entropy of their rows is `entropy`."""
     low, high = 0.0, 100.0
     for _ in range(40):
         middle = (low + high) / 2.0
@@ -100,7 +100,7 @@ def _sharpen(normal: np.ndarray, entropy: float) -> np.ndarray:
 
 
 def _entropies(logits: np.ndarray) -> np.ndarray:
-    """Nats of each row, [..., tokens] to [...]."""
+    """Return the nats of each row, [..., tokens] to [...]."""
     shifted = logits - logits.max(-1, keepdims=True)
     weights = np.exp(shifted)
     total = weights.sum(-1)
@@ -108,21 +108,21 @@ def _entropies(logits: np.ndarray) -> np.ndarray:
 
 
 def _prompt(number: int) -> np.ndarray:
-    """Its class first; the rest tells it from others of the class."""
+    """Return a prompt: its class first, then tokens that are unique within the class."""
     rest = number // CLASSES
     tokens = [number % CLASSES, rest % VOCABULARY, rest // VOCABULARY % VOCABULARY, VOCABULARY - 1]
     return np.array(tokens, np.int32)
 
 
 def _transitions(prompt: np.ndarray, response: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The two tokens before each token of a response, and itself."""
+    """Return the two tokens before each token of a response, and the token itself."""
     tokens = np.concatenate([prompt[-2:], response])
     return tokens[:-2], tokens[1:-1], tokens[2:]
 
 
 @njit
 def _generate(table, prompt, num_tokens, key):
-    """A response of so many tokens; int32."""
+    """Return a response of `num_tokens` tokens; int32."""
     tokens = np.empty(num_tokens, np.int32)
     before, last = prompt[-2], prompt[-1]
     for i in range(num_tokens):

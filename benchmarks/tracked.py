@@ -1,10 +1,9 @@
-"""Peak memory of a trainer rank without a GPU: the trainer's own model, sharded over ranks that do
-not exist, computes with tensors that have a size and no content, while FSDP2's memory tracker adds
-up what lives.
+"""Peak memory of a trainer rank without a GPU. The trainer's own model, sharded over fake ranks,
+computes with tensors that have a size and no content. FSDP2's memory tracker adds up the live ones.
 
-Two optimiser steps of two micro-batches each are made and the second is tracked: a run is in that
-state from its second step on, with AdamW's moments there, and gradients beside the second
-micro-batch. The attention is the CUDA path's; its kernel allocates no more than it gives back.
+The bench makes two optimiser steps of two micro-batches each and tracks the second. A run is in
+that state from its second step on: AdamW's moments exist, and so do gradients during the second
+micro-batch. The attention is that of the CUDA path. Its kernel frees all temporary memory.
 """
 
 from collections.abc import Iterator
@@ -46,9 +45,9 @@ def track_peak(
     *,
     gradient_checkpointing: bool = True,
 ) -> dict[str, float]:
-    """Bytes at the peak by what they are for, and their sum as `Total`.
+    """Return the bytes at the peak by purpose, and their sum as `Total`.
 
-    `model`: a `config.json`'s content; `num_tokens`: of the prompt and of the response of the one
+    `model`: content of a `config.json`; `num_tokens`: of the prompt and of the response of the one
     sample of a micro-batch.
     """
     policy = _policy(model, gradient_checkpointing)
@@ -57,7 +56,7 @@ def track_peak(
         shard(policy, mesh, torch.bfloat16)
         policy.to_empty(device="cpu")
         optimizer = AdamW(policy.parameters(), fused=True)
-        # The first step makes the moments; what DTensor computes to know shapes is kept then, too.
+        # The first step allocates the moments, and caches that DTensor fills to infer shapes.
         _step(policy, optimizer, batch, None)
         tracker = FSDPMemTracker(policy, optimizer)
         tracker.track_external(policy, optimizer)
@@ -106,7 +105,7 @@ def _step(
     optimizer.zero_grad(set_to_none=True)
     for _ in range(MICRO_BATCHES):
         if tracker:
-            tracker.reset_mod_stats()  # It takes no second pass otherwise.
+            tracker.reset_mod_stats()  # Otherwise it rejects a second pass.
         policy.score(batch, temperature=1.0).logprobs.sum().backward()
     nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
     optimizer.step()

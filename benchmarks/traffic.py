@@ -1,9 +1,9 @@
-"""Bytes and launches of a step of the sampler: counted, not timed, and without a GPU.
+"""Bytes and launches of a step of the sampler: counted, not timed, without a GPU.
 
-Operations of torch are counted by a dispatch mode on meta tensors, which have shapes and no data:
-an operation that waits for data, to choose a shape or to tell the host, fails on them. Kernels are
-counted where they are launched; their bytes are those of their own loads and stores in Triton's
-interpreter, which wants a process of its own (`python -m benchmarks.traffic`).
+A dispatch mode counts torch's operations on meta tensors, which have shapes and no data. An
+operation that needs data, to choose a shape or to send something to the host, fails on them.
+Kernels are counted where they are launched. Their bytes are their own loads and stores in Triton's
+interpreter, which needs a process of its own (`python -m benchmarks.traffic`).
 """
 
 import json
@@ -27,19 +27,19 @@ from engines.inference.sampling.step_rows import StepRows
 
 KERNELS = ("draw", "accept")
 _NUM_INTERPRETED = 2
-"""Rows, of which each is like the other."""
+"""Rows to interpret. All rows move the same bytes."""
 _TIMEOUT_S = 600.0
 _RESERVING = ("aten::empty", "aten::new_empty")
 
 
 class Traffic(TorchDispatchMode):
-    """Counts operations while it is entered."""
+    """Count torch's operations while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[str] = []
         self.num_bytes = 0
-        """Read and written by torch's operations."""
+        """Bytes read and written by torch's operations."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -61,7 +61,7 @@ def _num_bytes(value: Any) -> int:
 
 
 class _Noted:
-    """Stands in for a kernel."""
+    """Stand-in for a kernel, which notes launches."""
 
     def __init__(self, name: str, launches: list[str]) -> None:
         self._note = lambda *_, **__: launches.append(name)
@@ -72,7 +72,7 @@ class _Noted:
 
 @contextmanager
 def counted() -> Iterator[Traffic]:
-    """Kernels are noted, and not run."""
+    """Count operations and launches. Kernels are noted and do not run."""
     traffic = Traffic()
     with ExitStack() as stack:
         for name in KERNELS:
@@ -82,7 +82,7 @@ def counted() -> Iterator[Traffic]:
 
 
 def runner_of(num_requests: int, num_tokens: int, device: str) -> Any:
-    """A runner of vLLM's, as far as samplers look."""
+    """Return a stand-in for vLLM's runner with all that samplers read."""
     request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"sample_key": 1}))
     ids = [str(i) for i in range(num_requests)]
     return SimpleNamespace(
@@ -97,7 +97,7 @@ def runner_of(num_requests: int, num_tokens: int, device: str) -> Any:
 
 
 def count_eager(num_rows: int, vocab_size: int) -> Traffic:
-    """The same step by torch's operations alone, as the noise is defined."""
+    """Count the same step with torch's operations alone, as the noise is defined."""
     keys = torch.zeros(num_rows, dtype=torch.int64, device="meta")
     logits = torch.zeros(num_rows, vocab_size, device="meta")
     temperatures = torch.ones(num_rows, 1, device="meta")
@@ -109,7 +109,7 @@ def count_eager(num_rows: int, vocab_size: int) -> Traffic:
 
 
 def kernel_bytes_per_row(vocab_size: int) -> float:
-    """Bytes that the kernels load and store for each row."""
+    """Return the bytes that the kernels load and store for each row."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.traffic", str(vocab_size)],
         env=os.environ | {"TRITON_INTERPRET": "1"},
@@ -128,7 +128,7 @@ def _interpreted_bytes(vocab_size: int) -> float:
     num_bytes = 0
 
     def counting(name: str, masked: int) -> Any:
-        """`masked`: which of its arguments says what is moved at all."""
+        """`masked`: index of the argument that masks what is moved."""
         original = getattr(InterpreterBuilder, name)
 
         def count(builder: Any, pointers: Any, *args: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Training of a recorded step, by what its seconds are spent on.
+"""Train a recorded step again, and break its seconds down by kind of operation.
 
-RUN is a finished run on a CPU that kept the checkpoint before the step: its trainer takes the
-recorded rollouts again, in one process, from that checkpoint. After a warm-up laps alternate, with
-torch's profiler and without; shares are of the profiled ones, of the time of operations themselves:
+RUN is a finished run on a CPU that kept the checkpoint before the step. Its trainer trains on the
+recorded rollouts again, in one process, from that checkpoint. After a warm-up, laps alternate
+between torch's profiler on and off. Shares come from the profiled laps and count the operations'
+own time:
 
     products     matrix products of layers and head, forward and backward
     attention    attention of packed rows
@@ -11,8 +12,8 @@ torch's profiler and without; shares are of the profiled ones, of the time of op
     memory       copies, gathers, zeros
     elementwise  norms, activations, rotations, sums, the rest
 
-`products_floor` is the time of the products alone at the speed that this machine multiplies the
-same shapes at, over the step's: what no other program in the same precision can be below.
+`products_floor` is the time for the products alone / the time of the step, at the speed at which
+this machine multiplies the same shapes. No program with the same precision can be faster.
 """
 
 import re
@@ -54,7 +55,7 @@ KINDS = {
         "contiguous",
     ),
 }
-"""Words in the names of operations, whole ones, looked for in this order."""
+"""Whole words in the names of operations, tried in this order."""
 REST = "elementwise"
 
 
@@ -94,7 +95,7 @@ def show(report: BenchReport, console: Console) -> None:
 
 
 def _train(config: Any, before: Any, batch: Any, profiled: bool) -> tuple[float, dict[str, float]]:
-    """Seconds of the step, and of its operations by kind, where it is profiled."""
+    """Return the seconds of the step, and those of its operations by kind if it is profiled."""
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
     learner = Learner(config)
@@ -113,7 +114,7 @@ def _train(config: Any, before: Any, batch: Any, profiled: bool) -> tuple[float,
 
 
 def seconds_by_kind(recorded: profile) -> dict[str, float]:
-    """Seconds of the operations themselves."""
+    """Return the operations' own seconds."""
     spent: Counter[str] = Counter()
     for operation in recorded.key_averages():
         spent[kind_of(operation.key)] += operation.self_cpu_time_total / 1e6
@@ -121,7 +122,7 @@ def seconds_by_kind(recorded: profile) -> dict[str, float]:
 
 
 def kind_of(operation: str) -> str:
-    """Kind of an operation, by its name in torch's profiler."""
+    """Return the kind of an operation, by its name in torch's profiler."""
     words = {word.lower() for word in re.findall("[A-Z]?[a-z]+", operation)}
     return next((kind for kind, known in KINDS.items() if words & {*known}), REST)
 
@@ -131,7 +132,7 @@ def _is_product(name: str) -> bool:
 
 
 def _seconds_alone(shapes: list[list[int]], count: int) -> float:
-    """Time of so many products of these shapes, with nothing else beside."""
+    """Return the time of `count` products of these shapes with nothing else running."""
     sizes = [shape for shape in shapes if len(shape) >= 2][-2:]
     left, right = (torch.randn(size) for size in sizes)
     torch.matmul(left, right)

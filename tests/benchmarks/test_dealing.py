@@ -83,7 +83,7 @@ def test_by_passes_nobody_waits_where_acceptance_differs(tmp_path):
     [
         ({"num_epochs": 1}, (), "less than two epochs"),
         ({"costs": ()}, (), "no engine measured its steps"),
-        ({}, ("--engines=1,4",), "--engines '1,4' is no list of numbers from 2 on"),
+        ({}, ("--engines=1,4",), "--engines '1,4' must list numbers from 2 on"),
         ({}, ("--prompts=0",), "--prompts 0: give at least 1"),
     ],
 )

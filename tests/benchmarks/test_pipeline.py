@@ -209,11 +209,11 @@ def test_without_validation_there_is_no_figure_of_it():
     [
         ([CONFIG, "--engines", "0"], "--engines 0: give at least 1 each"),
         ([CONFIG, "--engines", "2,-1"], "--engines 2,-1: give at least 1 each"),
-        ([CONFIG, "--engines", "2,,4"], "'2,,4' is no list of numbers: write, say, 2,4"),
+        ([CONFIG, "--engines", "2,,4"], "'2,,4' must list numbers, for example 2,4"),
         ([CONFIG, "--laps", "0"], "--laps 0: give at least 1"),
         ([CONFIG, "--modes", "histopipe"], "--modes histopipe: give sync, and what to compare it"),
         ([CONFIG, "--modes", "sync,async"], "--modes sync,async: give sync, and .* of sync, pip"),
-        ([CONFIG, "--epochs", "1"], "--epochs 1: give at least 2, as the first is the warm-up"),
+        ([CONFIG, "--epochs", "1"], "--epochs 1: give at least 2: the first one is the warm-up"),
         (["no/where.yaml"], "no config file at no/where.yaml: give the path of a YAML file"),
     ],
 )
