@@ -79,13 +79,22 @@ Epoch = Mapping[str, Group]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", help="a run that drafted")
-    parser.add_argument("--engines", default="2,4", metavar="LIST", help="[default: 2,4]")
+    parser.add_argument("trace", metavar="TRACE", help="a run with drafting")
     parser.add_argument(
-        "--prompts", type=int, default=64, metavar="N", help="of a step [default: 64]"
+        "--engines",
+        default="2,4",
+        metavar="LIST",
+        help="numbers of engines to compare [default: 2,4]",
     )
     parser.add_argument(
-        "--steps", type=int, default=40, metavar="N", help="drawn of each epoch [default: 40]"
+        "--prompts", type=int, default=64, metavar="N", help="prompts of a step [default: 64]"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=40,
+        metavar="N",
+        help="steps drawn from each epoch [default: 40]",
     )
 
 

@@ -58,7 +58,9 @@ _SETTING = DraftSetting(SMALL, 3, coupled=False)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="[default: 5]")
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="rounds for each size [default: 5]"
+    )
 
 
 def measure(args: Namespace, console: Console) -> Measured:

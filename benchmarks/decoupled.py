@@ -20,8 +20,8 @@ engine 0 / seconds of a step of the drafter, including the time in which it rece
 tokens.
 
 Seconds on a CPU mean little if drafters and engines share its cores. With `--split-cores` the
-drafters have one half of the cores in every mode, and everything else has the other half, as GPUs
-of their own would give them. Plain decoding then has only the engines' half.
+drafters have one half of the cores in every mode, and everything else has the other half. Plain
+decoding then has only the engines' half. On GPUs each would have cards of its own.
 """
 
 import asyncio
@@ -181,12 +181,21 @@ class DrafterWatch:
 
 def add_arguments(parser: ArgumentParser) -> None:
     one_step.add_arguments(parser, "infra/demo/decoupled.yaml")
-    parser.add_argument("--window", type=int, default=4, metavar="W", help="[default: 4]")
     parser.add_argument(
-        "--split-cores", action="store_true", help="drafters have half of the cores for themselves"
+        "--window",
+        type=int,
+        default=4,
+        metavar="W",
+        help="draft tokens per verification [default: 4]",
     )
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="a PNG: who drafts when, on which engine"
+        "--split-cores", action="store_true", help="reserve half of the cores for drafters"
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="a PNG that shows who drafts when, on which engine",
     )
 
 

@@ -110,9 +110,11 @@ async def watched() -> AsyncGenerator[LoopWatch]:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--rollouts", type=int, default=2000, help="[default: %(default)s]")
     parser.add_argument(
-        "--tokens", type=int, default=16_384, help="of each response [default: %(default)s]"
+        "--rollouts", type=int, default=2000, help="rollouts of the step [default: %(default)s]"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=16_384, help="tokens of each response [default: %(default)s]"
     )
 
 

@@ -27,10 +27,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=float,
         default=0.55,
         metavar="NATS",
-        help="a token, over all contexts [default: 0.55]",
+        help="mean entropy per token, over all contexts [default: 0.55]",
     )
-    parser.add_argument("--epochs", type=int, default=5, metavar="N", help="[default: 5]")
-    parser.add_argument("--prompts", type=int, default=256, metavar="N", help="[default: 256]")
+    parser.add_argument(
+        "--epochs", type=int, default=5, metavar="N", help="epochs of the policy [default: 5]"
+    )
+    parser.add_argument(
+        "--prompts", type=int, default=256, metavar="N", help="prompts of an epoch [default: 256]"
+    )
     drafting.add_engine(parser)
 
 

@@ -47,15 +47,23 @@ class NoPages:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=2000, metavar="N", help="[default: 2000]")
     parser.add_argument(
-        "--rollouts", type=int, default=64, metavar="N", help="of each step [default: 64]"
+        "--steps", type=int, default=2000, metavar="N", help="steps of the run [default: 2000]"
     )
-    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="[default: 256]")
+    parser.add_argument(
+        "--rollouts", type=int, default=64, metavar="N", help="rollouts of each step [default: 64]"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="longest response in tokens [default: 256]",
+    )
     parser.add_argument(
         "--no-ray",
         action="store_true",
-        help="the store in this process, not in an actor of its own",
+        help="keep the store in this process, not in an actor of its own",
     )
 
 

@@ -39,16 +39,18 @@ def add_arguments(parser: ArgumentParser, num_responses: int) -> None:
         type=_tokens,
         default=(512, 2048),
         metavar="N,N",
-        help="prompt tokens of a response, in turn [default: 512,2048]",
+        help="prompt lengths in tokens, in turn [default: 512,2048]",
     )
     parser.add_argument(
         "--responses",
         type=int,
         default=num_responses,
         metavar="N",
-        help=f"[default: {num_responses}]",
+        help=f"responses that move [default: {num_responses}]",
     )
-    parser.add_argument("--laps", type=int, default=3, metavar="N", help="of each [default: 3]")
+    parser.add_argument(
+        "--laps", type=int, default=3, metavar="N", help="laps of each mode [default: 3]"
+    )
 
 
 def _tokens(text: str) -> tuple[int, ...]:

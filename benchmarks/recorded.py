@@ -134,10 +134,17 @@ def add_run_arguments(parser: ArgumentParser, *, epochs: str, rounds: int) -> No
         "--rounds", type=int, default=rounds, metavar="N", help="[default: %(default)s]"
     )
     parser.add_argument(
-        "--laps", type=int, default=3, metavar="N", help="of each engine in a round [default: 3]"
+        "--laps",
+        type=int,
+        default=3,
+        metavar="N",
+        help="laps of each engine in a round [default: 3]",
     )
     parser.add_argument(
-        "--max-num-seqs", type=int, metavar="N", help="of each engine [default: the run's]"
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help="largest batch of each engine [default: the run's]",
     )
     parser.add_argument(
         "--engines", type=int, metavar="N", help="[default: as many as the run had]"

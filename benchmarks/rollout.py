@@ -3,8 +3,8 @@
 RUN is a finished run, its directory or its name under runs/. It must have kept a checkpoint for
 each epoch you ask for, for example `refrain train infra/demo/train.yaml name=long num_epochs=12
 trainer.keep_checkpoints=99`. For each epoch all engines get the weights that the run had there, and
-generate the requests of the epoch's second step. (In the first step the samples of the step before
-are not yet in the history.) There are as many engines as in the run:
+generate the requests of the epoch's second step. (At the first step the history has no
+samples of that epoch yet.) There are as many engines as in the run:
 
     stock   vLLM as installed: no speculation, its own sampling
     ngram   vLLM with n-gram drafts, its own sampling

@@ -47,9 +47,23 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "config", metavar="CONFIG", nargs="?", type=Path, default=Path("infra/demo/decoupled.yaml")
     )
-    parser.add_argument("--sequences", type=int, default=16, metavar="N", help="[default: 16]")
-    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="[default: 40]")
-    parser.add_argument("--window", type=int, default=4, metavar="W", help="[default: 4]")
+    parser.add_argument(
+        "--sequences", type=int, default=16, metavar="N", help="live sequences [default: 16]"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=40,
+        metavar="N",
+        help="rounds for each length of text [default: 40]",
+    )
+    parser.add_argument(
+        "--window",
+        type=int,
+        default=4,
+        metavar="W",
+        help="draft tokens per verification [default: 4]",
+    )
 
 
 def measure(args: Namespace, console: Console) -> Measured:

@@ -33,7 +33,9 @@ TIMED_ROWS = {"cuda": (16, 64, 256, 1024, 2304), "cpu": (16, 64)}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="[default: 15]")
+    parser.add_argument(
+        "--repeats", type=int, default=15, metavar="N", help="laps of each sampler [default: 15]"
+    )
 
 
 def measure(args: Namespace, console: Console) -> Measured:

@@ -38,11 +38,23 @@ _TIMEOUT_S = 30.0
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=60, metavar="N", help="[default: 60]")
     parser.add_argument(
-        "--rollouts", type=int, default=1024, metavar="N", help="of each step [default: 1024]"
+        "--steps", type=int, default=60, metavar="N", help="steps of the run [default: 60]"
     )
-    parser.add_argument("--tokens", type=int, default=512, metavar="N", help="[default: 512]")
+    parser.add_argument(
+        "--rollouts",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="rollouts of each step [default: 1024]",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="longest response in tokens [default: 512]",
+    )
 
 
 def measure(args: Namespace, console: Console) -> Measured:

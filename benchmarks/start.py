@@ -55,10 +55,14 @@ _KINDS = {
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--config", default="infra/demo/train.yaml", help="of the run (default: %(default)s)"
+        "--config", default="infra/demo/train.yaml", help="config of the run (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="of each (default: %(default)s)")
-    parser.add_argument("--beside", type=Path, metavar="DIR", help="another checkout, in turn")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="rounds per checkout (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--beside", type=Path, metavar="DIR", help="another checkout to compare with, in turn"
+    )
 
 
 def measure(args: Namespace, console: Console) -> Measured:

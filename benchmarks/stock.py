@@ -33,7 +33,7 @@ class StockEngine(StepwiseEngine):
 
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         if not on_cpu:
-            # vLLM shall choose its runner itself; `prepare_process` has chosen one for exact sampling.
+            # vLLM chooses its runner; `prepare_process` has set one for exact sampling.
             os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
         args = super()._engine_args(on_cpu)
         return {name: args[name] for name in args.keys() - _OWN}

@@ -154,8 +154,8 @@ async def _measure(config: TrainConfig, args: Namespace, console: Console) -> li
         on_gpus = placement.num_gpus > 0
         if on_gpus and config.rollout.kv_cache_bytes is None:
             raise ValueError(
-                "the engines of both layouts share the GPUs, and vLLM would take all of their "
-                "memory for the first: give rollout.kv_cache_bytes"
+                "the engines of both layouts share the GPUs, and vLLM would give all memory to the "
+                "first. Set rollout.kv_cache_bytes, for example to 8589934592"
             )
         layouts = Layouts(config, on_gpus=on_gpus)
         try:

@@ -53,8 +53,12 @@ _CANARY = tuple(range(5, 37))
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--laps", type=int, default=7, metavar="N", help="of each [default: 7]")
-    parser.add_argument("--layers", type=int, default=16, metavar="N", help="[default: 16]")
+    parser.add_argument(
+        "--laps", type=int, default=7, metavar="N", help="laps of each kind of copy [default: 7]"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=16, metavar="N", help="layers of the model [default: 16]"
+    )
 
 
 def measure(args: Namespace, console: Console) -> Measured:

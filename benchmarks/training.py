@@ -61,8 +61,16 @@ REST = "elementwise"
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a finished run: its directory or name")
-    parser.add_argument("--step", type=int, default=2, metavar="N", help="[default: 2]")
-    parser.add_argument("--laps", type=int, default=3, metavar="N", help="of each [default: 3]")
+    parser.add_argument(
+        "--step", type=int, default=2, metavar="N", help="step of the run [default: 2]"
+    )
+    parser.add_argument(
+        "--laps",
+        type=int,
+        default=3,
+        metavar="N",
+        help="laps with and without the profiler [default: 3]",
+    )
 
 
 def measure(args: Namespace, console: Console) -> Measured:

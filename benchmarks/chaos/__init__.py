@@ -1,14 +1,19 @@
-"""Faults drawn at random, on real runs: is anything lost, doubled, changed, hung or left behind?
+"""Random faults on real runs: is anything lost, duplicated, changed, hung or left behind?
 
     refrain bench chaos --seed 0 --json benchmarks/baselines/chaos.json
 
-Faults strike small runs of the demo's model at a moment of their own: a process is killed, is
-stopped for longer than the bounds, cannot write, finds a damaged file or a clock that went back,
-loses its terminal or its memory. A run meets up to five, and is resumed when its driver has ended.
-Then every planned sample must be in its store once, with its reward, the steps without a hole,
-summary and MLflow complete, no process and no file left, and the tokens those of a run that nothing
-disturbed. What is wrong at the end of a run counts for all its faults; --apart shows which it was.
-Takes 1 to 3 minutes a fault on 2 cores. With --json, what was interrupted goes on where it was.
+Faults hit small runs of the demo's model at random moments. A process is killed, or stopped for
+longer than the time limits. It cannot write, finds a damaged file or a clock that was set back, or
+loses its terminal or its memory. A run gets up to five faults, and is resumed when its driver has
+ended. At the end the bench checks that
+
+    - every planned sample is in the store once, with its reward
+    - no step is missing, and summary and MLflow are complete
+    - no process and no file is left
+    - the tokens are those of an undisturbed run
+
+A problem at the end of a run counts for all its faults; --apart shows which fault caused it. Takes
+1 to 3 minutes per fault on 2 cores. With --json an interrupted campaign continues where it stopped.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -29,17 +34,27 @@ PACKAGES = ("refrain", "vllm", "torch", "ray", "prefect", "mlflow", "duckdb")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--faults", type=int, default=72, help="how many (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="draws them (default: %(default)s)")
     parser.add_argument(
-        "--only", type=int, nargs="+", metavar="N", help="those of these numbers, from 0"
+        "--faults", type=int, default=72, help="number of faults (default: %(default)s)"
     )
-    parser.add_argument("--apart", action="store_true", help="each fault on a run of its own")
-    parser.add_argument("--dir", type=Path, default=Path("runs/chaos"), help="of the runs")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed that draws the faults (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--only",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="only the faults with these numbers, from 0",
+    )
+    parser.add_argument("--apart", action="store_true", help="a run of its own for each fault")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("runs/chaos"), help="directory of the runs"
+    )
 
 
 def measure(args: Namespace, console: Console) -> Measured:
-    """Raises ValueError for bad arguments, RuntimeError when an undisturbed run fails."""
+    """Raise ValueError for bad arguments, RuntimeError if an undisturbed run fails."""
     check_counts(args, "faults")
     strikes = draw(args.faults, args.seed)
     if args.only is not None:
@@ -55,7 +70,7 @@ def measure(args: Namespace, console: Console) -> Measured:
         reference, directory = references.of(run[0].mode), args.dir / str(run[0].number)
         rows = carry_out(run, reference, directory)
         for i, strike in enumerate(run):
-            # One before it may have taken its target or its moment.
+            # An earlier strike may have removed its target or its moment: repeat it alone.
             if rows[i]["struck"] == NOTHING and len(run) > 1:
                 [rows[i]] = carry_out([strike], reference, args.dir / str(strike.number))
         for row in rows:
@@ -76,8 +91,8 @@ def go_on(
     file: Path | None,
     deal: Callable[[Sequence[Strike]], list[list[Strike]]] = on_runs,
 ) -> list[Row]:
-    """Rows of all strikes, of which those that `file` has are not made again; it has every row
-    that was made, whatever ends this."""
+    """Return the rows of all strikes. Strikes that `file` has already are not repeated. The file
+    gets each row as soon as it is made, so an interruption loses none."""
     known = BenchReport.model_validate_json(file.read_text()).rows if file and file.exists() else ()
     rows: dict[int, Row] = {}
     for strike in strikes:
@@ -110,7 +125,7 @@ def figures(rows: Sequence[Row]) -> dict[str, int | float]:
 
 
 def line(row: Row) -> str:
-    """A row for people."""
+    """Return a row as a line for people."""
     what = f"{row['number']:>3}  {row['target']} {row['fault']} ({row['moment']}, {row['mode']})"
     outcome = "; ".join(row["complaints"]) or "well"
     return f"{what}: {outcome}  [{row['seconds']:.0f} s, {_resumes(row)} resumes]"
@@ -138,7 +153,7 @@ def show(report: BenchReport, console: Console) -> None:
 
 
 class _References:
-    """Records of undisturbed runs, made when they are first asked for and kept in a directory."""
+    """Records of undisturbed runs, made at the first request and kept in a directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

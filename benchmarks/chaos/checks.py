@@ -1,5 +1,5 @@
-"""Faults of a run that was struck: compared with what was planned, and with a run of the
-same config that nothing disturbed. Pure."""
+"""Check a run with faults against its plan, and against an undisturbed run of the same config.
+Pure."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,30 +32,30 @@ class RecordedSample(Frozen):
 
 
 class RunTraces(Frozen):
-    """Everything that a run has left."""
+    """Everything that a run has left behind."""
 
     num_steps: int
-    """Steps that its config makes."""
+    """Steps of its config."""
     samples: tuple[RecordedSample, ...]
     planned: frozenset[SampleKey]
     steps: tuple[int, ...]
-    """Steps that its store has reports of."""
+    """Steps with a report in its store."""
     summary_steps: int | None
-    """Steps by its summary; None where there is none."""
+    """Steps in its summary. None without a summary."""
     missing: tuple[str, ...] = ()
-    """Records that MLflow and Prefect do not have, by its summary."""
+    """Records that MLflow and Prefect lack according to its summary."""
     mlflow_status: str | None
     mlflow_steps: Mapping[str, tuple[int, ...]]
     """Steps of each metric in MLflow."""
     processes: tuple[str, ...] = ()
-    """Processes of the run that live on after its end."""
+    """Processes of the run that still run after its end."""
     files: tuple[str, ...] = ()
-    """Its files that it left outside of its directory."""
+    """Files that it left outside its directory."""
 
 
 def complaints(run: RunTraces, undisturbed: RunTraces) -> list[str]:
-    """Everything that is lost, doubled, changed or left behind, in sentences; empty for a run that
-    is as it should be."""
+    """Return a sentence for everything that is lost, duplicated, changed or left behind. Empty for
+    a correct run."""
     return [
         *_samples(run),
         *_steps(run),
@@ -90,7 +90,7 @@ def _accounts(run: RunTraces, undisturbed: RunTraces) -> Iterator[str]:
     if run.mlflow_status != "FINISHED":
         yield f"MLflow has the run as {run.mlflow_status}"
     for name, steps in undisturbed.mlflow_steps.items():
-        # Seconds saved, drafts and the like are not of every run.
+        # Some metrics, such as saved seconds and drafts, do not exist in every run.
         if name in COMPLETE and set(run.mlflow_steps.get(name, ())) != set(steps):
             yield f"MLflow has {name} of steps {run.mlflow_steps.get(name, ())}, not {steps}"
 
@@ -100,10 +100,10 @@ COMPLETE = ("critic/score/mean", "response_length/mean", "timing_s/gen", "valida
 
 
 def _tokens(run: RunTraces, undisturbed: RunTraces) -> Iterator[str]:
-    """Tokens of samples that the same policy versions made.
+    """Compare the tokens of samples that the same policy versions generated.
 
-    A version is the same in both runs when it has learnt from the same samples; in a pipelined run
-    which sample comes a step later is a matter of time, and from there on versions differ.
+    A version is the same in both runs if it has learnt from the same samples. In a pipelined run,
+    timing decides which sample is deferred to the next step. Versions differ from there on.
     """
     same = _same_versions(run, undisturbed)
     before = {sample.key: sample for sample in undisturbed.samples}
@@ -119,7 +119,7 @@ def _tokens(run: RunTraces, undisturbed: RunTraces) -> Iterator[str]:
 
 
 def _same_versions(run: RunTraces, undisturbed: RunTraces) -> int:
-    """The last policy version up to which both runs have trained on the same samples."""
+    """Return the last policy version up to which both runs trained on the same samples."""
     for step in range(1, run.num_steps + 1):
         if _trained_on(run, step) != _trained_on(undisturbed, step):
             return step - 1

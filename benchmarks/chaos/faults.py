@@ -1,7 +1,8 @@
-"""Faults of a campaign: who is struck, by what, when, and in which mode.
+"""Faults of a campaign: target, kind, moment and mode.
 
-The seed decides, and whatever was drawn least comes next. Faults from number `NUM_FIRST` on first
-fill the pairs of target and kind that have not come yet: a campaign of the default size has all.
+The seed decides, and the option with the fewest draws comes next. From number `NUM_FIRST` on,
+faults first fill the pairs of target and kind that are still missing. A campaign of the default
+size has all pairs.
 """
 
 import random
@@ -14,7 +15,7 @@ from schemas.base import Frozen
 
 
 class Target(StrEnum):
-    """A process of a run, or one that serves it."""
+    """A process of a run, or a server of the run."""
 
     DRIVER = "driver"
     ENGINE = "engine"
@@ -35,26 +36,27 @@ class Fault(StrEnum):
     KILL = "killed"
     """SIGKILL."""
     STOP = "stopped"
-    """SIGSTOP for longer than the run's bounds, then SIGCONT."""
+    """SIGSTOP for longer than the run's time limits, then SIGCONT."""
     DISK_FULL = "disk full"
     """Files of the process cannot grow (RLIMIT_FSIZE) until it has ended."""
     DAMAGED = "file damaged"
-    """The driver is killed and what the target has written is damaged before the run goes on."""
+    """The driver is killed, and files that the target wrote are damaged before the run is
+    resumed."""
     CLOCK = "clock set back"
-    """The clock of all of the run's Python processes goes back by an hour."""
+    """The clock of all the run's Python processes goes back by an hour."""
     HANGUP = "terminal closed"
-    """SIGHUP to the driver's process group, as from a terminal that is closed."""
+    """SIGHUP to the driver's process group, as from a closed terminal."""
     LINE = "line damaged"
-    """The driver is killed, and one line of `steps.jsonl` is damaged before the run goes on."""
+    """The driver is killed, and one line of `steps.jsonl` is damaged before the run is resumed."""
     MEMORY = "out of memory"
-    """The kernel kills the process, whose memory has come to the limit of its cgroup."""
+    """The kernel kills the process when its memory reaches the limit of its cgroup."""
 
 
 class Moment(StrEnum):
     STARTING = "starting"
     ROLLOUT = "rolling out"
     PUBLICATION = "publication"
-    """The first seconds of a rollout stage, in which engines take new weights."""
+    """The first seconds of a rollout stage, in which engines load new weights."""
     SCORING = "scoring"
     TRAINING = "training"
     CHECKPOINTING = "checkpointing"
@@ -89,10 +91,10 @@ TARGETS: Mapping[Fault, tuple[Target, ...]] = {
     Fault.LINE: (Target.DRIVER,),
     Fault.MEMORY: (Target.ENGINE_CORE, Target.TRAINER, Target.STORE, Target.SCORER),
 }
-"""Targets that a kind of fault can strike."""
+"""Targets that each kind of fault can hit."""
 PAIRS = tuple((target, fault) for fault, targets in TARGETS.items() for target in targets)
 LATER = (Fault.HANGUP, Fault.LINE, Fault.MEMORY)
-"""Kinds that came when a campaign was under way: they are drawn behind its first faults."""
+"""Kinds that were added to a campaign in progress. They are drawn after its first faults."""
 NUM_FIRST = 60
 _WHILE_SAVED = (
     Moment.ROLLOUT,
@@ -101,20 +103,21 @@ _WHILE_SAVED = (
     Moment.CHECKPOINTING,
     Moment.MIGRATION,
 )
-"""Moments at which there is something of an earlier step on the disk."""
+"""Moments at which the disk has files of an earlier step."""
 _PIPELINED_ONLY = (Moment.MIGRATION, Moment.DEFERRAL)
 _ONCE = (Moment.STARTING, Moment.VALIDATION)
 _STARTED_ONLY = (Target.DRIVER, Target.RAYLET, Target.GCS, Target.PREFECT, Target.MLFLOW)
-"""Targets that are there while the others start."""
+"""Targets that exist while the others start."""
 MIN_EACH = 3
-"""Faults of every kind, before a target meets what it has not met."""
+"""Draws of every kind before a target gets the kinds that it has not met."""
 MAX_STEPS = 3
-"""Most steps of a run in which a fault comes."""
+"""Most steps of a run that have a fault."""
 T = TypeVar("T", bound=StrEnum)
 
 
 def draw(num: int, seed: int) -> list[Strike]:
-    """The first `num` faults of the campaign with this seed; a longer one begins with the same."""
+    """Return the first `num` faults of this seed's campaign. A longer campaign begins with the same
+    faults."""
     rng = random.Random(seed)
     drawn: list[Strike] = []
     for number in range(num):
@@ -126,7 +129,7 @@ def draw(num: int, seed: int) -> list[Strike]:
 
 
 def _missing(drawn: Sequence[Strike]) -> tuple[Target, Fault] | None:
-    """The first pair that has not come, once the first faults have."""
+    """Return the first missing pair, once the first faults are drawn."""
     come = {(strike.target, strike.fault) for strike in drawn}
     missing = (pair for pair in PAIRS if pair not in come)
     return next(missing, None) if len(drawn) >= NUM_FIRST else None
@@ -136,7 +139,7 @@ def _pair(rng: random.Random, drawn: Sequence[Strike]) -> tuple[Target, Fault]:
     target = _least(rng, Target, [strike.target for strike in drawn])
     later = LATER if len(drawn) < NUM_FIRST else ()
     faults = [fault for fault in Fault if target in TARGETS[fault] and fault not in later]
-    # Kinds that few targets know come first, and then what this one has not met.
+    # Kinds that few targets can suffer come first, then kinds that this target has not met.
     num = Counter(strike.fault for strike in drawn)
     rare = [fault for fault in faults if num[fault] < MIN_EACH]
     met = [strike.fault for strike in drawn if rare or strike.target is target]
@@ -144,8 +147,8 @@ def _pair(rng: random.Random, drawn: Sequence[Strike]) -> tuple[Target, Fault]:
 
 
 def on_runs(strikes: Iterable[Strike]) -> list[list[Strike]]:
-    """Strikes dealt to runs of their mode, in the order in which they come there: one while the
-    run starts, one in its first validation, the others in a step each."""
+    """Distribute strikes over runs of their mode, in the order in which they happen. A run has at
+    most one while it starts, one in its first validation, and one in each of a few steps."""
     runs: list[list[Strike]] = []
     for strike in strikes:
         for run in runs:
@@ -158,7 +161,8 @@ def on_runs(strikes: Iterable[Strike]) -> list[list[Strike]]:
 
 
 def _fits(strike: Strike, run: Sequence[Strike]) -> bool:
-    """Whether a run can have one more; it has either layouts to switch to, or TP of its own."""
+    """Whether a run can take one more strike. A run has either layouts to switch to or a TP degree
+    above 1."""
     every = [*run, strike]
     switches = [one.moment is Moment.SWITCH for one in every]
     own_tp = any(
@@ -175,7 +179,7 @@ def _fits(strike: Strike, run: Sequence[Strike]) -> bool:
 
 
 def _place(strike: Strike) -> Moment | None:
-    """The moment, for one that a run has once; None for one that each step has."""
+    """Return the moment if a run has it only once, and None if every step has it."""
     return strike.moment if strike.moment in _ONCE else None
 
 
@@ -185,14 +189,14 @@ def _order(strike: Strike) -> tuple[int, int]:
 
 
 def first_step(strike: Strike) -> int:
-    """The first step of a run in which this can happen."""
+    """Return the first step of a run in which this strike can happen."""
     if strike.fault is Fault.DAMAGED and strike.target is Target.TRAINER:
-        return 4  # There must be two checkpoints, in a pipelined run too.
+        return 4  # The run needs two checkpoints, also if it is pipelined.
     return 3 if strike.moment in _PIPELINED_ONLY else 2
 
 
 def moments(target: Target, fault: Fault) -> Sequence[Moment]:
-    """Moments at which this can happen."""
+    """Return the moments at which this fault can happen to this target."""
     if fault in (Fault.DAMAGED, Fault.LINE):
         return _WHILE_SAVED
     if fault is Fault.DISK_FULL or target not in _STARTED_ONLY:
@@ -201,12 +205,12 @@ def moments(target: Target, fault: Fault) -> Sequence[Moment]:
 
 
 def modes(moment: Moment) -> Sequence[RunMode]:
-    """Modes of a run that have this moment."""
+    """Return the modes of a run that have this moment."""
     return [RunMode.PIPELINED] if moment in _PIPELINED_ONLY else [*RunMode]
 
 
 def _least(rng: random.Random, among: Iterable[T], drawn: Sequence[T]) -> T:
-    """One of those that were drawn least often."""
+    """Return an option that was drawn least often."""
     counts, options = Counter(drawn), list(among)
     fewest = min(counts[option] for option in options)
     return rng.choice([option for option in options if counts[option] == fewest])

@@ -1,4 +1,4 @@
-"""A process that runs out of memory: the kernel kills it at the limit of a cgroup of its own."""
+"""Run a process out of memory: the kernel kills it at the limit of a cgroup of its own."""
 
 import os
 import signal
@@ -11,14 +11,14 @@ import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
 LIMIT_BYTES = 2**20
-"""Less than any process takes: the next page that it touches is one too many."""
+"""Less than any process needs: the next page it touches exceeds the limit."""
 KILL_S = 60.0
-"""Longest time until it touches one."""
+"""Longest time until the process touches a new page."""
 
 
 def run_out_of_memory(process: psutil.Process) -> str:
-    """Returns how it was killed: where this user may make no cgroup, by SIGKILL as the kernel
-    would send it."""
+    """Kill the process and return how. If this user cannot make a cgroup, SIGKILL replaces the
+    kernel's kill."""
     with suppress(OSError), _cgroup(f"refrain-chaos-{process.pid}") as group:
         (group / "cgroup.procs").write_text(str(process.pid))
         deadline = time.monotonic() + KILL_S
@@ -33,7 +33,7 @@ def run_out_of_memory(process: psutil.Process) -> str:
 
 @contextmanager
 def _cgroup(name: str) -> Generator[Path]:
-    """A cgroup with next to no memory. Raises OSError where there can be none."""
+    """Yield a cgroup with almost no memory. Raise OSError if it cannot be made."""
     is_first = (CGROUPS / "memory").is_dir()
     group = (CGROUPS / "memory" if is_first else CGROUPS) / name
     group.mkdir()
@@ -48,13 +48,13 @@ def _cgroup(name: str) -> Generator[Path]:
 
 
 def _remove(group: Path) -> None:
-    """A process that lives on goes back to where it came from."""
+    """Remove the group. A process that survived returns to the parent group."""
     for pid in (group / "cgroup.procs").read_text().split():
         with suppress(OSError):
             (group.parent / "cgroup.procs").write_text(pid)
     deadline = time.monotonic() + KILL_S
     while time.monotonic() < deadline:
-        # Killed processes are counted until they have ended.
+        # The group counts killed processes until they have ended, and rmdir fails until then.
         with suppress(OSError):
             os.rmdir(group)
             return

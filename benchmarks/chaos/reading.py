@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 def read_record(run_dir: Path, num_steps: int) -> RunTraces:
-    """Record of a run that has ended, without processes and files."""
+    """Return the record of a run that has ended, without processes and files."""
     file = run_dir / SUMMARY_FILE
     summary = RunSummary.model_validate_json(file.read_text()) if file.exists() else None
     samples: list[RecordedSample] = []
@@ -55,20 +55,20 @@ def read_record(run_dir: Path, num_steps: int) -> RunTraces:
 
 
 def undelivered(run_dir: Path) -> bool:
-    """Whether a run has ended before MLflow and Prefect took all of its record: a resume of it
-    delivers the rest."""
+    """Whether a run ended before MLflow and Prefect received all its records. Resuming it delivers
+    the rest."""
     file = run_dir / SUMMARY_FILE
     return file.exists() and bool(RunSummary.model_validate_json(file.read_text()).missing)
 
 
 def described(path: Path) -> str:
-    """Name of a file, or of a directory and what it holds."""
+    """Return the name of a file, or of a directory with its content."""
     held = sorted(inner.name for inner in path.iterdir()) if path.is_dir() else []
     return f"{path.name} ({', '.join(held[:MAX_NAMED])})" if held else path.name
 
 
 def shared_by(processes: Iterable[int]) -> set[str]:
-    """Files in shared memory that these processes have open or mapped."""
+    """Return the files in shared memory that these processes have open or mapped."""
     found: set[str] = set()
     for pid in processes:
         for path in _opened(Path("/proc", str(pid))):
@@ -79,26 +79,26 @@ def shared_by(processes: Iterable[int]) -> set[str]:
 
 
 def held_by_nobody(names: set[str]) -> set[str]:
-    """Those of these files in shared memory that are there, and that no process has open."""
+    """Return those of these files in shared memory that exist and that no process has open."""
     there = {name for name in names if (SHARED_MEMORY / name).exists()}
     return there - shared_by(psutil.pids()) if there else there
 
 
 def _opened(process: Path) -> list[str]:
-    """Files that it has open or mapped; none for one that has just ended."""
+    """Return the files that a process has open or mapped. Empty if it has just ended."""
     found = []
     with suppress(OSError):
         lines = (process / "maps").read_text().splitlines()
         found += [line[line.index("/") :] for line in lines if "/" in line]
         for link in (process / "fd").iterdir():
-            # Some close while they are looked at.
+            # A file may close while this reads its link.
             with suppress(OSError):
                 found.append(str(link.readlink()))
     return found
 
 
 def live_by_record(run_dir: Path) -> list[str]:
-    """Name the places that take a run for a live one."""
+    """Return the names of the places that list an ended run as live."""
     found = [REF_FILE] if (run_dir / REF_FILE).exists() else []
     status, _ = _mlflow(run_dir)
     if status == "RUNNING":
@@ -120,7 +120,7 @@ def _samples(store: Store, split: Split, step: int) -> Iterator[RecordedSample]:
                 str(split),
                 row["origin_step"],
                 row["prompt_key"],
-                # A deferred one's is -1 - index.
+                # A deferred sample has -1 - index.
                 index if index >= 0 else -1 - index,
             ),
             step=row["step"],

@@ -1,4 +1,4 @@
-"""A small real run in a session of its own: started, watched, found by its processes, resumed."""
+"""A small real run in a session of its own: start it, watch it, find its processes, resume it."""
 
 import os
 import re
@@ -32,10 +32,10 @@ NAME, DRAFT_MODEL = "chaos", "small"
 NUM_PROMPTS, PROMPTS_PER_STEP, GROUP_SIZE = 12, 6, 4
 NUM_EPOCHS = 6
 STALL_S = 40.0
-"""Bound on a silent engine in these runs: low, but more than a step takes on a busy machine."""
+"""`rollout.stall_timeout_s` of these runs: low, but longer than a step takes on a busy machine."""
 POLL_S = 0.1
 SHARED_S = 1.0
-"""Seconds between two looks at what it has in shared memory."""
+"""Seconds between two looks at its files in shared memory."""
 _ELSEWHERE = ("RAY_ADDRESS", "PREFECT_API_URL", "MLFLOW_TRACKING_URI")
 
 SIGNS = {
@@ -51,7 +51,7 @@ SIGNS = {
     Target.GCS: "gcs/gcs_server",
     Target.PREFECT: "prefect.server.api.server",
 }
-"""Processes, by what their command lines hold."""
+"""Words in the command line of each process."""
 
 _LINES = {
     Moment.STARTING: "starting Ray",
@@ -62,16 +62,16 @@ _LINES = {
     Moment.VALIDATION: "validation step 0: rolling out",
     Moment.DEFERRAL: r"train step (\d+): scoring",
 }
-"""Beginnings of lines of a run's output, with the step."""
+"""How the run's output announces a moment, with the step."""
 _FINISHED = {Moment.ROLLOUT: 0.0, Moment.MIGRATION: 0.4, Moment.SWITCH: 0.4}
-"""Moments within a rollout stage: the share of its rollouts that have finished by then."""
+"""Moments within a rollout stage: share of its rollouts that have finished by then."""
 
 
 class SmallRun:
-    """A run of the demo's model, cut down to a few steps."""
+    """A run of the demo's model with only a few steps."""
 
     def __init__(self, directory: Path, mode: RunMode, strikes: Sequence[Strike] = ()) -> None:
-        """`directory`: must not exist; `strikes`: what it must have to be struck so."""
+        """`directory`: must not exist. `strikes`: the config switches on their targets."""
         directory.mkdir(parents=True)
         self.directory = directory.absolute()
         self.config = _write_config(self.directory, mode, strikes)
@@ -79,13 +79,13 @@ class SmallRun:
         self.output = self.directory / "output"
         self.clock = self.directory / "clock-is-back"
         self.temporary = Path(tempfile.mkdtemp(prefix="chaos"))
-        """Its /tmp; short, as sockets' names are."""
+        """Its /tmp. The path is short, as names of sockets must be."""
         self.environment: dict[str, str] = {}
         self.process: subprocess.Popen[bytes] | None = None
         self.shared: set[str] = set()
         """Files in shared memory that its processes have had."""
         self._num_past = self._num_before = 0
-        """Bytes of the output before the moments that are waited for, and before the last start."""
+        """Bytes of the output before the moments to wait for, and before the last start."""
 
     def start(self, *, resume: bool = False) -> None:
         arguments = ["--resume", str(self.run_dir)] if resume else [str(self.config)]
@@ -95,7 +95,7 @@ class SmallRun:
             "PYTHONPATH": os.pathsep.join(path),
             "REFRAIN_CHAOS_CLOCK": str(self.clock),
             "TMPDIR": str(self.temporary),
-            # As on a machine that has had runs before.
+            # Reuse compiled code, as on a machine that has had runs before.
             "TORCHINDUCTOR_CACHE_DIR": str(self.directory.parent / "compiled"),
             "COLUMNS": "200",
             "PYTHONUNBUFFERED": "1",
@@ -111,13 +111,14 @@ class SmallRun:
                 cwd=CHECKOUT,
                 env=environment | self.environment,
                 start_new_session=True,
-                # A campaign under `nohup` ignores SIGHUP; its runs are to take it.
+                # A campaign under `nohup` ignores SIGHUP, but its runs must not.
                 preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
             )
 
     @contextmanager
     def _writing(self) -> Generator[Any]:
-        """A pipe to the output: a driver whose disk is full has its last words still."""
+        """Yield a pipe to the output, so that a driver with a full disk can still write its last
+        lines."""
         with self.output.open("ab") as output:
             copying = subprocess.Popen(
                 ["cat"], stdin=subprocess.PIPE, stdout=output, start_new_session=True
@@ -127,11 +128,11 @@ class SmallRun:
             yield copying.stdin
 
     def look_from_here(self) -> None:
-        """No moment has come yet."""
+        """Ignore all moments so far in `wait_for`."""
         self._num_past = self.output.stat().st_size if self.output.exists() else 0
 
     def wait_for(self, moment: Moment, step: int, timeout_s: float) -> bool:
-        """Whether the moment came, in this step or a later one, before the run ended."""
+        """Return whether the moment came, in this step or a later one, before the run ended."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and self.running:
             if self._reached(moment, step):
@@ -140,7 +141,7 @@ class SmallRun:
         return False
 
     def wait(self, timeout_s: float) -> int | None:
-        """Exit status of the driver; None when it goes on."""
+        """Return the exit status of the driver. None if it still runs."""
         assert self.process is not None
         with suppress(subprocess.TimeoutExpired):
             return self.process.wait(timeout_s)
@@ -151,7 +152,7 @@ class SmallRun:
         return self.process is not None and self.process.poll() is None
 
     def processes(self) -> list[psutil.Process]:
-        """Processes of the run on this machine, but for the driver."""
+        """Return the run's processes on this machine, without the driver."""
         driver = self.process.pid if self.process else 0
         found = []
         for process in processes_of(self.run_dir):
@@ -161,7 +162,7 @@ class SmallRun:
         return found
 
     def find(self, target: Target) -> list[psutil.Process]:
-        """Processes of this kind; several where there are several engines or ranks."""
+        """Return the processes of this kind: several if there are several engines or ranks."""
         if target is Target.DRIVER:
             return [psutil.Process(self.process.pid)] if self.process and self.running else []
         found = []
@@ -175,11 +176,11 @@ class SmallRun:
         return "\n".join(self._said(0).splitlines()[-num:])
 
     def said(self) -> str:
-        """Output since the last start."""
+        """Return the output since the last start."""
         return self._said(self._num_before)
 
     def end(self) -> None:
-        """Kill whatever of it there is, and clear its /tmp."""
+        """Kill all its processes, and clear its /tmp."""
         for process in [*self.find(Target.DRIVER), *self.processes()]:
             with suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
@@ -189,7 +190,7 @@ class SmallRun:
 
     def _reached(self, moment: Moment, step: int) -> bool:
         if line := _LINES.get(moment):
-            # At the beginning of a line: "step 2: training" is no "train step 2: training".
+            # Match the beginning of a line: "step 2: training" is not "train step 2: training".
             found = re.findall(f"^ *{line}", self._said(self._num_past), re.MULTILINE)
             return any(not number.isdigit() or int(number) >= step for number in found)
         progress: RunProgress | None = read_progress(self.run_dir)
@@ -211,7 +212,7 @@ class SmallRun:
 def small_run(
     directory: Path, mode: RunMode, strikes: Sequence[Strike] = ()
 ) -> Generator[SmallRun]:
-    """A run that has not been started yet; nothing of it is running when the block is left."""
+    """Yield a run that is not started yet. All its processes are gone when the block ends."""
     shutil.rmtree(directory, ignore_errors=True)
     run, over = SmallRun(directory, mode, strikes), threading.Event()
     looking = threading.Thread(target=_note_shared, args=(run, over), daemon=True)
@@ -225,7 +226,8 @@ def small_run(
 
 
 def _note_shared(run: SmallRun, over: threading.Event) -> None:
-    """Note what the run has in shared memory: others on this machine have files there too."""
+    """Note which files in shared memory belong to the run, as others on this machine have files
+    there too."""
     while not over.wait(SHARED_S):
         run.shared |= shared_by(process.pid for process in run.processes())
 
@@ -256,7 +258,7 @@ def _write_config(directory: Path, mode: RunMode, strikes: Sequence[Strike]) -> 
 
 
 def _have_target(values: dict[str, Any], strike: Strike, directory: Path) -> None:
-    """Switch on what is struck."""
+    """Switch on the target of a strike."""
     if strike.moment is Moment.SWITCH:
         values |= {
             "pat": {"tp_degrees": [2]},
@@ -270,8 +272,8 @@ def _have_target(values: dict[str, Any], strike: Strike, directory: Path) -> Non
 
 
 def profile_as_if_it_paid(file: Path) -> Path:
-    """Write the demo's profile, with an engine of TP 2 ten times as fast, which on a CPU it is not,
-    and a draft model that takes ten times as long as a lookup."""
+    """Write the demo's profile with two changes: an engine of TP 2 is ten times as fast, which it
+    is not on a CPU, and a draft model takes ten times as long as a lookup."""
     baseline = CHECKOUT / "benchmarks" / "baselines" / "profile_demo.json"
     profile = Profile.model_validate_json(baseline.read_bytes())
     at_tp_2 = [

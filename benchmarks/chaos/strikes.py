@@ -1,4 +1,4 @@
-"""A fault, carried out on a real run, which is then seen through to its end."""
+"""Carry out faults on a real run, and resume the run until it ends."""
 
 import os
 import random
@@ -41,21 +41,21 @@ from tasks.run.run_dir import read_config
 NUM_STEPS = NUM_EPOCHS * NUM_PROMPTS // PROMPTS_PER_STEP
 MOMENT_TIMEOUT_S = 400.0
 END_TIMEOUT_S = 480.0
-"""Longest time from a fault to the end of the driver, and from a resume to it."""
+"""Longest time from a fault to the end of the driver, and from a resume to its end."""
 STOPPED_S = STALL_S + 20.0
 MAX_RESUMES = 3
 NOTHING = "nothing"
-"""Struck, where the moment did not come or there was no target."""
+"""Value of `struck` if the moment did not come or there was no target."""
 HANGUP_S = 60.0
 """Longest time for a run to end after its terminal was closed."""
 GONE_S = 30.0
-"""Longest time for the last processes to go after their driver has."""
+"""Longest time for the last processes to end after the driver."""
 FILE_BYTES = 64 * 2**10
-"""Files cannot grow beyond this on a full disk."""
+"""Limit of file sizes on a full disk."""
 
 
 def undisturbed(mode: RunMode, directory: Path) -> RunTraces:
-    """Record of a run that nothing happens to. Raises RuntimeError when it fails."""
+    """Return the record of a run without faults. Raise RuntimeError if it fails."""
     with small_run(directory, mode) as run:
         run.start()
         if run.wait(END_TIMEOUT_S) != 0:
@@ -67,8 +67,8 @@ def undisturbed(mode: RunMode, directory: Path) -> RunTraces:
 
 
 def carry_out(strikes: Sequence[Strike], reference: RunTraces, directory: Path) -> list[Row]:
-    """Rows of the faults of one run, in the order in which they come: what was struck, how the
-    driver ended before the next, and `complaints`; those of the run's end are each one's."""
+    """Return the rows of one run's faults in order: what was struck, how the driver ended before
+    the next fault, and `complaints`. Complaints at the end of the run go to every fault."""
     mode = strikes[0].mode
     with small_run(directory, mode, strikes) as run, ExitStack() as stack:
         is_served = any(strike.target is Target.MLFLOW for strike in strikes)
@@ -97,19 +97,20 @@ def carry_out(strikes: Sequence[Strike], reference: RunTraces, directory: Path) 
 
 def _complaints_of_end(run: SmallRun, reference: RunTraces) -> list[str]:
     processes = _left_running(run)
-    # Its Ray's logs, which a run that was killed leaves, and its kernels.
+    # A killed run leaves its kernels and Ray's logs here; that is no fault.
     own = run.temporary / f"refrain-{os.getuid()}"
     files = [described(path) for path in run.temporary.iterdir() if path != own]
     files += held_by_nobody(run.shared)
     if run.wait(0) != 0:
-        return []  # Said already.
+        return []  # `see_through` has reported it.
     left = {"processes": tuple(processes), "files": tuple(sorted(files))}
     record = read_record(run.run_dir, NUM_STEPS)
     return complaints(record.model_copy(update=left), reference)
 
 
 class MlflowServer:
-    """MLflow's server beside a run that is told its address; whoever runs one starts it again."""
+    """MLflow's server beside a run, which gets its address. The bench restarts the server, as its
+    operator would."""
 
     def __init__(self, run: SmallRun, stack: ExitStack) -> None:
         self._run, self._stack, self._port = run, stack, free_port()
@@ -125,14 +126,14 @@ class MlflowServer:
         self._starts += 1
         command = mlflow_command(self._run.directory, self._port)
         log = self._run.directory / f"mlflow-{self._starts}.log"
-        # What it keeps for jobs in shared memory would stay, and none are there.
+        # No job runs here, and MLflow would leave files of its job queue in shared memory.
         env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         env[MLFLOW_ASKED] = f"chaos:{self._password}"
         self._server = self._stack.enter_context(service("MLflow's server", command, log, env=env))
         self._process = psutil.Process(self._server.process.pid)
 
     def wait(self) -> None:
-        """Return when it answers."""
+        """Return when the server answers."""
         wait_for(f"http://{HOST}:{self._port}/health", [self._server])
 
     def processes(self) -> list[psutil.Process]:
@@ -142,7 +143,7 @@ class MlflowServer:
 def _strike(
     run: SmallRun, strike: Strike, step: int, mlflow: MlflowServer | None
 ) -> tuple[str, list[str]]:
-    """Processes that were struck, and complaints where that was not possible."""
+    """Return the processes that were struck, and complaints if that was impossible."""
     if not run.wait_for(strike.moment, step, MOMENT_TIMEOUT_S):
         return NOTHING, [f"{strike.moment} never came"]
     server = mlflow if strike.target is Target.MLFLOW else None
@@ -159,7 +160,8 @@ def _strike(
 
 
 def _left_by_hangup(run: SmallRun) -> list[str]:
-    """Complaints about a run whose terminal was closed: it ends, and nothing says that it lives."""
+    """Return complaints about a run whose terminal was closed: it must end, and no record may list
+    it as live."""
     if run.wait(HANGUP_S) is None:
         return [f"goes on {HANGUP_S:.0f} s after its terminal was closed"]
     left = [*_left_running(run), *held_by_nobody(run.shared), *live_by_record(run.run_dir)]
@@ -167,7 +169,8 @@ def _left_by_hangup(run: SmallRun) -> list[str]:
 
 
 def _find(run: SmallRun, strike: Strike) -> list[psutil.Process]:
-    """One process: the driver for what concerns all. While it starts, it may take its time."""
+    """Return one target process. Faults of the whole run hit the driver. A process that is starting
+    gets more time to appear."""
     drivers_own = (Fault.DAMAGED, Fault.CLOCK, Fault.LINE)
     target = Target.DRIVER if strike.fault in drivers_own else strike.target
     deadline = time.monotonic() + (GONE_S if strike.moment is Moment.STARTING else 1.0)
@@ -178,7 +181,7 @@ def _find(run: SmallRun, strike: Strike) -> list[psutil.Process]:
 
 
 def _apply(run: SmallRun, strike: Strike, targets: Sequence[psutil.Process]) -> str:
-    """Returns how it was done, where there are several ways."""
+    """Carry out the fault; return how, if there are several ways."""
     match strike.fault:
         case Fault.KILL:
             _signal(targets, signal.SIGKILL)
@@ -218,7 +221,7 @@ def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None
 
 
 def damageable(run_dir: Path, target: Target) -> list[Path]:
-    """Files that a run goes on without, or with an older one."""
+    """Return files that a run can continue without, or with an older version."""
     match target:
         case Target.TRAINER:
             checkpoint = latest_checkpoint(checkpoints_dir(read_config(run_dir)))
@@ -231,7 +234,7 @@ def damageable(run_dir: Path, target: Target) -> list[Path]:
 
 
 def damage(file: Path, seed: int) -> None:
-    """Cut it short, and overwrite a part of what is left."""
+    """Truncate the file and overwrite a part of the rest."""
     if not file.exists():
         return
     rng, content = random.Random(seed), bytearray(file.read_bytes())
@@ -242,7 +245,7 @@ def damage(file: Path, seed: int) -> None:
 
 
 def damage_line(file: Path, seed: int) -> None:
-    """Overwrite a part of one line, and leave the others as they are."""
+    """Overwrite a part of one line; leave the others unchanged."""
     rng, lines = random.Random(seed), file.read_bytes().splitlines(keepends=True)
     number = rng.randrange(len(lines))
     at = rng.randrange(len(lines[number]) // 2)
@@ -253,8 +256,8 @@ def damage_line(file: Path, seed: int) -> None:
 def see_through(
     run: SmallRun, until: tuple[Moment, int] | None
 ) -> tuple[list[int | None], list[str]]:
-    """Resume a run when its driver has ended, until a moment of a step has come, or its end; exit
-    statuses of the driver, and complaints."""
+    """Resume the run whenever its driver has ended, until a moment of a step comes or the run
+    finishes. Return the exit statuses of the driver, and complaints."""
     ends: list[int | None] = []
     found = []
     for turn in range(MAX_RESUMES + 1):

@@ -1,4 +1,4 @@
-"""A clock that goes back by an hour while a file is there; Python loads this by PYTHONPATH."""
+"""Set the clock back by an hour while a file exists. Python loads this module from PYTHONPATH."""
 
 import os
 import time
