@@ -99,7 +99,9 @@ def show(report: BenchReport, console: Console) -> None:
         rounds = len({row["round"] for row in own})
         table.add_row(str(num_engines), f"{len(own) / rounds:.0f}", *values)
     console.print(table)
-    console.print(f"engines are looked at for events every {report.figures['poll_ms']:.0f} ms")
+    console.print(
+        f"the driver looks at an engine's events every {report.figures['poll_ms']:.0f} ms"
+    )
 
 
 class _Seen:

@@ -239,7 +239,7 @@ def show(report: BenchReport, console: Console) -> None:
             f"{median_of(laps, 'seconds'):.2f}",
         )
     console.print(table)
-    console.print(f"identical, whoever drafted: {report.figures['identical']:.1%}")
+    console.print(f"identical tokens in all modes: {report.figures['identical']:.1%}")
 
 
 async def _measure(

@@ -90,7 +90,7 @@ def show(report: BenchReport, console: Console) -> None:
         table.add_row(str(row["step"]), *(f"{value:.1f}" for value in (*values, megabytes)))
     console.print(table)
     growth = ", ".join(f"{name} {report.figures[f'{name}_growth']:.2f}" for name in MEASURED)
-    console.print(f"the last stretch over the second: {growth}")
+    console.print(f"last stretch / second stretch: {growth}")
 
 
 async def _measure(args: Namespace, directory: Path, console: Console) -> list[Row]:

@@ -112,7 +112,7 @@ def show(report: BenchReport, console: Console) -> None:
     console.print(
         "{}: {:.1f} bytes/token, made in {:.1f} ms, whole in {:.1f} ms".format(COLD, *cold)
     )
-    console.print(f"a prompt is added to {LIBRARY} in {report.figures['add_ms']:.2f} ms")
+    console.print(f"adding a prompt to {LIBRARY} takes {report.figures['add_ms']:.2f} ms")
 
 
 def compress_and_restore(index: HistoryIndex, repeats: int) -> Measured:

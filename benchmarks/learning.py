@@ -113,7 +113,9 @@ def show(report: BenchReport, console: Console) -> None:
     console.print(table)
     names = ("pipelined_less_sync", "pipelined_less_sync_low", "pipelined_less_sync_high")
     least, low, high = (report.figures[name] for name in names)
-    console.print(f"pipelined less sync, held out: {least:+.3f} (95 %: {low:+.3f} to {high:+.3f})")
+    console.print(
+        f"pipelined - sync, held-out reward: {least:+.3f} (95 %: {low:+.3f} to {high:+.3f})"
+    )
 
 
 def _row(args: Namespace, algorithm: str, mode: str, seed: int, console: Console) -> Row:

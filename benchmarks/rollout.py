@@ -116,7 +116,7 @@ def show(report: BenchReport, console: Console) -> None:
     console.print(table)
     console.print(f"identical to the run, off and on: {report.figures['identical']:.1%}")
     if ratio := report.figures.get("saved_predicted_over_measured"):
-        console.print(f"seconds said to be saved over those saved, farthest from 1: {ratio:.2f}")
+        console.print(f"predicted / measured seconds saved, farthest from 1: {ratio:.2f}")
 
 
 def _saved_s(lap: one_step.Lap) -> float:

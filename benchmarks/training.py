@@ -99,7 +99,7 @@ def show(report: BenchReport, console: Console) -> None:
     console.print(table)
     figures = report.figures
     console.print(f"{figures['tokens_per_s']:,.0f} response tokens a second")
-    console.print(f"the products alone: {figures['products_floor']:.1%} of the step's time")
+    console.print(f"products alone: {figures['products_floor']:.1%} of the step's time")
 
 
 def _train(config: Any, before: Any, batch: Any, profiled: bool) -> tuple[float, dict[str, float]]:

@@ -123,8 +123,8 @@ class PatConfig(Frozen):
     `data.max_response_tokens`, as in the paper."""
     opening: Literal["best", "base"] = "best"
     """TP degree in which a step begins. `best`: the one that is predicted to end the step soonest.
-    `base`: always `rollout.tp_degree`, as in the paper. `best` is the same until lengths are known,
-    in `mode: pipelined`, and with `rollout.weights: ipc` on GPUs shared with the trainer."""
+    `base`: always `rollout.tp_degree`, as in the paper. `best` acts like `base` until lengths are
+    known, in `mode: pipelined`, and with `rollout.weights: ipc` on GPUs shared with the trainer."""
     waits: bool = True
     """Postpone a switch while a later one is predicted to be better. Off: as in the paper, compare
     it with no switch only."""
@@ -246,8 +246,8 @@ class TrainConfig(Frozen):
     """Seed of sampling, data order and training."""
     mode: Kept[Literal["sync", "pipelined"]] = "sync"
     """`sync`: one step at a time, strictly on-policy. `pipelined`: engines generate the next step
-    while this one is scored and trained on, so its policy is one version old; the first tokens of a
-    deferred response are two versions old."""
+    while this one is scored and trained on. Its policy is then one version old, or two for the
+    first tokens of a deferred response."""
     placement: Free[Literal["auto", "shared", "split"]] = "auto"
     """`shared`: engines and trainer take turns on the same GPUs; one GPU is enough. `split`:
     engines and trainer have GPUs of their own. `auto`: shared in `mode: sync`, split in
@@ -264,9 +264,9 @@ class TrainConfig(Frozen):
     """Responses per validation prompt, the n of `mean@n`."""
     profile: Free[str | None] = None
     """Name or directory of a profile that `refrain profile` made: how long engine steps take. It
-    decides which drafts are verified (`drafting.gate`), which engine gets which prompts
-    (`histopipe.two_tier`), which drafter begins (`specactor.ladder`) and when TP degrees change
-    (`pat.tp_degrees`, which needs it). It also shows what each technique saved. Default: engines
+    is used to choose drafts to verify (`drafting.gate`), engines for prompts
+    (`histopipe.two_tier`), the first drafter (`specactor.ladder`) and TP degrees
+    (`pat.tp_degrees`, which needs it), and to compute what each technique saved. Default: engines
     measure their steps while the run goes on."""
     model: Kept[ModelConfig]
     data: Kept[DataConfig]

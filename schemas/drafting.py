@@ -17,7 +17,8 @@ class DraftingConfig(Frozen):
     """Draft responses from a prompt's earlier ones (RhymeRL, section 5). No token changes."""
 
     enabled: bool = True
-    """Draft from history. Off: engines start without it."""
+    """Draft from a prompt's history. Off: only the drafters of `specactor` draft, if there are
+    any."""
     window: Literal["goodput", "paper", "doubling"] = "goodput"
     """How many draft tokens a step verifies for a request. `goodput`: as many as pay, by each
     token's probability of being accepted. `paper`: 2 more after full acceptance, back to 2 after a
@@ -37,8 +38,8 @@ class DraftingConfig(Frozen):
     last two epochs, or as much of them as fits, and drafts where a prompt's own history knows less.
     0: prompts draft only from their own history."""
     foresee: bool = True
-    """Draft the tokens that this sample will draw, as its noise is known beforehand. Off: draft the
-    continuation with the highest rewards, or the most frequent one."""
+    """Use a sample's noise, which is known beforehand, to draft the tokens that this sample would
+    draw. Off: draft the continuation with the highest rewards, or the most frequent one."""
     gate: bool = True
     """Verify only as many drafts as pay in the running batch. Step times come from the run's
     `profile`, or from steps that the engine has measured. Off: verify every draft."""

@@ -55,8 +55,8 @@ class DataConfig(Frozen):
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt in tokens, including the chat template. See `overlong` for longer ones."""
     overlong: Literal["refuse", "drop"] = "refuse"
-    """What happens to a prompt that is too long. `refuse`: the run does not start, and the error
-    names file and row. `drop`: the prompt is left out."""
+    """Action for a prompt that is too long. `refuse`: the run does not start, and the error names
+    file and row. `drop`: the prompt is left out."""
     max_samples: PositiveInt | None = None
     """Use only this many training prompts, from the first row on. Default: all."""
     system_prompt: str | None = None

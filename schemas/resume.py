@@ -1,6 +1,6 @@
-"""Which settings may change when a run is resumed.
+"""Settings that may change when a run is resumed, and settings that may not.
 
-Every setting declares it with its type: `Kept[...]`, `Free[...]` or `Rounding[...]`. A section's
+Every setting declares this with its type: `Kept[...]`, `Free[...]` or `Rounding[...]`. A section's
 declaration holds for all its settings that have none.
 """
 

@@ -36,8 +36,8 @@ class FunctionReward(Frozen):
     timeout_s: Free[PositiveFloat] = 60.0
     """Longest time in seconds to score one response."""
     on_error: Free[Literal["stop", "retry", "zero"]] = "stop"
-    """What an exception, a time-out, a dead process or a bad value means. `stop`: the run ends and
-    names the response. `retry`: score the response again, after waits that double up to half a
+    """Action after an exception, a time-out, a dead process or a bad value. `stop`: the run ends
+    and names the response. `retry`: score the response again, after waits that double up to half a
     minute; the run ends if that does not help. `zero`: the reward is 0. `critic/num_retried` and
     `critic/num_unscored` count such responses."""
     max_retries: Free[PositiveInt] = 8

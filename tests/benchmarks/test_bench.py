@@ -114,7 +114,7 @@ def test_the_list_says_what_each_measures_and_how_long_it_takes():
         (("drafting", "nowhere"), "nowhere does not exist: give a Parquet trace"),
         (("drafting", "bare.parquet"), "lacks token ids"),
         (("drafting", "bare.parquet"), "refrain export RUN FILE --token-ids"),
-        (("drafting", "one.parquet"), "one.parquet has one epoch, and the first has no history"),
+        (("drafting", "one.parquet"), "one.parquet has one epoch. Give a trace of at least two"),
         (("drafting", "t.parquet", "--epochs", "9"), "t.parquet has no epoch 9; it has 1 to 3"),
         (("drafting", "t.parquet", "--epochs", "two"), "'two' must list epochs, for example"),
         (("drafting", "t.parquet", "--max-num-seqs", "0"), "--max-num-seqs 0: give at least 1"),

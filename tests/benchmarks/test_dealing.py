@@ -98,4 +98,4 @@ def test_a_trace_has_no_passes(tmp_path):
     (tmp_path / "t.parquet").write_bytes(b"")
     result = bench(str(tmp_path / "t.parquet"))
     assert result.exit_code == 2
-    assert "traces do not tell passes" in result.output
+    assert "a trace does not have passes" in result.output
