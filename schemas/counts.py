@@ -40,7 +40,7 @@ class DraftingCounts:
     """Relative standard error with which `step_costs` predicts passes without drafts, measured on
     such passes."""
     learnt: str = ""
-    """State that drafting has learnt, for an engine that replaces this one: JSON of its proposer."""
+    """Learnt state of its proposer as JSON, for an engine that replaces this one."""
 
     def __add__(self, later: "DraftingCounts") -> "DraftingCounts":
         latest = later if later.step_costs else self
