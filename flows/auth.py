@@ -1,5 +1,5 @@
-"""The password of the servers that refrain starts: Prefect's, whose flows run code, and MLflow's,
-which reads and writes files."""
+"""The password of the servers that refrain starts. Both need one: Prefect's flows run code, and
+MLflow reads and writes files."""
 
 import os
 import secrets
@@ -8,45 +8,45 @@ from pathlib import Path
 from engines.private import read_secret
 
 ASKED, GIVEN = "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"
-"""Environment variables: what a server asks for, what clients give."""
+"""Environment variables with the password that the server requires, and that clients send."""
 MLFLOW_ASKED = "REFRAIN_MLFLOW_AUTH_STRING"
-"""Environment variable: `user:password` that MLflow's server asks for (`flows.mlflow_app`)."""
+"""Environment variable with the `user:password` of MLflow's server (`flows.mlflow_app`)."""
 ORIGINS = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
-"""Environment variable: pages whose scripts may read a server's answers."""
+"""Environment variable with the origins whose pages may read the server's responses (CORS)."""
 
 
 def use_password(runs_dir: Path) -> None:
-    """Let servers and clients that this process starts have one password: what one of their
-    variables says already, else that of the runs."""
+    """Give one password to the servers and clients that this process starts: the one in the
+    environment if there is one, else the password of the runs."""
     password = os.environ.get(ASKED) or os.environ.get(GIVEN) or read_password(runs_dir)
     for name in (ASKED, GIVEN):
         os.environ[name] = os.environ.get(name) or password
 
 
 def mlflow_password() -> str:
-    """Return what MLflow's server asks for, `user:password`: Prefect's password, after
-    `use_password`, unless the environment has another."""
+    """Return the `user:password` of MLflow's server: Prefect's password, unless the environment
+    has another. Call `use_password` first."""
     prefects = os.environ[ASKED]
     return os.environ.get(MLFLOW_ASKED) or (prefects if ":" in prefects else f"refrain:{prefects}")
 
 
 def mlflow_login() -> dict[str, str]:
-    """Return the environment in which MLflow's clients log in to a server of `mlflow_password`."""
+    """Return the environment variables with which MLflow's clients send `mlflow_password`."""
     user, _, password = mlflow_password().partition(":")
     return {"MLFLOW_TRACKING_USERNAME": user, "MLFLOW_TRACKING_PASSWORD": password}
 
 
 def read_password(runs_dir: Path) -> str:
-    """Read the password of the runs, `user:password`; the first to ask makes it. Raises ValueError
-    for a file that cannot be used."""
+    """Return the password of the runs, `user:password`. The first call makes it. Raise ValueError
+    when the file has no usable password."""
     file = password_file(runs_dir)
     file.parent.mkdir(parents=True, exist_ok=True)
     password = read_secret(file, lambda: f"refrain:{secrets.token_urlsafe(32)}\n")
-    # Prefect answers 500 to whoever gives another.
+    # Prefect answers 500 to a password that is not printable ASCII.
     if not (password and password.isascii() and password.isprintable()):
         raise ValueError(
-            f"{file} has no password of one line in ASCII, as in refrain:PASSWORD: write one, or "
-            "delete the file to have it made"
+            f"{file} has no password, which is one line in ASCII, for example refrain:PASSWORD. "
+            "Write one, or delete the file: then a new one is made"
         )
     return password
 
@@ -56,15 +56,16 @@ def password_file(runs_dir: Path) -> Path:
 
 
 def password_place(runs_dir: Path) -> str:
-    """File or variable with what servers ask for, after `use_password`."""
+    """Return the file or the environment variable that has the servers' password. Call
+    `use_password` first."""
     file = password_file(runs_dir)
     is_file = file.exists() and file.read_text().strip() == os.environ[ASKED]
     return str(file) if is_file else ASKED
 
 
 def refusal(url: object) -> ValueError:
-    """Error of a server that wants another password."""
+    """Return the error for a server that wants another password."""
     return ValueError(
-        f"Prefect's server refuses {url}: set {GIVEN} to the password that it asks for, which "
+        f"Prefect's server refuses {url}: set {GIVEN} to the server's password, which "
         "`refrain ui` keeps in RUNS_DIR/.prefect/auth"
     )

@@ -1,4 +1,4 @@
-"""Benchmarks by name: run one, show it, write it down."""
+"""Run a benchmark by its name, print its table and write its results."""
 
 import importlib
 import json
@@ -29,23 +29,23 @@ class Bench:
 
 BENCHES = {
     "chaos": Bench(
-        "faults drawn at random on real runs: is anything lost, doubled, hung or left behind?",
+        "real runs with random faults: does a run lose, repeat, hang or leave anything behind?",
         "2 to 5 minutes a fault",
     ),
     "dealing": Bench(
-        "prompts dealt over engines by tokens and by passes, on a recorded run: who waits for whom",
+        "prompts of a recorded run placed on engines by tokens or by passes: which engines wait",
         "half a minute for the demo",
     ),
     "deciding": Bench(
-        "a decision on all moves with many engines in the middle of a step: what it takes",
+        "the time of one decision on all moves, in the middle of a step with many engines",
         "20 seconds",
     ),
     "decoupled": Bench(
-        "draft models ahead of verification: acceptance, waste, and that no token changes",
+        "draft models that run ahead of verification: acceptance, waste, unchanged tokens",
         "6 minutes for the demo",
     ),
     "demo": Bench(
-        "the demo over several seeds: does reward rise, on held-out prompts too?",
+        "the demo over several seeds: does reward rise, also on held-out prompts?",
         "6 minutes a seed",
     ),
     "drafting": Bench(
@@ -53,7 +53,7 @@ BENCHES = {
         "a minute for the demo",
     ),
     "driver": Bench(
-        "the driver with long responses: is its event loop held up, does it hold their tokens?",
+        "the driver with long responses: does its event loop block, does it keep their tokens?",
         "2 minutes",
     ),
     "entropy": Bench(
@@ -61,39 +61,39 @@ BENCHES = {
         "a minute",
     ),
     "growth": Bench(
-        "a long run: does a late step cost what an early one did?",
+        "a long run: do late steps cost as much as early ones?",
         "10 minutes",
     ),
     "index": Bench(
-        "the history index: how fast it is built and drafts, and its size",
+        "the history index: its size, and how fast it builds and drafts",
         "10 seconds",
     ),
     "learning": Bench(
-        "every algorithm over seeds, pipelined against sync: does held-out reward rise alike?",
+        "every algorithm over seeds, pipelined against sync: does held-out reward rise as much?",
         "an hour: 28 runs of 2 minutes",
     ),
     "memory": Bench(
-        "a trainer rank's GPU memory at its peak, without a GPU: tracked, and as it is planned",
+        "a trainer rank's peak GPU memory, tracked without a GPU, against the planned memory",
         "2 minutes",
     ),
     "overhead": Bench(
-        "orchestration: what a step takes beyond generating, scoring and training",
+        "orchestration: the seconds of a step that are not rollout, reward or training",
         "3 minutes",
     ),
     "pipeline": Bench(
-        "training end to end, synchronous, pipelined and with HistoPipe: speed and idle engines",
+        "training end to end, sync, pipelined and with HistoPipe: speed and idle engines",
         "1 to 2 hours for the demo",
     ),
     "race": Bench(
-        "responses that another engine races: what it takes until they go on there, and all tokens",
+        "responses raced on a second engine: time until they continue there, unchanged tokens",
         "5 minutes",
     ),
     "real": Bench(
-        "your model and prompts, drafting off and on, by temperature: what drafts bring",
+        "your model and prompts, drafting off and on, by temperature: the speedup of drafts",
         "half an hour for a model of 135M parameters",
     ),
     "real_learning": Bench(
-        "a real model learns: held-out reward, and drafts by how far the policy moves",
+        "a real model in training: held-out reward, and drafts as the policy changes",
         "half an hour an algorithm",
     ),
     "rollout": Bench(
@@ -101,35 +101,35 @@ BENCHES = {
         "10 minutes for the demo",
     ),
     "rollout_ablation": Bench(
-        "rollouts with history, and without each of its parts: seconds, and that no token changes",
+        "rollouts with history, and without each of its parts: seconds, unchanged tokens",
         "10 minutes for the demo",
     ),
     "rounds": Bench(
-        "a round of a draft model: does it cost the same after a long text as after a short one?",
+        "a round of a draft model: does it cost as much after a long text as after a short one?",
         "2 minutes",
     ),
     "sampling": Bench(
-        "exact sampling beside vLLM's: bytes and launches of a step, and its time",
+        "exact sampling and vLLM's sampling: bytes, kernel launches and time of a step",
         "2 minutes",
     ),
     "sql": Bench(
-        "questions to a live run's store: how soon they are answered, what they cost the run",
+        "SQL queries on a live run's store: their latency, and what they cost the run",
         "4 minutes",
     ),
     "start": Bench(
-        "the start: from the command to the first rollout; another checkout beside it",
+        "the start: seconds from the command to the first rollout, also of another checkout",
         "a minute a round",
     ),
     "switch": Bench(
-        "responses that go over to a higher TP degree: what it takes, and that no token changes",
+        "responses that move to a higher TP degree: the time it takes, unchanged tokens",
         "5 minutes",
     ),
     "sync": Bench(
-        "new weights from the trainer to two engines: bytes copied, time beside plain copies",
+        "weight sync from the trainer to two engines: bytes copied, time against plain copies",
         "2 minutes",
     ),
     "training": Bench(
-        "training of a recorded step: what its seconds are spent on",
+        "training on a recorded step: the seconds of each part",
         "a minute for the demo",
     ),
 }
@@ -141,8 +141,8 @@ MAX_NUMBER = 10**9
 
 
 class _Parser(ArgumentParser):
-    """Bad arguments are a ValueError, as all bad input is: numbers have bounds, and paths lead to
-    files and directories alone."""
+    """A parser that raises ValueError for bad arguments, as all commands do. It bounds numbers, and
+    takes only paths of files and directories."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -150,18 +150,18 @@ class _Parser(ArgumentParser):
         self.register("type", Path, _usable_path)
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; `{self.prog} --help` tells what it takes")
+        raise ValueError(f"{message}; `{self.prog} --help` lists the arguments")
 
 
 def _whole_number(text: str) -> int:
-    """Raises ArgumentTypeError as argparse wants it."""
+    """Parse a number from 0 to MAX_NUMBER. Raise ArgumentTypeError, which argparse handles."""
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= MAX_NUMBER):
         raise ArgumentTypeError(f"{text[:40]!r} is no whole number from 0 to {MAX_NUMBER:,}")
     return int(text)
 
 
 def _usable_path(text: str) -> Path:
-    """Raises ArgumentTypeError for what can be neither a file nor a directory."""
+    """Return the path. Raise ArgumentTypeError when it can be neither a file nor a directory."""
     path = Path(text)
     try:
         path.lstat()
@@ -184,11 +184,11 @@ def list_benches() -> None:
 
 
 def launch_bench(name: str | None, arguments: Sequence[str]) -> None:
-    """Measure, show and write. Raises ValueError for bad input, before anything is measured."""
+    """Measure, print and write. Raise ValueError for bad input before the measurement."""
     if name not in BENCHES:
         problem = f"there is no bench {name!r}" if name else "give the NAME of a bench"
-        raise ValueError(f"{problem}; known: {', '.join(BENCHES)}; --list tells what they measure")
-    quieten()  # Before Ray is imported: its token mode is read then.
+        raise ValueError(f"{problem}; known: {', '.join(BENCHES)}; --list describes them")
+    quieten()  # Before the import of Ray, which reads its token mode then.
     module = importlib.import_module(f"benchmarks.{name}")
     parser = _Parser(
         prog=f"refrain bench {name}",
@@ -201,7 +201,7 @@ def launch_bench(name: str | None, arguments: Sequence[str]) -> None:
     )
     args = parser.parse_args(arguments)
     check_output(args.json, JSON, "--json")
-    # With the JSON on standard output, everything for people goes elsewhere.
+    # When the JSON goes to standard output, print the tables to standard error.
     console = Console(stderr=args.json == "-", highlight=False, markup=False)
     figures, rows = module.measure(args, console)
     report = BenchReport(
@@ -218,7 +218,7 @@ def launch_bench(name: str | None, arguments: Sequence[str]) -> None:
 
 
 def to_json(report: BenchReport) -> str:
-    """A row on a line."""
+    """Return the report as JSON with each row on one line."""
     values = report.model_dump()
     rows = ",\n".join(f"  {json.dumps(row)}" for row in values.pop("rows"))
     text = json.dumps({"name": values.pop("name"), "figures": values.pop("figures")}, indent=1)
@@ -227,7 +227,7 @@ def to_json(report: BenchReport) -> str:
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of those that are installed; `vllm` is either build."""
+    """Return the versions of the installed packages. `vllm` stands for its GPU and CPU builds."""
     from engines.inference.profiling.engine import vllm_version
 
     versions = {}
@@ -238,7 +238,7 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def _without_json(arguments: Sequence[str]) -> list[str]:
-    """The arguments, but for where results go."""
+    """Return the arguments without --json."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json")
     return parser.parse_known_args(arguments)[1]

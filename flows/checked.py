@@ -1,7 +1,7 @@
-"""A training run that may start: everything that can be refused has been looked at.
+"""Check a training run completely before it starts.
 
-check_training      reads, and changes nothing on disk
-CheckedTraining.make_way     the first change: an earlier run is deleted, where that is asked for
+check_training               reads only, changes nothing on disk
+CheckedTraining.make_way     makes the first change: deletes an earlier run, for --overwrite
 """
 
 from collections.abc import Sequence
@@ -21,34 +21,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckedTraining:
-    """Inputs of a run, and its plan of memory."""
+    """A run that passed all checks: its inputs and its memory plan."""
 
     config: TrainConfig
     inputs: "Inputs"
     plan: "MemoryPlan"
     changes: list[SettingChange]
-    """Settings that are others than before, of a run that is resumed."""
+    """Settings of a resumed run that changed."""
     notes: Sequence[str]
-    """Sentences about parts of a resumed run that it goes on without."""
+    """Sentences about parts that a resumed run continues without."""
     overwrites: bool
-    """Whether an earlier run of this name is to be deleted."""
+    """Whether to delete an earlier run of this name."""
     renews_store: bool
-    """Whether a run that is resumed is to get an empty store."""
+    """Whether to replace the store of a resumed run (--new-store)."""
 
     def make_way(self) -> None:
-        """Delete an earlier run or rename its store, where that is asked for, and make the places
-        of Prefect. Raises ValueError for copies of that run's checkpoints elsewhere, before
-        anything is deleted."""
+        """Delete an earlier run or rename its store, if requested. Make Prefect's directory.
+
+        Raise ValueError before the deletion when the mirror has copies of that run's checkpoints.
+        """
         if self.overwrites:
             check_mirror(self.config, resume=False, changes=[])
             delete_run(self.config.run_dir)
         if self.renews_store:
             for moved in renew_store(self.config.run_dir):
-                print(f"the former store is kept: {moved}")
+                print(f"kept the former store as {moved}")
         use_embedded_services(self.config.runs_dir)
 
     def tell(self) -> None:
-        """Print it."""
+        """Print the result of the checks and the memory plan."""
         from engines.reports.plan import print_plan
 
         for change in self.changes:
@@ -64,8 +65,8 @@ class CheckedTraining:
         if self.config.drafting.enabled:
             data = " ".join(str(path) for path in self.config.data.train)
             print(
-                "Drafts: how much they bring depends on how random the policy is. The first step's "
-                f"log says; to measure it now: refrain bench real {self.config.model.path} {data}"
+                "Drafts: their speedup depends on how random the policy is. The first step's log "
+                f"shows it. To measure it now: refrain bench real {self.config.model.path} {data}"
             )
         print_plan(self.plan.needs)
         print(self.plan.says)
@@ -79,11 +80,13 @@ def check_training(
     *,
     new_store: bool = False,
 ) -> CheckedTraining:
-    """Check everything and change nothing. `gpus`: see `plan_training`. `new_store`: the run that
-    is resumed is to get an empty one. What is planned of the config itself is in the one that is
-    returned. Raises ValueError."""
+    """Check everything and change nothing on disk. Raise ValueError.
+
+    `gpus`: see `plan_training`. `new_store`: replace the store of the resumed run. The returned
+    config has the planned GPU split and the date.
+    """
     if new_store and not resume:
-        raise ValueError("--new-store is for a run that is resumed: give --resume RUN")
+        raise ValueError("--new-store works with --resume only: give --resume RUN too")
     set_services(config.runs_dir)
     from tasks.run.dated import dated
     from tasks.run.machine import plan_training

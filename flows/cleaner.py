@@ -1,10 +1,11 @@
-"""A process beside a run's that clears up behind it, should that end before it can by itself.
+"""A process that runs beside a run, and clears up when the run cannot do it itself.
 
     run ── pipe ──► cleaner        SIGKILL, a crash, the second Ctrl-C: the kernel closes the pipe
-            "done"                 the run has ended its processes, and there is nothing to do
+            "done"                 the run has ended its processes, and the cleaner does nothing
 
-It tells Prefect and MLflow that the run has ended, kills its processes, frees shared memory and
-deletes `live.json`. Until then it imports nothing of refrain.
+When the pipe closes, the cleaner reports to Prefect and MLflow that the run has ended. It kills the
+run's processes, frees shared memory and deletes `live.json`. Before that it imports no module of
+refrain but this one.
 """
 
 import atexit
@@ -18,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 TELL_S = 10.0
-"""Longest time that it tries to tell Prefect's server, which may be dead too."""
+"""Seconds that it tries to report to Prefect's server, which may be dead too."""
 _DONE = "done"
 _ROOT = Path(__file__).resolve().parents[1]
-# Packages in the working directory, and those beside this file, may hide others of their names.
+# Append to the path: packages in the project's directory must not hide installed ones.
 _CODE = "import sys; sys.path.append(sys.argv[1]); from flows.cleaner import main; main()"
 
 
 class Cleaner:
-    """A run's end of the pipe."""
+    """The run's end of the pipe."""
 
     def __init__(self, run_dirs: Sequence[Path], mlflow_dir: Path) -> None:
         """`mlflow_dir`: the directory with MLflow's files."""
@@ -36,16 +37,16 @@ class Cleaner:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             text=True,
-            # Signals to the run's terminal and process group do not reach it.
+            # Signals to the run's terminal and process group must not reach the cleaner.
             start_new_session=True,
         )
-        # When Python exits, and behind Prefect's server, which is to end before.
+        # This runs when Python exits, after Prefect's server has been stopped.
         atexit.register(self._done)
         run_dirs = [run_dir.absolute() for run_dir in run_dirs]
         self.tell(run_dirs=[*map(str, run_dirs)], mlflow_dir=str(mlflow_dir.absolute()))
 
     def tell(self, **known: Any) -> None:
-        """Tell it what else it has to end: `flow_run`, the id, at the Prefect server `api`."""
+        """Send what else the cleaner has to end, for example the id `flow_run` at server `api`."""
         self._write(json.dumps(known))
 
     def _done(self) -> None:
@@ -54,7 +55,7 @@ class Cleaner:
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None
-        # A run goes on without a cleaner that somebody has killed.
+        # If someone has killed the cleaner, the run goes on without it.
         with suppress(BrokenPipeError):
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
@@ -78,13 +79,13 @@ def main() -> None:
 
 
 def _crash(api: str, flow_run: str) -> None:
-    """Let Prefect's server know that a flow has crashed, and the subflows that it was in."""
+    """Report to Prefect's server that a flow and its live subflows have crashed."""
     from prefect.client.schemas.filters import FlowRunFilter
     from prefect.states import Crashed
 
     from flows.deployments import client_of
 
-    crashed = Crashed(message="The run's process was killed; go on with --resume.")
+    crashed = Crashed(message="The run's process was killed; continue with --resume.")
     live = {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}
     parts = FlowRunFilter.model_validate(
         {"parent_flow_run_id": {"any_": [flow_run]}, "state": live}

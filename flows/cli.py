@@ -1,4 +1,4 @@
-"""The `refrain` command. Heavy packages are imported by the command that needs them."""
+"""The `refrain` command. Each subcommand imports the heavy packages that it needs."""
 
 from pathlib import Path
 from typing import Any
@@ -12,35 +12,35 @@ from flows.command import run_command
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="refrain")
 def main() -> None:
-    """LLM post-training with reinforcement learning, with rollouts that earlier ones speed up."""
+    """Train language models with reinforcement learning. Earlier rollouts speed up later ones."""
 
 
 @main.command()
 @click.argument("config_file", metavar="[CONFIG]", required=False)
 @click.argument("overrides", nargs=-1)
 @click.option(
-    "--resume", metavar="RUN", help="Go on with a run: its directory, or its name under runs/."
+    "--resume", metavar="RUN", help="Resume a run: its directory, or its name under runs/."
 )
 @click.option(
     "--new-store",
     is_flag=True,
-    help="With --resume: go on with an empty store, or with an older copy, as the run's is gone or "
-    "damaged. What is left of it is renamed.",
+    help="With --resume, when the run's store is missing or damaged: use an older copy that you "
+    "put there, or an empty store. A damaged store is renamed.",
 )
 @click.option("--overwrite", is_flag=True, help="Delete an earlier run of the same name first.")
 @click.option(
     "--check",
     is_flag=True,
-    help="Validate config, data, model and scorer, print what memory each part takes, then stop.",
+    help="Validate config, data, model and scorer, print the memory of each part, then stop.",
 )
 @click.option(
     "--gpus",
     metavar="MACHINE",
-    help="With --check: another machine than this one, as in 8xH100-80GB, or 2x8xH100-80GB.",
+    help="With --check: plan for another machine, for example 8xH100-80GB or 2x8xH100-80GB.",
 )
 def train(**options: Any) -> None:
-    """Train as CONFIG says, with dotted overrides. A run that is resumed takes those that decide
-    neither on tokens nor on the order of data.
+    """Train with the settings in CONFIG and dotted overrides. When you resume a run, you can only
+    override settings that change neither the tokens nor the order of the data.
 
     \b
     refrain train infra/demo/train.yaml
@@ -57,7 +57,7 @@ def train(**options: Any) -> None:
 @main.command()
 @options.runs_dir
 def runs(runs_dir: Path) -> None:
-    """List all runs: how far they are, their last reward, and which can be resumed."""
+    """List all runs: their progress, their last reward, and whether you can resume them."""
     from flows.runs import launch_runs
 
     run_command(lambda: launch_runs(runs_dir))
@@ -66,13 +66,13 @@ def runs(runs_dir: Path) -> None:
 @main.command()
 @click.argument("run")
 @options.runs_dir
-@click.option("--follow", "-f", is_flag=True, help="Watch it until it ends.")
-@click.option("--all", "show_all", is_flag=True, help="All steps, not the last 20 alone.")
+@click.option("--follow", "-f", is_flag=True, help="Watch the run until it ends.")
+@click.option("--all", "show_all", is_flag=True, help="Show all steps, not only the last 20.")
 def show(run: str, runs_dir: Path, follow: bool, show_all: bool) -> None:
-    """Show RUN, a run's name or directory: its steps, its reward curve, where its files are.
+    """Show the steps, the reward curve and the files of RUN (a run's name or directory).
 
-    `idle` is the share of the engines' time since the step before in which they had nothing to do;
-    `accepted` the share of draft tokens that were right, `a pass` the tokens of one verification.
+    `idle`: the share of time since the step before in which the engines had nothing to do.
+    `accepted`: the share of draft tokens that were accepted. `a pass`: tokens per verification.
     """
     from flows.runs import launch_show
 
@@ -91,9 +91,11 @@ def show(run: str, runs_dir: Path, follow: bool, show_all: bool) -> None:
     show_default=True,
     metavar="SECONDS",
 )
-@click.option("--csv", "csv_file", metavar="FILE", help="All rows; - for standard output.")
+@click.option(
+    "--csv", "csv_file", metavar="FILE", help="Write all rows here; - for standard output."
+)
 def sql(**options: Any) -> None:
-    """Ask RUN's store in SQL (DuckDB's), while it trains or afterwards; nothing is written.
+    """Query RUN's store in DuckDB's SQL, during training or afterwards. The store is read-only.
 
     Tables: rollouts, rewards, plans, outcomes, steps. Views: step_metrics (step, epoch, name,
     value), acceptance (by step, engine and drafter), lengths (by step and prompt).
@@ -119,10 +121,10 @@ def sql(**options: Any) -> None:
     metavar="SECONDS",
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write it here; - for standard output.")
-@click.option("--png", "png_file", metavar="FILE", help="Draw it here.")
+@click.option("--png", "png_file", metavar="FILE", help="Draw the report here.")
 def report(**options: Any) -> None:
-    """Tell what of RUN's responses returns from epoch to epoch, while it trains or afterwards:
-    words that the last epoch had, and the ranks of lengths (RhymeRL, 5.1, 5.4, 6.1 and 6.3).
+    """Measure how similar RUN's responses are from epoch to epoch, during training or afterwards:
+    shared tokens, and ranks of lengths (RhymeRL, sections 5.1, 5.4, 6.1 and 6.3).
     """
     from flows.report import launch_report
 
@@ -130,15 +132,15 @@ def report(**options: Any) -> None:
 
 
 @main.command()
-@click.option("--model", required=True, type=options.DIRECTORY, help="Its directory.")
-@click.option("--name", help="Of the profile.  [default: the model's]")
+@click.option("--model", required=True, type=options.DIRECTORY, help="The model's directory.")
+@click.option("--name", help="The profile's name.  [default: the model's]")
 @click.option("--runs-dir", type=options.DIRECTORY, help="[default: runs]")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16]")
 @click.option(
     "--trust-remote-code",
     is_flag=True,
     default=None,
-    help="Run Python code that comes with the models.",
+    help="Run the Python code in the models' directories.",
 )
 @click.option(
     "--tp",
@@ -150,12 +152,13 @@ def report(**options: Any) -> None:
 @click.option(
     "--shards",
     metavar="HARDWARE",
-    help="Measure a TP degree by one of its shards, on one GPU; all-reduces by data sheet.",
+    help="Measure one shard of each TP degree on one GPU. All-reduce times are computed from the "
+    "data sheet of HARDWARE.",
 )
 @options.count(
     "--engines",
     "num_engines",
-    help="Engines that measure at once: on a CPU, as many as a run has.  [default: 1]",
+    help="Engines that measure at once. On a CPU, give as many as a run has.  [default: 1]",
 )
 @options.count("--max-batch", help="[default: 256]")
 @click.option(
@@ -168,7 +171,7 @@ def report(**options: Any) -> None:
     "--windows",
     type=options.Numbers(),
     metavar="LIST",
-    help="Draft windows; '' leaves drafting out.  [default: 1,2,4,8,16]",
+    help="Draft windows; '' to measure no drafting.  [default: 1,2,4,8,16]",
 )
 @click.option(
     "--draft-model",
@@ -176,18 +179,18 @@ def report(**options: Any) -> None:
     type=options.DraftModelPath(),
     multiple=True,
     metavar="NAME=PATH",
-    help="A small model that may draft; repeatable.",
+    help="A draft model to measure; repeatable.",
 )
-@options.count("--steps", "decode_steps", help="For a point.  [default: 60]")
-@options.count("--passes", help="Over decode and prefill: more for a noisy machine.  [default: 1]")
-@options.count("--kv-cache-bytes", type=options.BYTES, help="[default: as a training run's]")
-@click.option("--enforce-eager", is_flag=True, default=None, help="As a training run's.")
+@options.count("--steps", "decode_steps", help="Decode steps per point.  [default: 60]")
+@options.count("--passes", help="Repetitions; use more on a noisy machine.  [default: 1]")
+@options.count("--kv-cache-bytes", type=options.BYTES, help="[default: as in a training run]")
+@click.option("--enforce-eager", is_flag=True, default=None, help="Use no CUDA graphs.")
 @options.seed(help="[default: 0]")
-@click.option("--overwrite", is_flag=True, help="Measure anew what is there.")
+@click.option("--overwrite", is_flag=True, help="Measure everything again.")
 def profile(overwrite: bool, draft_models: tuple[dict[str, str], ...], **values: Any) -> None:
     """Measure a model on this machine once; `refrain simulate` and the policies use the result.
 
-    About 10 minutes on a GPU. What was interrupted goes on where it was.
+    This takes about 10 minutes on a GPU. Repeat the command to continue an interrupted profile.
 
     \b
     refrain profile --model infra/demo/model --dtype float32 --max-context 384
@@ -201,16 +204,16 @@ def profile(overwrite: bool, draft_models: tuple[dict[str, str], ...], **values:
 @main.command()
 @click.argument("checkpoint")
 @click.argument("data", nargs=-1, metavar="[DATA]... [OVERRIDE]...")
-@options.count("--samples", help="A prompt.  [default: as in its run]")
-@options.seed(help="[default: as in its run, or 0]")
+@options.count("--samples", help="Samples per prompt.  [default: as in the checkpoint's run]")
+@options.seed(help="[default: as in the checkpoint's run, or 0]")
 @click.option(
     "--config",
     metavar="RUN|FILE",
-    help="Whose data limits, sampling and reward hold.  [default: the run that it belongs to]",
+    help="Use its data limits, sampling and reward.  [default: the checkpoint's run]",
 )
-@click.option("--name", help="Of the evaluation.  [default: the checkpoint's and the data's]")
-@click.option("--log-to-run", is_flag=True, help="Add the figures to its run in MLflow.")
-@click.option("--resume", is_flag=True, help="Go on with one that was stopped.")
+@click.option("--name", help="The evaluation's name.  [default: of checkpoint and data]")
+@click.option("--log-to-run", is_flag=True, help="Add the figures to the checkpoint's MLflow run.")
+@click.option("--resume", is_flag=True, help="Continue an evaluation that was stopped.")
 @click.option("--overwrite", is_flag=True, help="Delete an earlier one of the same name first.")
 @click.option("--json", metavar="FILE", help="Write the figures here; - for standard output.")
 @options.runs_dir
@@ -220,9 +223,9 @@ def evaluate(
     """Evaluate CHECKPOINT on DATA: mean@n, best@n and maj@n by data source.
 
     CHECKPOINT is a run's checkpoint directory, a run's name (its last checkpoint), or any Hugging
-    Face directory. DATA are veRL-style files; without, the run's validation files. A checkpoint
-    has the same samples as in its run's validation, and so the same figures, unless the seed or
-    the sampling is another. rollout.temperature=0 takes the likeliest token always.
+    Face directory. DATA are veRL-style files, by default the run's validation files. With the
+    seed and sampling of its run, a checkpoint gets the same samples and figures as in the run's
+    validation. rollout.temperature=0 is greedy sampling.
 
     \b
     refrain evaluate demo
@@ -241,7 +244,7 @@ def evaluate(
 @options.prefect_port
 @options.mlflow_port
 def ui(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
-    """Serve Prefect's UI, a worker and MLflow's UI on this machine until interrupted."""
+    """Serve Prefect's UI, a worker and MLflow's UI on this machine until you press Ctrl-C."""
     from flows.ui import serve
 
     run_command(lambda: serve(runs_dir, prefect_port, mlflow_port))
@@ -253,8 +256,8 @@ def ui(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
 @options.mlflow_port
 @click.option("--json", "json_file", metavar="FILE", help="Write it here; - for standard output.")
 def doctor(**options: Any) -> None:
-    """Look at this machine: GPUs, driver, memory, disks, ports, versions, and how to mend what is
-    wrong. Seconds; nothing is started. Exit status 1 when there is a problem.
+    """Check this machine's GPUs, driver, memory, disks, ports and versions, and say how to fix
+    problems. Takes seconds and starts nothing. The exit status is 1 when there is a problem.
     """
     from flows.doctor import launch_doctor
 
@@ -264,9 +267,9 @@ def doctor(**options: Any) -> None:
 @main.command()
 @options.runs_dir
 def deploy(runs_dir: Path) -> None:
-    """Put the deployments on the server at PREFECT_API_URL, for workers of its pool `refrain`.
+    """Deploy to the Prefect server at PREFECT_API_URL, for workers of its pool `refrain`.
 
-    One run at a time in the pool. On one machine `refrain ui` does this and more.
+    The pool runs one flow at a time. On one machine, use `refrain ui`, which deploys too.
     """
     from flows.deployments import launch_deploy
 
@@ -280,40 +283,40 @@ def deploy(runs_dir: Path) -> None:
 @options.count("--divide", help="Instead of --engines: GPUs to divide between engines and trainer.")
 @options.count("--tp", metavar="T", help="GPUs of one engine.  [default: 1]")
 @click.option("--profile", metavar="PATH", help="Measured latency: a profile, or its name.")
-@click.option("--hardware", metavar="NAME", help="Latency by formula: the GPU, as in H100.")
-@click.option("--shape", metavar="NAME", help="With --hardware: the model, as in Qwen3-8B.")
+@click.option("--hardware", metavar="NAME", help="Computed latency: the GPU, for example H100.")
+@click.option("--shape", metavar="NAME", help="With --hardware: the model, e.g. Qwen3-8B.")
 @click.option(
     "--policies",
     default="even,ranked",
     show_default=True,
     metavar="LIST",
-    help="Policy sets: even, ranked or histopipe (as a pipelined run does), drafting with "
-    "+DRAFTER:WINDOW (ranked+ngram:4), or from history with +histospec.",
+    help="Policy sets: even, ranked or histopipe (the policies of a pipelined run). Add "
+    "+DRAFTER:WINDOW to draft (ranked+ngram:4), or +histospec to draft from history.",
 )
 @click.option(
     "--acceptance",
     type=options.Finite(0.0, 1.0),
     metavar="P",
-    help="Of drafts, where the trace has none.",
+    help="Acceptance rate of drafts, for a trace that has none.",
 )
-@click.option("--steps", metavar="LIST", help="Steps to simulate, as in 1-10,20.  [default: all]")
-@options.count("--gpus-per-node", help="TP stays inside.  [default: 8]")
-@options.count("--num-gpus", help="GPUs there are.  [default: what it takes]")
-@options.count("--max-num-seqs", help="Requests decoded at a time.  [default: 256]")
+@click.option("--steps", metavar="LIST", help="Steps to simulate: 1-10,20.  [default: all]")
+@options.count("--gpus-per-node", help="GPUs of a node; TP stays inside one.  [default: 8]")
+@options.count("--num-gpus", help="GPUs of the cluster.  [default: as many as the engines need]")
+@options.count("--max-num-seqs", help="Requests that an engine decodes at once.  [default: 256]")
 @options.count(
-    "--kv-tokens", type=options.TOKENS, help="KV cache of one engine.  [default: as known]"
+    "--kv-tokens", type=options.TOKENS, help="KV cache of one engine.  [default: what fits]"
 )
-@options.seed(help="Of the traces of --paper.  [default: 0]")
-@click.option("-o", "--out", type=options.DIRECTORY, metavar="DIR", help="Where pictures go.")
+@options.seed(help="Seed of the traces of --paper.  [default: 0]")
+@click.option("-o", "--out", type=options.DIRECTORY, metavar="DIR", help="Directory of pictures.")
 @click.option("--json", metavar="FILE", help="Write figures and rows here; - for standard output.")
 def simulate(**options: Any) -> None:
-    """Replay TRACE on virtual engines: what would another cluster or policy have cost?
+    """Replay TRACE on virtual engines, to predict the cost of another cluster or policy.
 
-    TRACE is a Parquet trace, a run's refrain.duckdb, its directory, or its name under runs/. Prints
-    step time, throughput and idle share for each policy set, and draws when each engine was busy.
-    --paper also simulates what a paper's parts bring, and one controller over all of them: minutes.
-    --divide says who should have which GPUs: all in turn, or each its own, one after the other or
-    overlapping, and recommends a division.
+    TRACE is a Parquet trace, a run's refrain.duckdb, its directory, or its name under runs/. The
+    command prints step time, throughput and idle share for each policy set, and draws when each
+    engine was busy. --paper also simulates the parts of a paper one by one, and one controller
+    over all of them; this takes minutes. --divide compares ways to divide GPUs between engines
+    and trainer (shared or separate, synchronous or pipelined) and recommends one.
 
     \b
     refrain simulate demo --engines 2 --profile mine
@@ -337,7 +340,7 @@ def simulate(**options: Any) -> None:
     "events",
     type=options.FILE,
     metavar="FILE.json",
-    help="What the engines did when: rollouts, weight syncs, moves. Opens in ui.perfetto.dev and "
+    help="The engines' rollouts, weight syncs and moves over time. Open it in ui.perfetto.dev or "
     "chrome://tracing.",
 )
 @click.option(
@@ -345,17 +348,17 @@ def simulate(**options: Any) -> None:
     "page",
     type=(click.IntRange(0, 2**31), options.FILE),
     metavar="STEP FILE.html",
-    help="A training step as a page for the browser: GPUs, requests, moves, seconds saved.",
+    help="A page for the browser about one training step: GPUs, requests, moves, seconds saved.",
 )
 @click.option(
-    "--token-ids", is_flag=True, help="FILE with the tokens themselves, not their numbers alone."
+    "--token-ids", is_flag=True, help="Write the token ids to FILE too, not only their counts."
 )
 def export(**options: Any) -> None:
-    """Write RUN for other tools: its rollouts to FILE, its engines' time to --trace FILE.json, a
+    """Export RUN to other tools: its rollouts to FILE, its engines' time to --trace FILE.json, a
     step's timeline to --timeline STEP FILE.html.
 
-    RUN is a run's directory, its refrain.duckdb, or its name under runs/. FILE is Parquet, a row a
-    rollout with the columns of schemas/trace.py; `refrain simulate` reads it anywhere.
+    RUN is a run's directory, its refrain.duckdb, or its name under runs/. FILE is Parquet with one
+    row per rollout and the columns of schemas/trace.py. `refrain simulate` reads it on any machine.
 
     \b
     refrain export demo rollouts.parquet
@@ -373,11 +376,11 @@ def export(**options: Any) -> None:
 )
 @click.argument("name", required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-@click.option("--list", "listed", is_flag=True, help="What each measures and how long it takes.")
+@click.option("--list", "listed", is_flag=True, help="List what each measures and its duration.")
 def bench(name: str | None, args: tuple[str, ...], listed: bool) -> None:
-    """Run the benchmark NAME: a table for people, --json FILE for machines.
+    """Run the benchmark NAME and print a table. --json FILE writes the results as JSON.
 
-    `refrain bench NAME --help` tells its arguments.
+    `refrain bench NAME --help` lists its arguments.
 
     \b
     refrain bench --list

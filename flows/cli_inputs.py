@@ -1,4 +1,4 @@
-"""Commands about what a run begins with: its data and its config."""
+"""Commands about the inputs of a run: `refrain data` and `refrain config`."""
 
 from typing import Any
 
@@ -17,34 +17,38 @@ from flows.command import run_command
     type=options.FILE,
     multiple=True,
     metavar="FILE",
-    help="Its rows, in their original form, in place of the Hub's; each gives a file of its name.",
+    help="Local file with original rows, instead of the Hub. Each makes a file of the same name.",
 )
 @click.option("-o", "--out", type=options.DIRECTORY, metavar="DIR", help="[default: data/NAME]")
-@click.option("--revision", metavar="REV", help="On the Hub.  [default: the newest]")
-@click.option("--question", metavar="COLUMN", help="Of FILE; without these, its rows are veRL's.")
-@click.option("--answer", metavar="COLUMN", help="Of FILE: the right answer.")
-@click.option("--data-source", metavar="NAME", help="Of FILE: who scores it, as openai/gsm8k.")
-@click.option("--instruction", default="", metavar="TEXT", help="After each question of FILE.")
-@options.count("--size", help="Questions to train on, of all SETs.  [default: 1000]")
+@click.option("--revision", metavar="REV", help="Revision on the Hub.  [default: the newest]")
+@click.option(
+    "--question", metavar="COLUMN", help="Questions in FILE. Leave out if its rows are veRL's."
+)
+@click.option("--answer", metavar="COLUMN", help="Right answers in FILE.")
+@click.option(
+    "--data-source", metavar="NAME", help="Scorer for FILE: the data source, as openai/gsm8k."
+)
+@click.option("--instruction", default="", metavar="TEXT", help="Text after each question of FILE.")
+@options.count("--size", help="Questions to train on, of all SETs together.  [default: 1000]")
 @click.option(
     "--held-out",
     type=click.IntRange(0, 1_000_000),
     metavar="N",
-    help="Further questions, to validate with.  [default: 100]",
+    help="More questions, for validation.  [default: 100]",
 )
-@options.seed(help="Of the questions.  [default: 0]")
+@options.seed(help="Seed of the questions.  [default: 0]")
 @click.option(
     "--difficulty",
     type=options.Numbers(most=1000),
     metavar="LEVELS",
-    help="Of SETs, from 0, as in 0,2,4: as many of each, easier ones first.",
+    help="Levels of SETs, from 0, as in 0,2,4: equally many questions each, easier ones first.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace files that are there.")
+@click.option("--overwrite", is_flag=True, help="Replace existing files.")
 def data(name: str, **given: Any) -> None:
-    """Make training files, in veRL's format, of gsm8k, math, dapo17k, aime, or FILE of your own.
+    """Convert gsm8k, math, dapo17k, aime, or your own FILE to training files in veRL's format.
 
-    From the Hugging Face Hub, or from local files of the same rows. `reasoning-gym` makes questions
-    of its SETs, with as many answers as you like.
+    The rows come from the Hugging Face Hub, or from local copies of its files. `reasoning-gym`
+    generates questions of its SETs, as many as you like.
 
     \b
     refrain data gsm8k
@@ -60,11 +64,11 @@ def data(name: str, **given: Any) -> None:
 @click.command()
 @click.argument("config_file", metavar="[CONFIG]", required=False)
 @click.argument("overrides", nargs=-1)
-@click.option("--schema", is_flag=True, help="The JSON schema of all configs, for editors.")
-@click.option("--reference", is_flag=True, help="Every setting, as docs/configuration.md has it.")
-@click.option("--metrics", is_flag=True, help="Every metric, as docs/metrics.md has it.")
+@click.option("--schema", is_flag=True, help="Print the JSON schema of all configs, for editors.")
+@click.option("--reference", is_flag=True, help="Print every setting (docs/configuration.md).")
+@click.option("--metrics", is_flag=True, help="Print every metric (docs/metrics.md).")
 def config(**options: Any) -> None:
-    """Print CONFIG as a run would have it: its values, the overrides, and all defaults.
+    """Print a run's complete config: the values of CONFIG, the overrides and all defaults.
 
     \b
     refrain config my.yaml trainer.learning_rate=2e-6

@@ -1,4 +1,4 @@
-"""A command's end in the terminal: errors that a person can mend in a line, with an exit code."""
+"""Run a command in the terminal, and report errors that the user can fix in one message."""
 
 import sys
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from flows.ending import INTERRUPTED, UNREAD, ended_by_signals, flush_output, no
 
 
 def run_command(command: Callable[[], None]) -> None:
-    """Run a command. It exits with 2 after bad input, with 1 after what the machine did, each with
-    one message; an error of ours keeps its traceback."""
+    """Run a command. Exit with 2 after bad input and with 1 after a failure of the machine, each
+    with one message. Bugs keep their traceback."""
     if isinstance(sys.stdout, TextIOWrapper):
-        # The name of a file need not be text.
+        # The bytes of a file's name may not be valid text.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with ended_by_signals():
@@ -27,9 +27,9 @@ def run_command(command: Callable[[], None]) -> None:
             sys.exit(UNREAD)
         _fail(explain(error), 2 if is_given(error) else 1)
     except MemoryError as error:
-        _fail(f"too little memory: free some, or give less to read ({error})", 1)
+        _fail(f"out of memory: free some, or read less data ({error})", 1)
     except KeyboardInterrupt:
-        click.secho("interrupted; a run goes on with --resume", fg="yellow", err=True)
+        click.secho("interrupted; continue a run with --resume", fg="yellow", err=True)
         sys.exit(INTERRUPTED)
     finally:
         flush_output()

@@ -1,4 +1,4 @@
-"""Configs from YAML files with dotted overrides, and errors that say how to mend them."""
+"""Read configs from YAML files with dotted overrides. Errors say how to fix the file."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -12,17 +12,20 @@ from schemas.secret import fill_in, secrets_of
 from tasks.run.config_record import with_secrets
 
 MAX_VALUES = 100_000
-"""Values of a config file, at most, each alias counted as what it stands for."""
+"""Limit on the values of a config file. Each YAML alias counts as the values it stands for."""
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
-    """A run's config from a YAML or JSON file and overrides, `trainer.learning_rate=1e-6`. Raises
-    ValueError: no such file, not YAML, an override without `=`, or a value that is refused."""
+    """Read a run's config from a YAML or JSON file and overrides (`trainer.learning_rate=1e-6`).
+
+    Raise ValueError when the file is missing or not YAML, an override has no `=`, or a value is
+    refused.
+    """
     return validated(read_values(Path(path), overrides), str(path), TrainConfig)
 
 
 def override(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
-    """A config with overrides; raises ValueError as `load_config` does."""
+    """Return a config with overrides. Raise ValueError like `load_config`."""
     from omegaconf import OmegaConf
 
     given = read_values(None, overrides)
@@ -35,8 +38,8 @@ def override(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
 
 
 def read_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Plain values of a YAML or JSON file, or of the overrides alone; raises ValueError as
-    `load_config` does, but refuses no value."""
+    """Return the plain values of a YAML or JSON file and overrides, or of overrides alone. Raise
+    ValueError like `load_config`, but do not validate values."""
     from omegaconf import DictConfig, OmegaConf
 
     if path and not path.exists():
@@ -52,7 +55,7 @@ def read_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, A
         _refuse_bomb(text)
         loaded = OmegaConf.load(StringIO(text)) if path else OmegaConf.create()
     if not isinstance(loaded, DictConfig):
-        raise ValueError(f"{path} holds no settings: give a YAML file with `name: value` lines")
+        raise ValueError(f"{path} has no settings: give a YAML file with `name: value` lines")
     for override in overrides:
         with _reading(f"override {override!r}"):
             _refuse_bomb(override.partition("=")[2])
@@ -65,14 +68,14 @@ def read_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, A
 
 
 def _refuse_bomb(text: str) -> None:
-    """Raises ValueError when YAML's aliases make the text into more values than a config has."""
+    """Raise ValueError when the text, with its YAML aliases expanded, has too many values."""
     import yaml
 
     counted: dict[int, int] = {}
 
     def num_values(node: Any) -> int:
         if id(node) not in counted:
-            # Whoever meets itself within itself is without end.
+            # A node that contains itself never ends, so count it as too many until it is counted.
             counted[id(node)] = MAX_VALUES
             parts = node.value if isinstance(node, yaml.CollectionNode) else ()
             inner = (part if isinstance(part, tuple) else (part,) for part in parts)
@@ -81,7 +84,7 @@ def _refuse_bomb(text: str) -> None:
 
     if num_values(yaml.compose(text, Loader=yaml.SafeLoader)) > MAX_VALUES:
         raise ValueError(
-            f"with its aliases (*name) written out it has more than {MAX_VALUES:,} values: write "
+            f"with its aliases (*name) expanded it has more than {MAX_VALUES:,} values: write "
             "each setting once"
         )
 

@@ -1,4 +1,4 @@
-"""Sets of questions as files that `data.train` and `data.validation` take."""
+"""Convert data sets to files for `data.train` and `data.validation`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -42,13 +42,13 @@ def launch_data(
     difficulty: Sequence[int] | None,
     overwrite: bool,
 ) -> None:
-    """Convert a public set, or files of one's own, or make questions, and say how to go on. Raises
-    ValueError."""
+    """Convert a public set or your own files, or generate questions. Print the next command. Raise
+    ValueError for bad input."""
     made = (size, held_out, seed, difficulty)
     if name == REASONING_GYM:
         if files or revision or question or answer or data_source or instruction:
             raise ValueError(
-                f"{name} makes its questions and their scorer: leave out --from, --revision, "
+                f"{name} generates questions and scores them itself: leave out --from, --revision, "
                 "--question, --answer, --data-source and --instruction"
             )
         names = [word for text in sets for word in text.split(",") if word]
@@ -60,19 +60,19 @@ def launch_data(
         return
     if sets or any(one is not None for one in made):
         raise ValueError(
-            f"SET, --size, --held-out, --seed and --difficulty are for {REASONING_GYM}, as in "
-            f"refrain data {REASONING_GYM} chain_sum --size 1000"
+            f"SET, --size, --held-out, --seed and --difficulty work with {REASONING_GYM} only, "
+            f"for example refrain data {REASONING_GYM} chain_sum --size 1000"
         )
     public = PUBLIC.get(name)
     own = public is None
     if own and not Path(name).exists():
         raise ValueError(
-            f"{name} is no file and none of {', '.join(PUBLIC)}: give one of these, or a Parquet, "
-            "JSON or JSONL file"
+            f"{name} is neither a file nor one of {', '.join(PUBLIC)}: give one of these names, or "
+            "a Parquet, JSON or JSONL file"
         )
     columns = (question, answer, data_source)
     if public and any(columns):
-        raise ValueError(f"--question, --answer and --data-source are known for {name}")
+        raise ValueError(f"leave out --question, --answer and --data-source: {name} needs none")
     convert = public.convert if public else _own(question, answer, data_source, instruction)
     sources = {Path(file).stem: file for file in ((Path(name),) if own else files)}
     directory = out or Path("data") / (Path(name).stem if own else name)
@@ -83,7 +83,9 @@ def launch_data(
     converted = {split: _rows(public, convert, split, sources, revision) for split in splits}
     for split, found in converted.items():
         if not found.rows:
-            raise ValueError(f"{sources.get(split, name)} has no rows for {split}: give another")
+            raise ValueError(
+                f"{sources.get(split, name)} has no rows for {split}: give another file"
+            )
     written = [_write(found, directory / f"{split}.parquet") for split, found in converted.items()]
     print(f"next: refrain train CONFIG 'data.train=[{written[0]}]' --check")
 
@@ -100,14 +102,14 @@ def _make_puzzles(
     from engines.data.puzzles import check_sets, puzzle_rows
 
     if not names:
-        raise ValueError(f"name a set, as in refrain data {REASONING_GYM} chain_sum")
+        raise ValueError(f"give a SET, for example refrain data {REASONING_GYM} chain_sum")
     check_sets(names, levels)
     directory = out or Path("data") / REASONING_GYM
     check_place(directory, f"--out {directory}")
     sizes = {"train": size} | ({"validation": held_out} if held_out else {})
     _refuse_used(directory, tuple(sizes), (), overwrite)
     used: set[str] = set()
-    # The held-out questions are of another seed, so that a longer training set keeps its beginning.
+    # Held-out questions use another seed, so that a longer training set begins with the same rows.
     made = {
         split: puzzle_rows(names, levels, number, seed + place, split, used)
         for place, (split, number) in enumerate(sizes.items())
@@ -150,9 +152,11 @@ def _refuse_used(
     for split in splits:
         path = directory / f"{split}.parquet"
         if path.exists() and not overwrite:
-            raise ValueError(f"{path} is there already: --overwrite replaces it, --out goes around")
+            raise ValueError(
+                f"{path} exists already: give --overwrite to replace it, or another --out"
+            )
         if any(path.exists() and path.samefile(source) for source in sources):
-            raise ValueError(f"{path} is what is to be converted: give another directory by --out")
+            raise ValueError(f"{path} is an input file: give another directory with --out")
         if directory.is_dir():
             check_output(path, PARQUET)
 

@@ -1,7 +1,7 @@
-"""The deployments of `prefect.yaml` on a server, with forms filled in, and the pool they run in.
+"""Deploy `prefect.yaml` to a Prefect server, with filled-in forms, and make the work pool.
 
-What a form is filled in with comes from a config file that a terminal takes too, so no value is
-declared here.
+The forms take their values from config files, which the command line takes too. So this module
+declares no values of its own.
 """
 
 import os
@@ -35,10 +35,11 @@ _TIMEOUT_S = 300.0
 
 
 def launch_deploy(runs_dir: Path) -> None:
-    """Raises ValueError when no server is named, or this is not the project's directory."""
+    """Deploy to the server at PREFECT_API_URL. Raise ValueError when the variable is not set, or
+    when the working directory is not the project's."""
     api = os.environ.get("PREFECT_API_URL")
     if not api:
-        raise ValueError("PREFECT_API_URL names no server: set it, as in http://HOST:4200/api")
+        raise ValueError("PREFECT_API_URL is not set: set it, for example http://HOST:4200/api")
     check_directory()
     check_place(runs_dir, f"--runs-dir {runs_dir}")
     deploy(api, runs_dir)
@@ -51,8 +52,8 @@ def check_directory() -> None:
 
 
 def deploy(api: str, runs_dir: Path) -> None:
-    """Put up all of `prefect.yaml`, in one process: each takes seconds to import Prefect. Raises
-    RuntimeError when Prefect refuses something, and as `client_of` does."""
+    """Deploy all of `prefect.yaml` in one process, because each process takes seconds to import
+    Prefect. Raise RuntimeError when Prefect refuses something, and the errors of `client_of`."""
     with client_of(api) as client:
         _make_pool(client)
         switched = _switched(client)
@@ -79,8 +80,11 @@ def prefect_command(*args: str) -> list[str]:
 
 @contextmanager
 def client_of(api: str) -> "Generator[SyncPrefectClient]":
-    """Prefect's client of the server there, with the key or the password of the environment. Raises
-    ValueError when the server wants another one, OSError when it does not answer or refuses."""
+    """Yield Prefect's client of the server at `api`, with the key or password of the environment.
+
+    Raise ValueError when the server wants another password, and OSError when it does not answer or
+    refuses a request.
+    """
     import httpx
     from prefect.client.orchestration import SyncPrefectClient
 
@@ -97,7 +101,7 @@ def client_of(api: str) -> "Generator[SyncPrefectClient]":
 
 
 def _make_pool(client: "SyncPrefectClient") -> None:
-    """Make the work pool: all in it take the same GPUs, so one run at a time; others wait."""
+    """Make the work pool. It runs one flow at a time, because all flows use the same GPUs."""
     from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
     from prefect.exceptions import ObjectAlreadyExists
 
@@ -109,7 +113,8 @@ def _make_pool(client: "SyncPrefectClient") -> None:
 
 
 def _switched(client: "SyncPrefectClient") -> dict[tuple[str, str], bool]:
-    """Schedules that are there, by deployment and cron: on or off, as a person has left them."""
+    """Return which existing schedules are on, by deployment and cron. A user may have switched
+    them in the UI."""
     return {
         (deployment.name, cron): schedule.active
         for deployment in client.read_deployments()
@@ -119,7 +124,7 @@ def _switched(client: "SyncPrefectClient") -> dict[tuple[str, str], bool]:
 
 
 def _forms(runs_dir: Path) -> dict[str, dict[str, Any]]:
-    """Parameters by deployment."""
+    """Return the parameters of each deployment."""
     demo = load_config(_DEMO)
     profile = ProfileConfig(
         model=demo.model.path,
@@ -144,6 +149,6 @@ def _forms(runs_dir: Path) -> dict[str, dict[str, Any]]:
 
 def _train_form(config: TrainConfig, runs_dir: Path) -> dict[str, Any]:
     values = config.model_copy(update={"runs_dir": runs_dir}).model_dump(mode="json")
-    # The rest of it is what its type and the mode pick, also when they are changed.
+    # Leave the rest to the defaults of the type and mode, which a user may change in the form.
     values["algorithm"] = {"type": config.algorithm.type}
     return {"config": values, "resume": False}

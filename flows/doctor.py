@@ -1,4 +1,4 @@
-"""Look at this machine: can runs work here, and what is to be mended?"""
+"""Check whether runs can work on this machine, and how to fix problems."""
 
 import sys
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.PROBLEM: "bold
 def launch_doctor(
     runs_dir: Path, prefect_port: int, mlflow_port: int, json_file: str | None
 ) -> None:
-    """Show what was found; exits with 1 when there is a problem. Raises ValueError when the JSON
-    has no directory to go to."""
+    """Check the machine and print the findings. Exit with status 1 when there is a problem. Raise
+    ValueError when the JSON file cannot be written."""
     check_output(json_file, JSON, "--json")
     check_place(runs_dir, f"--runs-dir {runs_dir}")
     machine = look_at_machine(runs_dir, {"Prefect": prefect_port, "MLflow": mlflow_port})
@@ -34,8 +34,8 @@ def launch_doctor(
 
 
 def print_findings(found: Sequence[Finding], console: Console) -> None:
-    """A line each, then how many are to be mended."""
-    columns = ("what", "found", "", "how to mend it")
+    """Print a line for each finding, then the number of problems and warnings."""
+    columns = ("what", "found", "", "how to fix it")
     table = plain_table(*columns, text=columns)
     for one in found:
         verdict = Text(one.verdict, STYLES[one.verdict])

@@ -1,11 +1,11 @@
-"""How a command ends by SIGHUP, SIGINT and SIGTERM: by all of them alike.
+"""How a command ends after SIGHUP, SIGINT or SIGTERM. It treats all three the same.
 
-    first signal     the command unwinds: it stops its processes and says how to go on
+    first signal     the command unwinds: it stops its processes and says how to resume
     second signal    a run's process exits at once; its cleaner does the rest
-    30 s later       so too
+    after 30 s       a run that still unwinds exits too
 
-A run's flow has a thread of its own. Python handles signals in the main thread, which would
-otherwise wait in Ray or in Prefect just then.
+A run's flow has its own thread. Python handles signals in the main thread, and that thread must not
+be waiting in Ray or in Prefect when a signal comes.
 """
 
 import asyncio
@@ -25,28 +25,28 @@ from typing import Any, TextIO, TypeVar
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 GRACE_S = 30.0
-"""Longest time that a run may take to unwind. Prefect kills a cancelled one after as long."""
+"""Seconds that a run may take to unwind. Prefect kills a cancelled run after the same time."""
 INTERRUPTED = 130
 """Exit code of a command that a signal ended."""
 UNREAD = 128 + signal.SIGPIPE
-"""Exit code of a command whose output nobody reads any more, as of any that SIGPIPE ends."""
+"""Exit code of a command whose output nobody reads any more: the same as after SIGPIPE."""
 _UNWINDING = threading.Event()
-"""A run unwinds: every further signal ends it at once, until Python has exited."""
+"""Set once a run unwinds. From then until Python has exited, another signal ends it at once."""
 T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], None]
 
 
 @contextmanager
 def ended_by_signals() -> Generator[None]:
-    """Raise KeyboardInterrupt in the block at each of them. One that is ignored stays ignored, as
-    `nohup` wants it."""
+    """Raise KeyboardInterrupt in the block at each of the `SIGNALS`. Signals that the process
+    ignores stay ignored, for example SIGHUP under `nohup`."""
     with _handling(_interrupt):
         yield
 
 
 def run_interruptibly(flow: Coroutine[Any, Any, T]) -> T:
-    """Result of the coroutine, which the first signal cancels. Raises KeyboardInterrupt for one
-    that was cancelled so."""
+    """Return the result of the coroutine. The first signal cancels it; then raise
+    KeyboardInterrupt."""
     atexit.register(_say_no_more)
     running = _Running(flow)
     with _handling(running.end):
@@ -54,13 +54,13 @@ def run_interruptibly(flow: Coroutine[Any, Any, T]) -> T:
 
 
 class _Running:
-    """A coroutine in a thread of its own."""
+    """A coroutine that runs in its own thread."""
 
     def __init__(self, flow: Coroutine[Any, Any, Any]) -> None:
         self._flow = flow
         self._outcome: Future[Any] = Future()
         self._cancel: Callable[[], object] | None = None
-        # As tags and settings of Prefect are there.
+        # The context carries Prefect's tags and settings.
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._run,), daemon=True)
         self._thread.name = "the flow"
@@ -70,11 +70,11 @@ class _Running:
         if _UNWINDING.is_set():
             os._exit(INTERRUPTED)
         _UNWINDING.set()
-        # By the kernel, as Python calls no handler while it waits in C.
+        # Let the kernel handle further signals: Python calls no handler while it waits in C.
         _handle(signal.SIG_DFL)
         leave_dead_terminal()
-        print(f"ending ({signal.Signals(number).name}); once more ends at once", flush=True)
-        # Until Python has exited, not the flow alone: Prefect sends its last logs then.
+        print(f"ending ({signal.Signals(number).name}); a second signal ends at once", flush=True)
+        # The timer covers Python's exit too, because Prefect sends its last logs then.
         late = threading.Timer(GRACE_S, os._exit, (INTERRUPTED,))
         late.daemon = True
         late.start()
@@ -90,14 +90,14 @@ class _Running:
         except (asyncio.CancelledError, Exception) as error:
             if not _UNWINDING.is_set():
                 raise
-            # What a signal to the whole process group has ended fails on the way.
+            # Errors are expected here: a signal to the process group also ends the run's helpers.
             if isinstance(error, Exception):
-                print(f"while it ended: {error}", flush=True)
+                print(f"error while ending: {error}", flush=True)
             raise KeyboardInterrupt from None
 
     def _run(self) -> None:
-        # What is started here inherits this. A closed terminal signals all processes of its group,
-        # and without Ray's a run cannot unwind.
+        # Processes started here inherit this mask. A closed terminal sends SIGHUP to its whole
+        # process group, and a run cannot unwind when Ray's processes are dead.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
             self._outcome.set_result(asyncio.run(self._cancellable()))
@@ -116,7 +116,7 @@ class _Running:
 
 @contextmanager
 def _handling(handler: Handler) -> Generator[None]:
-    """Have `handler` called for all of them, as far as they are not ignored."""
+    """Install `handler` for the signals that are not ignored, and restore the old ones after."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -130,7 +130,7 @@ def _handling(handler: Handler) -> Generator[None]:
 
 
 def _handle(handler: Handler | signal.Handlers) -> None:
-    """Set the handler of all of them that are not ignored."""
+    """Set the handler of all signals that are not ignored."""
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
@@ -143,11 +143,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def leave_dead_terminal() -> None:
-    """Let output that a closed terminal cannot take go nowhere."""
+    """Redirect standard streams to /dev/null when their terminal has been closed."""
     for descriptor in (0, 1, 2):
         try:
             is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
-        except OSError:  # It is closed.
+        except OSError:  # The descriptor is closed.
             continue
         if is_device and not os.isatty(descriptor):
             _discard(descriptor)
@@ -160,21 +160,21 @@ def _discard(descriptor: int) -> None:
 
 
 def nobody_reads() -> bool:
-    """Whether standard output is a pipe without a reader, as in `refrain show | head`."""
+    """Return whether standard output is a pipe without a reader, as in `refrain show | head`."""
     look = select.poll()
     look.register(1, 0)
     return any(event & select.POLLERR for _, event in look.poll(0))
 
 
 def _say_no_more() -> None:
-    """Discard what C libraries write once Python has ended. Prefect's threads still hold modules
-    then, and DuckDB's bindings list every function of theirs as leaked."""
+    """Discard what C libraries print after Python has ended. Prefect's threads keep modules alive
+    until then, and DuckDB's bindings would report all of their functions as leaked."""
     flush_output()
     _discard(2)
 
 
 def flush_output() -> None:
-    """Write what Python has buffered. Nobody may read it any more, as in `refrain show | true`."""
+    """Flush Python's output. Ignore a reader that has gone, as in `refrain show | true`."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -183,7 +183,8 @@ def flush_output() -> None:
 
 
 class WhileRead:
-    """A stream for as long as it takes output: a run outlives its terminal, and a pipe's reader."""
+    """A stream that drops output once its terminal or the pipe's reader has gone. The run goes
+    on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

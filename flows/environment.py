@@ -1,4 +1,4 @@
-"""Settings of the services that come with a run. Import before Prefect, MLflow, Ray and vLLM."""
+"""Environment variables for a run's services. Import before Prefect, MLflow, Ray and vLLM."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ from engines.private import tighten, use_private_kernels, use_private_umask
 from flows.auth import ORIGINS, use_password
 
 _QUIET = {
-    # Nothing reports home, nothing asks the internet.
+    # No telemetry, and no access to the internet.
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
@@ -16,53 +16,53 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
-    # A run's log is on its pages; the terminal shows it in its own way.
+    # Prefect's pages have the log. The terminal shows progress in its own way.
     "PREFECT_LOGGING_LEVEL": "INFO",
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ray's own 15 would let every bit of bookkeeping go before the engines where they share cores.
+    # With Ray's default 15, bookkeeping processes would run before the engines on shared cores.
     "RAY_worker_niceness": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
 LOOPBACK = {
-    # What keeps Ray on 127.0.0.1 on any system, for all its name: its servers take their address
-    # from the node's, and an address of 127.0.0.1 that is given to it is replaced by the machine's.
+    # Despite its name, this keeps Ray on 127.0.0.1 on every system. Its servers use the node's
+    # address, and Ray replaces an explicit 127.0.0.1 by the machine's address.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Else torch listens where the machine's name leads, and NCCL on a network card.
+    # Otherwise torch listens on the address of the machine's name, and NCCL on a network card.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
-    # Else every user reads what two of Ray's servers count: at a port that is none nobody listens.
+    # Two of Ray's servers show metrics to every user of the machine. Port -1 turns them off.
     "AUTOSCALER_METRIC_PORT": "-1",
     "DASHBOARD_METRIC_PORT": "-1",
-    # As a cluster of one's own has it by default; a second process that joins it must be told.
+    # A local cluster uses this mode by default, but a second process that joins it must set it.
     "RAY_AUTH_MODE": "token",
 }
-"""Environment of a run for which RAY_ADDRESS names no cluster."""
+"""Environment of a run without a cluster (RAY_ADDRESS)."""
 
 _RETRIES = "PREFECT_CLIENT_MAX_RETRIES"
 _PATIENT = {
-    # A flow waits for Prefect's server as long as 2 + 4 + ... + 256 s at the end of a step.
+    # At the end of a step, a flow waits up to 2 + 4 + ... + 256 s for Prefect's server.
     _RETRIES: "8",
-    # Records for MLflow wait in the run's directory: better to try again than to hang.
+    # Records for MLflow wait in the run's directory, so give up early and try again later.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
-"""A server that goes away in mid-run and comes back."""
+"""Settings for servers that go away in the middle of a run and come back."""
 _SELDOM = {
-    # SQLite refuses to write what was read before another write; a flow that is made just then
-    # waits 2 s before it tries again. By default each event of a task is such a write.
+    # SQLite refuses a write when another write came after its read. A new flow then waits 2 s
+    # before it tries again. By default, each event of a task is such a write.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "1000",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "2",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "1000",
 }
-"""How often a server of Prefect with an SQLite file writes down what tasks do."""
+"""Settings with which Prefect's server writes task events to SQLite in batches."""
 
 
 def quieten() -> None:
-    """No telemetry, no network, no chatter, and patience; what is set already stays.
+    """Turn off telemetry, downloads and chatty logs, and set retries. Keep variables that are set.
 
-    Without a cluster (RAY_ADDRESS) nothing listens beyond this machine.
+    Without a cluster (RAY_ADDRESS), services listen on this machine only.
     """
     alone = os.environ.get("RAY_ADDRESS", "local") == "local"
     for name, value in (_QUIET | _PATIENT | (LOOPBACK if alone else {})).items():
@@ -71,26 +71,28 @@ def quieten() -> None:
 
 
 def use_embedded_services(runs_dir: Path) -> None:
-    """Prefect's database beside the runs, and a password, unless PREFECT_API_URL names a server.
-    Makes the directory: call it when everything has been checked."""
+    """Put Prefect's database beside the runs. Set a password, unless PREFECT_API_URL is set.
+
+    This makes a directory, so call it after all checks.
+    """
     set_services(runs_dir)
     use_private_umask()
     own = runs_dir / ".prefect"
     own.mkdir(parents=True, exist_ok=True)
-    # Prefect's database has what was typed into forms.
+    # Prefect's database stores the values of forms, which may be secret.
     tighten(own, umask=0o077)
     if not os.environ.get("PREFECT_API_URL"):
         use_password(runs_dir)
 
 
 def set_services(runs_dir: Path) -> None:
-    """The settings of `use_embedded_services` that change nothing on disk."""
+    """Apply the settings of `use_embedded_services` that change nothing on disk."""
     if not os.environ.get("PREFECT_API_URL"):
-        # One of the run's own is there again within seconds, or not before a resume.
+        # The run's own server is back within seconds, or not before a resume.
         os.environ.setdefault(_RETRIES, "5")
     quieten()
     if os.environ.get("RAY_ADDRESS", "local") == "local" and device_files() and not torch_build():
-        # Else a Ray of one's own would set GPUs aside that the CPU build cannot use.
+        # Otherwise a local Ray would reserve GPUs that the CPU build cannot use.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     home = (runs_dir / ".prefect").absolute()
     places = {
@@ -98,9 +100,9 @@ def set_services(runs_dir: Path) -> None:
         # Result storage does not follow PREFECT_HOME.
         "PREFECT_LOCAL_STORAGE_PATH": str(home / "storage"),
         "PREFECT_MEMO_STORE_PATH": str(home / "memo_store.toml"),
-        # On a busy machine the embedded server takes more than Prefect's own 20 s to come up.
+        # On a busy machine the embedded server needs more than Prefect's default of 20 s.
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
-        # It has no pages, and those of others have no business with it.
+        # The embedded server has no pages, so no page may read its responses.
         ORIGINS: "",
     }
     for name, value in (places | _SELDOM).items():

@@ -1,4 +1,4 @@
-"""An evaluation: the validation of a training run, by itself and of any model."""
+"""Evaluate any model like a training run does in its validations."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from tasks.schedule import plan_validation
 
 
 def _on_cancellation(flow: Any, flow_run: Any, state: Any) -> None:
-    """End a cancelled evaluation like a training run."""
+    """End a cancelled evaluation in the same way as a training run."""
     del flow, state
     given = EvaluateConfig.model_validate(flow_run.parameters["config"])
     end_killed(find_subject(given).config.run_dir, given.runs_dir)
@@ -33,8 +33,8 @@ async def evaluate(
     """Sample a model's responses to prompts, score them, and report mean@n, best@n and maj@n.
 
     Args:
-        config: Which model, on what.
-        resume: Go on with an evaluation that was stopped. Prefect's Retry does so too.
+        config: The model, the data and the sampling.
+        resume: Continue an evaluation that was stopped. Prefect's Retry does so too.
         overwrite: Delete an earlier evaluation of the same name first.
     """
     subject = find_subject(config)

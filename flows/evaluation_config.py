@@ -1,4 +1,4 @@
-"""Subject and settings of an evaluation: from a run's name, a directory or a YAML file."""
+"""Find the model and the settings of an evaluation, from a run's name, a directory or a file."""
 
 import os
 import re
@@ -17,26 +17,26 @@ from tasks.run.record import find_run, read_run
 from tasks.run.run_dir import CONFIG_FILE, is_run
 
 EVALUATIONS = "evaluations"
-"""Directory of evaluations, under that of the runs."""
+"""Name of the directory of evaluations, inside the directory of the runs."""
 SECTIONS = ("model", "data", "rollout", "reward")
-"""Sections of a run's config that an evaluation uses; the rest is about training."""
+"""Sections of a run's config that an evaluation uses. The others are about training."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSubject:
-    """A model, and how it is evaluated."""
+    """A model, and the settings to evaluate it with."""
 
     config: TrainConfig
-    """Config of which nothing is trained: its validation is the evaluation."""
+    """Config of a run that trains nothing. Its validation is the evaluation."""
     policy_version: int
-    """Step of the sample keys, so that a checkpoint is sampled as in its run."""
+    """Step in the sample keys, so that the checkpoint gets the same samples as in its run."""
     run_dir: Path | None
-    """Directory of the run that it belongs to."""
+    """Directory of the run that the checkpoint belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model directory, and where it comes from."""
+    """A model directory, and the run that it comes from."""
 
     model: Path
     name: str
@@ -45,25 +45,26 @@ class Checkpoint:
 
 
 def find_subject(given: EvaluateConfig) -> EvaluationSubject:
-    """Raises ValueError for what is not there, or does not fit."""
+    """Return the model and settings of an evaluation. Raise ValueError when a file is missing or
+    a setting is refused."""
     checkpoint = find_checkpoint(given.checkpoint, given.runs_dir)
     if given.log_to_run and checkpoint.run_dir is None:
         raise ValueError(
-            f"{given.checkpoint} belongs to no run, whose MLflow run could have its figures: leave "
-            "out log_to_run (--log-to-run)"
+            f"{given.checkpoint} belongs to no run, so there is no MLflow run to add figures to: "
+            "leave out log_to_run (--log-to-run)"
         )
     _check_overrides(given.overrides)
-    # Those of the class where nobody has said anything.
+    # Without a settings file, the defaults of the classes apply.
     values: dict[str, Any] = {"data": {}, "model": {}}
     values |= read_values(_settings_file(given, checkpoint), given.overrides)
     data = [str(path) for path in given.data] or values["data"].get("validation")
     if not data:
         raise ValueError(
-            f"no prompts to evaluate on: {given.config or checkpoint.name} names no "
-            "data.validation; give DATA, veRL-style files"
+            f"no prompts to evaluate on: {given.config or checkpoint.name} has no "
+            "data.validation. Give DATA, for example test.parquet (a veRL-style file)"
         )
     names = "-".join([checkpoint.name, *(Path(path).stem for path in data)])
-    # A file may be called what no directory of a run may.
+    # File names may have characters that names of runs may not have.
     name = given.name or re.sub(r"[^A-Za-z0-9._-]+", "-", names).lstrip("._-")
     config = {
         **{section: values[section] for section in SECTIONS if section in values},
@@ -73,7 +74,7 @@ def find_subject(given: EvaluateConfig) -> EvaluationSubject:
         "validation_samples": given.samples or values.get("validation_samples", 1),
         "drafting": {"enabled": False},
     }
-    # One of the two is not looked at, but every config has it.
+    # An evaluation uses `validation` only, but every config must have `train`.
     config["data"] = _dates(checkpoint) | config["data"] | {"train": data, "validation": data}
     config["model"] = config["model"] | {"path": str(checkpoint.model.absolute())}
     config["rollout"] = _sampling(config.get("rollout", {}), given.overrides)
@@ -85,7 +86,8 @@ def find_subject(given: EvaluateConfig) -> EvaluationSubject:
 
 
 def find_checkpoint(name: str, runs_dir: Path) -> Checkpoint:
-    """Raises ValueError when it is neither a checkpoint, nor a run with one, nor a model."""
+    """Return the checkpoint with this path or run name. Raise ValueError when `name` is neither a
+    checkpoint, nor a run with one, nor a model's directory."""
     path = Path(name)
     if path.name == MODEL_DIR and (path.parent / STATE_FILE).is_file():
         path = path.parent
@@ -97,7 +99,7 @@ def find_checkpoint(name: str, runs_dir: Path) -> Checkpoint:
         raise ValueError(f"{name} does not exist: give a checkpoint, a run, or a model's directory")
     record = read_run(find_run(name, runs_dir))
     if record.checkpoint is None:
-        raise ValueError(f"{record.run_dir} has no checkpoint yet: let the run do a step")
+        raise ValueError(f"{record.run_dir} has no checkpoint yet: train it for at least one step")
     return _of_checkpoint(record.checkpoint)
 
 
@@ -118,7 +120,7 @@ def _settings_file(given: EvaluateConfig, checkpoint: Checkpoint) -> Path | None
 
 
 def _dates(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Date and locale of the run that the checkpoint belongs to."""
+    """Return the date and locale of the checkpoint's run."""
     if checkpoint.run_dir is None:
         return {}
     recorded = read_values(checkpoint.run_dir / CONFIG_FILE, ())["data"]
@@ -130,17 +132,19 @@ def _check_overrides(overrides: Sequence[str]) -> None:
         section = override.partition(".")[0]
         if section not in SECTIONS:
             raise ValueError(
-                f"override {override!r} is not about an evaluation: those of "
-                f"{', '.join(f'{section}.*' for section in SECTIONS)} are; samples and seed are "
+                f"override {override!r} has no effect on an evaluation: you can override "
+                f"{', '.join(f'{section}.*' for section in SECTIONS)}; samples and seed are "
                 "options"
             )
         if override.startswith(("model.path", "data.train", "data.validation")):
-            raise ValueError(f"override {override!r}: CHECKPOINT and DATA say which")
+            raise ValueError(
+                f"override {override!r}: give the model as CHECKPOINT and the data as DATA"
+            )
 
 
 def _sampling(rollout: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Sampling settings: those of the run's validations, unless others are given here; temperature
-    0 is the likeliest token, the first of one. There is no trainer to take weights from."""
+    """Return the rollout settings: the run's validation sampling, unless an override changes it.
+    Temperature 0 becomes top_k = 1. Drop `weights`: there is no trainer to receive them from."""
     rollout = {name: value for name, value in rollout.items() if name != "weights"}
     names = tuple(f"rollout.{name}=" for name in SamplingConfig.model_fields)
     if any(override.startswith(names) for override in overrides):

@@ -1,4 +1,4 @@
-"""A run for other tools: rollouts in Parquet, what its engines did as trace events or a page."""
+"""Export a run to other tools: rollouts as Parquet, its engines' work as trace events or a page."""
 
 import json
 from pathlib import Path
@@ -25,12 +25,12 @@ def launch_export(
     token_ids: bool,
     page: tuple[int, Path] | None = None,
 ) -> None:
-    """Write what is asked for; `page`: step and file. Raises ValueError when there is none or
-    nowhere to write."""
+    """Write the requested files. `page`: step and file. Raise ValueError when no file is given or
+    a file cannot be written."""
     if file is None and events is None and page is None:
         raise ValueError(
-            "nothing to write: give FILE for the rollouts (Parquet), --trace FILE.json for what "
-            "the engines did, or --timeline STEP FILE.html for a page of one step"
+            "nothing to write: give FILE for the rollouts (Parquet), --trace FILE.json for the "
+            "engines' work, or --timeline STEP FILE.html for a page about one step"
         )
     for target, kind in ((file, PARQUET), (events, JSON), (page and page[1], HTML)):
         check_output(target, kind)
@@ -50,14 +50,14 @@ def _export_rollouts(run: str, file: Path, token_ids: bool) -> None:
 
 
 def _export_events(run: str, file: Path) -> None:
-    """Write the engines' timelines, with the rollouts unless the run is alive and holds its
+    """Write the engines' timelines. Add the rollouts, unless the run is live: then it holds its
     store."""
     run_dir = find_trace(run).parent
     timelines = read_timelines(run_dir)
     if not timelines:
         raise ValueError(
-            f"{run_dir / FOLDER} holds no timeline: the run has rolled out no step yet, or an "
-            "earlier version made it"
+            f"{run_dir / FOLDER} has no timeline: the run has finished no rollout stage yet, or "
+            "an earlier version of refrain made it"
         )
     rollouts: list[dict[str, Any]] = []
     live = is_live(run_dir)
@@ -66,12 +66,13 @@ def _export_events(run: str, file: Path) -> None:
         with naming_damage(file_of_store), open_read_only(file_of_store) as store:
             rollouts = store.engine_times()
     write_output(file, json.dumps(trace_events(timelines, rollouts)))
-    without = ", without rollouts as the run is alive" if live else f", {len(rollouts):,} rollouts"
+    without = ", without rollouts: the run is live" if live else f", {len(rollouts):,} rollouts"
     print(f"{file}: {len(timelines)} steps and validations{without}; open it in ui.perfetto.dev")
 
 
 def _export_page(run: str, step: int, file: Path) -> None:
-    """Write a step's timeline page, without requests if the run is alive and holds its store."""
+    """Write a step's timeline page. Leave out requests if the run is live: then it holds its
+    store."""
     run_dir = find_trace(run).parent
     recorded = read_timeline(run_dir, stage_name(Split.TRAIN, step))
     rows: list[dict[str, Any]] = []
@@ -84,5 +85,5 @@ def _export_page(run: str, step: int, file: Path) -> None:
     gpus = gpus_of(read_config(run_dir))
     title = f"{run_dir.name}: train step {step}"
     write_output(file, timeline_page(recorded, requests, gpus, title))
-    without = ", without requests as the run is alive" if live else f", {len(requests):,} requests"
+    without = ", without requests: the run is live" if live else f", {len(requests):,} requests"
     print(f"{file}: step {step}{without}; open it in a browser")

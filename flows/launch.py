@@ -1,4 +1,4 @@
-"""Start a flow from the terminal, with Prefect embedded unless a server is named."""
+"""Start flows from the terminal. They use an embedded Prefect, unless PREFECT_API_URL is set."""
 
 import os
 import sys
@@ -45,11 +45,11 @@ def launch_train(
     gpus: str | None = None,
     new_store: bool = False,
 ) -> None:
-    """Validate everything, then run. Raises ValueError for bad input, before anything starts."""
+    """Validate everything, then train. Raise ValueError for bad input before anything starts."""
     from flows.checked import check_training
 
     if gpus and not check:
-        raise ValueError("--gpus names a machine for --check; a run takes the GPUs that are there")
+        raise ValueError("--gpus works with --check only: a run uses the GPUs of this machine")
     given = with_local_model(_config(config_file, overrides, resume))
     checked = check_training(given, resume is not None, overwrite, gpus, new_store=new_store)
     config = checked.config
@@ -73,7 +73,7 @@ def launch_train(
 
 
 def launch_profile(values: Mapping[str, Any], overwrite: bool) -> None:
-    """Validate the options, then measure. Raises ValueError before anything starts."""
+    """Validate the options, then measure. Raise ValueError before anything starts."""
     given = {name: value for name, value in values.items() if value is not None}
     config = validated(given, "the command line", ProfileConfig)
     set_services(config.runs_dir)
@@ -95,7 +95,8 @@ def launch_profile(values: Mapping[str, Any], overwrite: bool) -> None:
 
 
 def read_evaluate_config(data: Sequence[str], values: Mapping[str, Any]) -> EvaluateConfig:
-    """`data` are files, and overrides among them. Raises ValueError for what is refused."""
+    """Return the config of an evaluation. `data` has files and overrides in any order. Raise
+    ValueError for bad values."""
     overrides = [given for given in data if "=" in given and not Path(given).exists()]
     given = {
         **{name: value for name, value in values.items() if value is not None},
@@ -108,7 +109,7 @@ def read_evaluate_config(data: Sequence[str], values: Mapping[str, Any]) -> Eval
 def launch_evaluate(
     config: EvaluateConfig, resume: bool, overwrite: bool, json_file: str | None
 ) -> None:
-    """Validate everything, then evaluate. Raises ValueError before anything starts."""
+    """Validate everything, then evaluate. Raise ValueError before anything starts."""
     check_output(json_file, JSON, "--json")
     from flows.evaluation_config import find_subject
 
@@ -123,8 +124,8 @@ def launch_evaluate(
     run_dir = subject.config.run_dir
     if not (resume or overwrite) and (run_dir / CONFIG_FILE).exists():
         raise ValueError(
-            f"there is an evaluation in {run_dir} already: go on with it by --resume, delete it by "
-            "--overwrite, or give this one another --name"
+            f"there is an evaluation in {run_dir} already: continue it with --resume, delete it "
+            "with --overwrite, or give this one another --name"
         )
     if overwrite and not resume:
         check_deletable(run_dir)
@@ -146,7 +147,7 @@ def launch_evaluate(
 def _carry_out(
     flow: "Flow[..., Any]", *args: Any, run_dirs: Sequence[Path], mlflow_dir: Path
 ) -> Any:
-    """Result of a flow that works in these directories, with a cleaner beside it."""
+    """Run a flow that works in these directories, with a cleaner beside it. Return its result."""
     from flows.own_server import api_url
 
     mark_processes(run_dirs[0])
@@ -161,15 +162,15 @@ def _carry_out(
 
 
 def _result(flow: Coroutine[Any, Any, Any]) -> Any:
-    """Result of a flow. Raises as `_answered` does."""
-    # A signal may come before the flow has begun.
+    """Run a flow and return its result. Raise the errors of `_answered`."""
+    # A signal may come before the flow has begun: then close its coroutine.
     with closing(flow):
         return _answered(flow)
 
 
 def _answered(flow: Coroutine[Any, Any, Any]) -> Any:
-    """Result of a flow. Raises ValueError when Prefect's server wants another password,
-    RuntimeError when it has gone."""
+    """Run a flow and return its result. Raise ValueError when Prefect's server wants another
+    password, and RuntimeError when the server does not answer any more."""
     import httpx
     from prefect.exceptions import PrefectHTTPStatusError
 
@@ -178,8 +179,8 @@ def _answered(flow: Coroutine[Any, Any, Any]) -> Any:
             return run_interruptibly(flow)
     except httpx.TransportError as error:
         raise RuntimeError(
-            f"Prefect's server does not answer any more ({error}): it has died, or the machine is "
-            "too busy. Go on by --resume; one that PREFECT_API_URL names must run again"
+            f"Prefect's server does not answer any more ({error}): it died, or the machine is "
+            "too busy. Continue with --resume. Restart the server first if you set PREFECT_API_URL"
         ) from error
     except PrefectHTTPStatusError as error:
         if error.response.status_code != HTTPStatus.UNAUTHORIZED:
@@ -206,5 +207,5 @@ def _config(
 
 
 def _run_dir(resume: str, runs_dir: Path) -> Path:
-    """Directory of a run, given as such or by its name."""
+    """Return the directory of a run, which is given by its directory or its name."""
     return Path(resume) if os.sep in resume or Path(resume).exists() else runs_dir / resume

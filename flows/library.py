@@ -1,5 +1,8 @@
-"""The commands as functions, for `import refrain`: coroutines, which a notebook awaits where it
-stands, and a script runs by `asyncio.run(refrain.train(config))`."""
+"""The commands as functions, for `import refrain`.
+
+`train` and `evaluate` are coroutines. A notebook awaits them directly. A script runs
+`asyncio.run(refrain.train(config))`.
+"""
 
 from pathlib import Path
 
@@ -19,21 +22,24 @@ RUNS = Path("runs")
 
 
 class RunStore:
-    """A run's record, to be asked in SQL while it trains or afterwards."""
+    """A run's store, for SQL queries during training or afterwards."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
 
     def sql(self, query: str, timeout_s: float = 60.0) -> pa.Table:
-        """Answer to a query that reads; tables and views are those of `refrain sql`. Raises
-        ValueError when it is refused, or takes longer, and RuntimeError when its process dies."""
+        """Return the result of a read-only query. `refrain sql --help` lists tables and views.
+
+        Raise ValueError when the query is refused or takes longer than `timeout_s` seconds, and
+        RuntimeError when the process that runs it dies.
+        """
         return ask_run(self.run_dir, query, timeout_s)
 
 
 async def train(
     config: TrainConfig, *, resume: bool = False, overwrite: bool = False
 ) -> RunSummary:
-    """Train, as `refrain train` does. Raises ValueError for bad input, before anything starts."""
+    """Train, like `refrain train`. Raise ValueError for bad input before anything starts."""
     checked = check_training(with_local_model(config), resume, overwrite)
     checked.make_way()
     from flows.train import train as flow
@@ -45,7 +51,7 @@ async def train(
 async def evaluate(
     config: EvaluateConfig, *, resume: bool = False, overwrite: bool = False
 ) -> EvaluationReport:
-    """Evaluate, as `refrain evaluate` does. Raises ValueError likewise."""
+    """Evaluate, like `refrain evaluate`. Raise ValueError for bad input."""
     use_embedded_services(config.runs_dir)
     from flows.evaluate import evaluate as flow
 
@@ -54,5 +60,5 @@ async def evaluate(
 
 
 def open_run_store(run: str | Path, runs_dir: Path | str = RUNS) -> RunStore:
-    """The store of a run, given by its name or directory. Raises ValueError when there is none."""
+    """Open the store of a run, given by name or directory. Raise ValueError when there is none."""
     return RunStore(find_run(str(run), Path(runs_dir)))

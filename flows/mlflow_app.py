@@ -1,7 +1,7 @@
 """MLflow's server behind a password: `mlflow server --app-name refrain`.
 
-MLflow lets whoever reaches it read and write files as the user who started it. Its own app with
-passwords wants another package, and keeps its users in a database of its own.
+Everyone who can reach MLflow's server can read and write files as the user who started it. MLflow's
+own app with passwords needs another package, and keeps its users in a separate database.
 """
 
 import hmac
@@ -14,19 +14,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from flows.auth import MLFLOW_ASKED
 
 _OPEN = "/health"
-"""The one path that asks for nothing: probes call it."""
+"""The only path that needs no password. Health probes call it."""
 _REFUSAL = (
-    "MLflow asks for a user and a password: log in, or set MLFLOW_TRACKING_USERNAME and "
+    "MLflow needs a user and a password: log in, or set MLFLOW_TRACKING_USERNAME and "
     "MLFLOW_TRACKING_PASSWORD\n"
 )
 
 
 def create_app() -> ASGIApp:
-    """Return MLflow's app for those who know the password. Raises ValueError where the environment
-    has none."""
+    """Return MLflow's app behind a password. Raise ValueError when the environment has none."""
     user, _, password = os.environ.get(MLFLOW_ASKED, "").partition(":")
     if not (user and password):
-        raise ValueError(f"set {MLFLOW_ASKED} to USER:PASSWORD, which MLflow is to ask for")
+        raise ValueError(f"{MLFLOW_ASKED} is not set: set it to USER:PASSWORD for MLflow's server")
     from mlflow.server.fastapi_app import app
     from mlflow.server.fastapi_security import get_allowed_origins
 
@@ -34,8 +33,8 @@ def create_app() -> ASGIApp:
 
 
 class PasswordGate:
-    """An ASGI app that lets requests through which carry the password (HTTP Basic), from pages of
-    the same origin or of those that are allowed."""
+    """An ASGI app that passes requests on when they have the password (HTTP Basic). Requests of
+    pages must come from the same origin or an allowed one."""
 
     def __init__(self, app: ASGIApp, password: str, origins: list[str]) -> None:
         self._app, self._origins = app, origins
@@ -50,14 +49,17 @@ class PasswordGate:
             realm = {"WWW-Authenticate": 'Basic realm="MLflow"'}
             await _refuse(PlainTextResponse(_REFUSAL, 401, realm), scope, receive, send)
         elif not self._is_own(headers):
-            refusal = PlainTextResponse("Pages of other origins get nothing\n", 403)
+            refusal = PlainTextResponse("Requests from pages of other origins are refused\n", 403)
             await _refuse(refusal, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
     def _is_own(self, headers: dict[bytes, bytes]) -> bool:
-        """Whether no page of another origin asks: a browser that is logged in sends the password
-        along with its requests too, and MLflow trusts every page on localhost."""
+        """Return whether the request comes from no page, from our own or from an allowed one.
+
+        A logged-in browser sends the password with the requests of other pages too, and MLflow
+        trusts every page on localhost.
+        """
         origin = headers.get(b"origin", b"").decode("latin-1")
         host = headers.get(b"host", b"").decode("latin-1")
         allowed = {f"http://{host}", f"https://{host}", *self._origins}

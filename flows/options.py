@@ -1,4 +1,4 @@
-"""Types and options that commands share. Each number has bounds, each path says what it is of."""
+"""Types and options that several commands share. Each number has bounds."""
 
 import math
 from functools import partial
@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
-"""A directory, which need not be there yet."""
+"""A directory, which may not exist yet."""
 FILE = click.Path(path_type=Path, dir_okay=False)
-"""A file, which need not be there yet."""
+"""A file, which may not exist yet."""
 COUNT = click.IntRange(1, 1_000_000)
 BYTES = click.IntRange(1, 2**50)
 TOKENS = click.IntRange(1, 2**40)
@@ -18,7 +18,7 @@ _PORT = click.IntRange(1, 65_535)
 
 
 class Finite(click.FloatRange):
-    """A range of numbers without the one that is none: not-a-number is in every range."""
+    """A range of finite numbers. `FloatRange` would accept not-a-number (NaN) in every range."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -30,7 +30,7 @@ class Finite(click.FloatRange):
 
 
 class Numbers(click.ParamType):
-    """Whole numbers as in 1,2,4."""
+    """A list of whole numbers, for example 1,2,4."""
 
     name = "list"
 
@@ -44,7 +44,7 @@ class Numbers(click.ParamType):
             return value
         words = [word for word in value.split(",") if word]
         if not all(word.isascii() and word.isdecimal() and len(word) < 20 for word in words):
-            self.fail(f"{value!r} is no list of numbers, as in 1,2,4", param, ctx)
+            self.fail(f"{value!r} is not a list of numbers, for example 1,2,4", param, ctx)
         numbers = [int(word) for word in words]
         if numbers and max(numbers) > self.most:
             self.fail(f"{max(numbers)} is above {self.most:,}", param, ctx)
@@ -52,7 +52,7 @@ class Numbers(click.ParamType):
 
 
 class DraftModelPath(click.ParamType):
-    """A draft model as in small=models/small."""
+    """A draft model's name and path, for example small=models/small."""
 
     name = "name=path"
 
@@ -63,7 +63,7 @@ class DraftModelPath(click.ParamType):
             return value
         name, _, path = value.partition("=")
         if not (name and path):
-            self.fail(f"{value!r} is not NAME=PATH, as in small=models/small", param, ctx)
+            self.fail(f"{value!r} is not NAME=PATH, for example small=models/small", param, ctx)
         return {"name": name, "path": path}
 
 

@@ -1,8 +1,7 @@
-"""Files that commands write for people: where they can go is known before anything starts, and they
-are whole, or as they were.
+"""Files that commands write for the user.
 
-A file that is there is replaced when it is one of the same kind, as a command before wrote it, and
-belongs to no run and no model.
+Commands check the path before they start. They write a file completely or leave it as it was. They
+replace an existing file only if it is of the same kind, and belongs to no run and no model.
 """
 
 import os
@@ -18,14 +17,16 @@ from engines.paths import explain
 JSON, PARQUET, PNG, HTML, CSV = "JSON", "Parquet", "PNG", "HTML", "CSV"
 _BEGINNINGS = {JSON: (b"{", b"["), PARQUET: (b"PAR1",), PNG: (b"\x89PNG",), HTML: (b"<",)}
 _TABLES = ("", ".csv", ".tsv", ".txt")
-"""Endings of files that may be CSV, which begins with anything."""
+"""Suffixes of files that may be CSV. The content of a CSV file does not show its kind."""
 _TERMINALS = (4, 5, *range(136, 144))
-"""Major numbers of terminals, in Linux."""
+"""Major device numbers of terminals in Linux."""
 
 
 def check_output(file: Path | str | None, kind: str, option: str = "") -> None:
-    """Raises ValueError when a file cannot be written there, or is there and is another's. None and
-    `-`, standard output, are always right. `option`: that gives the file, for the message."""
+    """Raise ValueError when a file cannot be written, or when it exists and must not be replaced.
+
+    None and `-` (standard output) are always fine. `option`: the option's name, for the message.
+    """
     if not file or str(file) == "-":
         return
     path, given = Path(file), f"{option} {file}".strip()
@@ -43,7 +44,7 @@ def _check_path(path: Path, kind: str, given: str) -> None:
     if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
         raise ValueError(f"{given}: this user may not write to its directory: give another path")
     if path.is_symlink():
-        path.stat()  # A link that leads nowhere is not replaced.
+        path.stat()  # Raises OSError for a broken link, which is not replaced.
     if path.is_dir():
         raise ValueError(f"{given} is a directory: give a file's name")
     if not path.exists():
@@ -51,15 +52,15 @@ def _check_path(path: Path, kind: str, given: str) -> None:
     if not path.is_file():
         _check_special(path, given)
     elif owner := _owner(path.resolve()):
-        raise ValueError(f"{given} is a file of {owner}, which nothing replaces: give another name")
+        raise ValueError(f"{given} is a file of {owner} and is not replaced: give another name")
     elif not _is_of(path, kind):
         raise ValueError(
-            f"{given} is there already and is no {kind} file: move it away, or give another name"
+            f"{given} exists already and is no {kind} file: move it away, or give another name"
         )
 
 
 def write_output(file: Path | str, text: str) -> None:
-    """Write to a file that was checked, or to standard output."""
+    """Write text to a checked file, or to standard output for `-`."""
     if str(file) == "-":
         sys.stdout.write(text)
     elif Path(file).exists() and not Path(file).is_file():
@@ -70,7 +71,7 @@ def write_output(file: Path | str, text: str) -> None:
 
 @contextmanager
 def writing(file: Path | str) -> Generator[Path]:
-    """A path to write to, whose file takes the place of one that was checked when all is there."""
+    """Yield a temporary path to write to. After the block, its file replaces the checked one."""
     if Path(file).exists() and not Path(file).is_file():
         yield Path(file)
         return
@@ -80,20 +81,20 @@ def writing(file: Path | str) -> Generator[Path]:
 
 @contextmanager
 def making(directory: Path) -> Generator[None]:
-    """Make a directory for what the block writes; one that is empty when it fails goes again."""
+    """Make a directory for the block's files. If the block fails, remove new empty directories."""
     missing = [place for place in (directory, *directory.parents) if not place.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:
         for place in missing:
-            with suppress(OSError):  # It was not made, or there is something in it.
+            with suppress(OSError):  # The directory was not made, or is not empty.
                 place.rmdir()
         raise
 
 
 def _check_special(path: Path, given: str) -> None:
-    """Raises ValueError for what is neither /dev/null, a terminal nor a pipe that is read."""
+    """Raise ValueError unless the path is /dev/null, a terminal or a pipe with a reader."""
     status = path.stat()
     mode = status.st_mode
     if stat.S_ISCHR(mode) and os.major(status.st_rdev) in _TERMINALS:
@@ -109,8 +110,8 @@ def _check_special(path: Path, given: str) -> None:
 
 
 def _owner(path: Path) -> str:
-    """Return the run, checkpoint or model that a file belongs to; empty for none."""
-    # Not at the top: numpy and pyarrow come along.
+    """Return the run, checkpoint or model that a file belongs to. Empty: none."""
+    # Imported here, because these modules import numpy and pyarrow.
     from engines.learn.checkpoint import STATE_FILE
     from tasks.run.run_dir import is_run
 

@@ -1,4 +1,4 @@
-"""Prefect's server of a run's own: there from the run's start to its end, whatever kills it."""
+"""A run's own Prefect server. It is restarted when it dies, and ends with the run."""
 
 import os
 import subprocess
@@ -14,13 +14,16 @@ if TYPE_CHECKING:
     from prefect.server.api.server import SubprocessASGIServer
 
 LOOK_S = 1.0
-"""Seconds between two looks at it."""
+"""Seconds between two checks of the server."""
 
 
 @contextmanager
 def own_server() -> Generator[None]:
-    """A server for Prefect's clients in this process, unless PREFECT_API_URL names one. When it
-    dies it is started again at its address, on its database; calls are tried again meanwhile."""
+    """Run a server for Prefect's clients in this process, unless PREFECT_API_URL is set.
+
+    When the server dies, restart it with the same address and database. Clients retry their calls
+    in the meantime.
+    """
     if os.environ.get("PREFECT_API_URL"):
         yield
         return
@@ -34,26 +37,26 @@ def own_server() -> Generator[None]:
     try:
         yield
     finally:
-        # It ends with this process: Prefect sends it the last logs when Python exits.
+        # Do not stop the server here: Prefect sends the last logs to it when Python exits.
         over.set()
 
 
 def api_url() -> str:
-    """Address of the server that Prefect's clients in this process use."""
+    """Return the URL of the server that Prefect's clients in this process use."""
     from prefect.server.api.server import SubprocessASGIServer
 
     return os.environ.get("PREFECT_API_URL") or SubprocessASGIServer().api_url
 
 
 def _make_server() -> "SubprocessASGIServer":
-    """The one server for all clients that are given no address."""
+    """Return the server for all clients without an explicit address."""
     import prefect
     from prefect.server.api.server import SubprocessASGIServer
     from prefect.settings import get_current_settings
 
     class Server(SubprocessASGIServer):
-        """A server in a session of its own. A terminal sends Ctrl-C to all of its processes, and
-        the run still has to report its end to this one."""
+        """A server in a separate session, so that Ctrl-C in a terminal does not reach it. The run
+        still has to report its end to the server."""
 
         def _run_uvicorn_command(self) -> subprocess.Popen[Any]:
             given = get_current_settings().to_environment_variables(exclude_unset=True)
@@ -79,9 +82,9 @@ def _keep_alive(server: "SubprocessASGIServer", over: threading.Event) -> None:
         process = server.server_process
         if process is None or process.poll() is None:
             continue
-        print(f"Prefect's server was killed or crashed ({process.returncode}): starting another")
-        server.running = False  # As it has it before the first start.
+        print(f"Prefect's server was killed or crashed ({process.returncode}): restarting it")
+        server.running = False  # The state before the first start, which `start` needs.
         try:
             server.start()
         except (RuntimeError, httpx.HTTPError) as error:
-            print(f"Prefect's server did not start again: {error}")
+            print(f"Prefect's server did not restart: {error}")

@@ -1,6 +1,7 @@
-"""Profiling: measure a model on this machine once, fit the latency model.
+"""Profile a model: measure it on this machine once, and fit the latency model.
 
-Not `profile.py`: Prefect puts this directory on the path, where that would hide Python's own.
+This file is not called `profile.py`, because Prefect puts this directory on the path. It would hide
+Python's module `profile`.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ from tasks.profile import (
 
 
 def _on_end(flow: Any, flow_run: Any, state: Any) -> None:
-    """Called when the process was cancelled or has crashed."""
+    """End a profile that was cancelled or has crashed."""
     del flow, state
     end_profile(ProfileConfig.model_validate(flow_run.parameters["config"]))
 
@@ -33,9 +34,9 @@ async def profile(config: ProfileConfig, overwrite: bool = False) -> ProfileRepo
 
     Args:
         config: Which model, and over what range.
-        overwrite: Measure anew; what is there stays in use until that is done. Otherwise an
-            unfinished profile goes on, and a finished one is fitted again. Either goes on where it
-            was stopped.
+        overwrite: Measure everything again. The earlier profile stays in use until then. Without
+            this, continue an unfinished profile, or fit a finished one again. An interrupted
+            profile always continues at the point where it was stopped.
     """
     with open_profile(config, overwrite) as run:
         num_measured = [await measure_decode(run, tp_degree) for tp_degree in config.tp_degrees]

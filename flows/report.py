@@ -1,4 +1,4 @@
-"""`refrain report`: what of a run's responses returns from epoch to epoch, and what changes."""
+"""`refrain report`: how similar a run's responses and lengths are from epoch to epoch."""
 
 import shlex
 import sys
@@ -26,9 +26,9 @@ from tasks.run.asking import ask_run
 from tasks.run.record import find_run
 
 RANKING_GROUPS = (8, 16)
-"""Numbers of ranking groups, as the paper has them."""
+"""Numbers of ranking groups in the paper (RhymeRL)."""
 MOST_TOKENS = 40_000_000
-"""Tokens of one epoch that are looked at, of as many prompts as have them."""
+"""Tokens of an epoch that are compared at most. Larger runs are compared on some prompts only."""
 _LENGTHS = """
 SELECT epoch, prompt_key, list(response_tokens) AS lengths
 FROM rollouts WHERE split = 'train' GROUP BY ALL ORDER BY ALL
@@ -43,15 +43,16 @@ Ask = Callable[[str], pa.Table]
 def launch_report(
     run: str, runs_dir: Path, timeout_s: float, json_file: str | None, png_file: str | None
 ) -> None:
-    """Raises ValueError when there is no such run, when it has not come to a second epoch, or when
-    there is nowhere to write."""
+    """Print the report, and write or draw it on request. Raise ValueError when there is no such
+    run, when it has no second epoch yet, or when a file cannot be written."""
     check_output(json_file, JSON, "--json")
     check_output(png_file, PNG, "--png")
     run_dir = find_run(run, runs_dir)
     lengths = _lengths(ask := _asking(run_dir, timeout_s))
     if len(lengths) < 2:
         raise ValueError(
-            f"{run_dir} has {len(lengths)} epoch(s): nothing can have returned before the second"
+            f"{run_dir} has {len(lengths)} epoch(s): a report compares epochs and needs at least "
+            "two. Wait until the run has begun its second epoch"
         )
     similar = list(_similarities(ask, lengths))
     changes = list(_changes(lengths))
@@ -76,7 +77,7 @@ Epochs = dict[int, dict[str, list[int]]]
 
 
 def _lengths(ask: Ask) -> Epochs:
-    """Response tokens by epoch and prompt."""
+    """Return the numbers of response tokens by epoch and prompt."""
     epochs: Epochs = {}
     for row in ask(_LENGTHS).to_pylist():
         epochs.setdefault(row["epoch"], {})[row["prompt_key"]] = row["lengths"]
@@ -93,7 +94,8 @@ def _similarities(ask: Ask, lengths: Epochs) -> Iterator[Similarity]:
 
 
 def _sample(lengths: Epochs) -> list[str]:
-    """Prompts of the first epoch, evenly taken, of which no epoch has too many tokens."""
+    """Return evenly spaced prompts of the first epoch, so few that no epoch has more than
+    MOST_TOKENS tokens of them (on average)."""
     keys = sorted(lengths[min(lengths)])
     most = max(sum(map(sum, epoch.values())) for epoch in lengths.values())
     return keys[:: max(1, -(-most // MOST_TOKENS))]

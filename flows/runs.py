@@ -1,4 +1,4 @@
-"""Look at runs from the terminal: `refrain runs` and `refrain show`."""
+"""Show runs in the terminal: `refrain runs` and `refrain show`."""
 
 import time
 from collections.abc import Iterator
@@ -12,27 +12,27 @@ from engines.reports.runs import RunRecord, RunState, live_view, print_run, prin
 from tasks.run.record import find_run, list_runs, read_run
 
 LOOK_EVERY_S = 1.0
-"""Seconds between looks, as a run writes its progress down so often."""
+"""Seconds between two reads. A run writes its progress as often."""
 NEXT_TRY_S = 30.0
-"""Longest time from a crash to the next try, which is live again."""
+"""Seconds from a crash to the start of the next try, at most."""
 ROLLING_EVERY_S = 10.0
-"""Seconds between two lines about the same rollouts, where output is not a terminal."""
+"""Seconds between two lines about the same rollouts, when the output is not a terminal."""
 PLAIN_COLUMNS = 140
 NUM_ROWS = 20
-"""Steps that are shown unless all are asked for."""
+"""Steps to show by default."""
 
 
 def launch_runs(runs_dir: Path) -> None:
-    """Raises ValueError when there is no such directory."""
+    """Print all runs. Raise ValueError when there is no such directory."""
     records = list_runs(runs_dir)
     if records:
         print_runs(records, _console(), time.time())
     else:
-        print(f"no run in {runs_dir} yet; `refrain train` makes one")
+        print(f"no run in {runs_dir} yet; `refrain train` starts one")
 
 
 def launch_show(run: str, runs_dir: Path, follow: bool, show_all: bool) -> None:
-    """Raises ValueError when there is no such run."""
+    """Print a run. Raise ValueError when there is no such run."""
     run_dir, console = find_run(run, runs_dir), _console()
     if follow:
         _follow(run_dir, console)
@@ -40,14 +40,14 @@ def launch_show(run: str, runs_dir: Path, follow: bool, show_all: bool) -> None:
 
 
 def _follow(run_dir: Path, console: Console) -> None:
-    """Show a run until it ends, or whoever watches has seen enough; the run does not notice."""
+    """Show a run until it ends or the user presses Ctrl-C. Neither affects the run."""
     try:
         if console.is_terminal:
             _follow_live(run_dir, console)
         else:
             _follow_lines(run_dir, console)
     except KeyboardInterrupt:
-        console.print("no longer watched")
+        console.print("stopped watching")
 
 
 def _follow_live(run_dir: Path, console: Console) -> None:
@@ -57,7 +57,7 @@ def _follow_live(run_dir: Path, console: Console) -> None:
 
 
 def _follow_lines(run_dir: Path, console: Console) -> None:
-    """Print what is new, line by line: steps from now on, phases, and how rollouts go."""
+    """Print a line for each new step and phase, and now and then for the current rollouts."""
     last_step, last_phase, told_s = None, "", 0.0
     for record in _while_live(run_dir):
         progress = record.progress
@@ -75,7 +75,7 @@ def _follow_lines(run_dir: Path, console: Console) -> None:
 
 
 def _while_live(run_dir: Path) -> Iterator[RunRecord]:
-    """Records of a live run, once a second, from when it has begun to write its progress."""
+    """Yield records of a live run once a second, as soon as it has written its progress."""
     while (record := read_run(run_dir)).live or _goes_on(record):
         if record.progress:
             yield record
@@ -83,13 +83,13 @@ def _while_live(run_dir: Path) -> Iterator[RunRecord]:
 
 
 def _goes_on(record: RunRecord) -> bool:
-    """Whether it is between a crash and the next try."""
+    """Return whether the run is between a crash and the next try."""
     just_now = record.crashes and time.time() - record.crashes[-1].at_s < NEXT_TRY_S
     return bool(just_now) and record.state is RunState.FAILED
 
 
 def _console() -> Console:
-    """Console that is wide enough for a table where nobody says how wide it is."""
+    """Return a console. When the output is not a terminal, make it wide enough for a table."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = PLAIN_COLUMNS

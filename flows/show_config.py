@@ -1,4 +1,4 @@
-"""A config as a run would have it, and what a config may say: for people and for editors."""
+"""`refrain config`: print a run's effective config, the reference pages or the JSON schema."""
 
 import json
 from collections.abc import Sequence
@@ -17,19 +17,20 @@ from schemas.settings import (
 
 _HEADER = """# Configuration
 
-Every setting of `refrain train`, as [the schemas](../schemas/config.py) declare it. `refrain config
---reference` prints this page, `refrain config --schema` the JSON schema for an editor. Names are
-dotted, as in overrides. Where nothing is said on resuming, a run that is resumed keeps the setting:
-it decides on tokens or on the order of data. *Free*: it may be another one then. *Rounding*: it
-may, and weights differ by rounding from there on.
+All settings of `refrain train`. [The schemas](../schemas/config.py) declare them. `refrain config
+--reference` prints this page. `refrain config --schema` prints a JSON schema for your editor. Names
+are dotted, as in overrides, for example `trainer.learning_rate=2e-6`. You can change a *Free*
+setting when you resume a run. You can also change a *Rounding* setting: then weights differ by
+rounding errors from there on. You cannot change the others, because they decide on the tokens or
+the order of the data.
 """
 _METRICS_HEADER = """# Metrics
 
-What a run logs, in MLflow and in the view `step_metrics` of its store, as [the
-code](../engines/accounting/metric_names.py) declares it; `refrain config --metrics` prints this
-page. The last column has veRL's name of the same figure, *same* where it is this one. Names in
-braces stand for what a run brings along. Where no unit is said there is none, or it is the
-reward's. Means over tokens are over those trained on, and over a step's updates.
+The metrics that a run logs in MLflow and in the view `step_metrics` of its store. [The
+code](../engines/accounting/metric_names.py) declares them. `refrain config --metrics` prints this
+page. The last column has veRL's name of the metric, or *same* when it has the same name there.
+Names in braces are placeholders, for example for a data source. Metrics without a unit have none,
+or the reward's. Means over tokens are over the tokens trained on, and over all updates of a step.
 """
 _ON_RESUME = {OnResume.FREE: " *Free.*", OnResume.ROUNDING: " *Rounding.*"}
 
@@ -42,8 +43,8 @@ def launch_config(
     reference: bool,
     metrics: bool,
 ) -> None:
-    """Print the effective config as YAML, the schema of all configs as JSON, the page about them,
-    or that about metrics. Raises ValueError."""
+    """Print the effective config as YAML, the JSON schema, the page about settings, or the page
+    about metrics. Raise ValueError for a bad config."""
     if schema:
         print(json.dumps(TrainConfig.model_json_schema(), indent=2))
         return
@@ -62,14 +63,14 @@ def launch_config(
 
 
 def reference_page() -> str:
-    """All settings as Markdown, a table for each section."""
+    """Return all settings as Markdown, with a table for each section."""
     settings = list(declared_settings(TrainConfig))
     sections = [""] + [setting.name for setting in settings if setting.is_section]
     return _HEADER + "".join(_section(name, settings) for name in sections)
 
 
 def metrics_page() -> str:
-    """All metrics as Markdown, a table for each group."""
+    """Return all metrics as Markdown, with a table for each group."""
     return _METRICS_HEADER + "".join(_metrics(*section) for section in SECTIONS.items())
 
 

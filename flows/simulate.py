@@ -1,4 +1,4 @@
-"""Replay a trace on virtual engines, in virtual time, and show what each policy set would do."""
+"""Replay a trace on virtual engines in virtual time, once with each policy set."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -23,11 +23,11 @@ from schemas.simulate import SimulatedStep
 
 
 def launch_simulate(args: Arguments) -> None:
-    """Validate, simulate, print, draw and write. Raises ValueError for bad input."""
+    """Validate, simulate, print, draw and write. Raise ValueError for bad input."""
     _check_targets(args)
     policy_sets = read_policies(args.policies)
     cases = read_cases(args, policy_sets)
-    # With the JSON on standard output, everything for people goes elsewhere.
+    # When the JSON goes to standard output, print the tables to standard error.
     console = Console(stderr=args.json == "-", highlight=False, markup=False)
     out = args.out or RUNS / "simulations" / args.name
     outcomes = []
@@ -71,7 +71,8 @@ def _simulate(
     acceptance: float | None,
     console: Console,
 ) -> tuple[list[SimulatedStep], list[Simulation]]:
-    """All steps, and the simulations of the one that is the longest with the first policy set."""
+    """Simulate all steps with each policy set. Return the results, and the simulations of the step
+    that is longest with the first policy set."""
     results: list[SimulatedStep] = []
     longest: list[Simulation] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -86,7 +87,7 @@ def _simulate(
 
 
 def _draw(name: str, simulations: Sequence[Simulation], out: Path, prefix: str) -> None:
-    """A picture for each policy set of one step, on one axis of time."""
+    """Draw one step with each policy set, one picture each, on the same time axis."""
     axis_s = max(simulation.step.step_s for simulation in simulations)
     with making(out):
         for simulation in simulations:

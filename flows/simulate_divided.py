@@ -1,4 +1,4 @@
-"""`refrain simulate --divide N`: who should have which of N GPUs?"""
+"""`refrain simulate --divide N`: how to divide N GPUs between engines and trainer."""
 
 from dataclasses import replace
 
@@ -24,13 +24,13 @@ from schemas.simulate import DividedRun
 from tasks.run.run_dir import read_config
 
 NEEDS_FORMULA = (
-    "--divide needs --hardware and --shape: memory and hand-over go by them; a --profile beside "
-    "them gives the engines' times"
+    "--divide needs --hardware and --shape, for memory and hand-over times. Add --profile to use "
+    "measured times of the engines"
 )
 
 
 def launch_divided(args: Arguments) -> None:
-    """Validate, simulate, print and write. Raises ValueError for bad input."""
+    """Validate, simulate, print and write. Raise ValueError for bad input."""
     check_output(args.json, JSON, "--json")
     policy_sets = read_policies(args.policies)
     scene, says = read_scene(args, policy_sets)
@@ -51,14 +51,16 @@ def launch_divided(args: Arguments) -> None:
 
 
 def read_scene(args: Arguments, policy_sets: tuple[PolicySet, ...]) -> tuple[DividedScene, str]:
-    """The scene, and what it goes by. Raises ValueError for what is missing or contradictory."""
+    """Return the scene, and a description of its latency models. Raise ValueError for missing or
+    contradictory options."""
     if args.trace is None or args.paper:
-        raise ValueError("--divide needs a TRACE, and no --paper")
+        raise ValueError("--divide needs a TRACE: give one, and leave out --paper")
     if excess := [name for name in ("engines", "num_gpus", "out") if name in args.given()]:
-        raise ValueError(f"{option(excess[0])}: --divide tries them all, leave it out")
+        raise ValueError(f"{option(excess[0])} does not work with --divide: leave it out")
     if pipelined := [policy_set.name for policy_set in policy_sets if policy_set.histopipe]:
         raise ValueError(
-            f"--policies {pipelined[0]}: --divide has modes of its own, give even or ranked"
+            f"--policies {pipelined[0]}: --divide tries its own pipelined modes. Give even or "
+            "ranked"
         )
     if args.hardware is None or args.shape is None:
         raise ValueError(NEEDS_FORMULA)
@@ -68,7 +70,7 @@ def read_scene(args: Arguments, policy_sets: tuple[PolicySet, ...]) -> tuple[Div
     divisions(args.divide, case.layout.tp_degree)
     token_s, measured = (None, "formula")
     if args.profile and (found := _measured_token_s(args.trace)):
-        token_s, measured = found, "what the run took"
+        token_s, measured = found, "measured in the run"
     scene = DividedScene(
         trace=case.trace,
         steps=case.steps,
@@ -88,7 +90,8 @@ def read_scene(args: Arguments, policy_sets: tuple[PolicySet, ...]) -> tuple[Div
 
 
 def _measured_token_s(trace: str) -> float | None:
-    """Seconds of one trainer process for a token, where the trace is of a run that has trained."""
+    """Return the seconds that one trainer process takes per token, measured in the trace's run.
+    None for a trace file, and for a run that has not trained yet."""
     path = find_trace(trace)
     if path.suffix != ".duckdb" or not (token_s := trained_token_s(path)):
         return None

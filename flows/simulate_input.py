@@ -1,4 +1,4 @@
-"""Input of `refrain simulate` as objects. Whatever is wrong is refused here."""
+"""Turn the options of `refrain simulate` into objects, and refuse what is wrong."""
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,16 +32,16 @@ from tasks.run.run_dir import STORE_FILE
 
 RUNS = Path("runs")
 HISTOPIPE = "histopipe"
-"""Policy set that places and moves as a pipelined run does."""
+"""Policy set with the placement and the moves of a pipelined run."""
 REPORT_S = 1.0
-"""How often its policies are asked between finished rollouts."""
+"""Seconds between two decisions of its policies while no rollout finishes."""
 MAX_DIGITS = 10
-"""Digits of a step, or of a draft window."""
+"""Limit on the digits of a step or of a draft window."""
 PAPERS = "benchmarks.papers"
-"""Package that is loaded when a paper is asked for; nothing else here needs benchmarks."""
+"""Package that `--paper` loads. Nothing else here needs the benchmarks."""
 Study = Callable[[int, Path, Console], Iterator[Ablation]]
-"""Study of a paper, given a seed, a directory for its pictures and a console that shows its
-progress: what it finds."""
+"""Function that studies a paper and yields its findings. Takes a seed, a directory for pictures and
+a console for progress."""
 LAYOUT_FIELDS = {
     "engines": "num_engines",
     "tp": "tp_degree",
@@ -50,13 +50,13 @@ LAYOUT_FIELDS = {
     "max_num_seqs": "max_num_seqs",
     "kv_tokens": "max_context_tokens",
 }
-"""Options that are fields of `ClusterLayout`."""
+"""Options, and the fields of `ClusterLayout` that they set."""
 OF_TRACES = (*LAYOUT_FIELDS, "profile", "hardware", "shape")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The options of the command; None where one was not given."""
+    """Options of the command. None: not given."""
 
     trace: str | None
     paper: str | None
@@ -88,7 +88,7 @@ class Arguments:
 
     @property
     def command(self) -> str:
-        """The command line, without where its results go."""
+        """The command line without --out and --json."""
         words = ["refrain", "simulate", *([self.trace] if self.trace else [])]
         for name, value in self.given().items():
             if name not in ("trace", "out", "json"):
@@ -102,7 +102,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class SimulationCase:
-    """A trace on a cluster; a paper may have several."""
+    """A trace on a cluster. A paper may have several cases."""
 
     name: str
     trace: Trace
@@ -111,7 +111,7 @@ class SimulationCase:
     latency: Latency
     latency_name: str
     measured_s: Mapping[int, float]
-    """Measured seconds of the run that the trace is from, by step."""
+    """Seconds per step that the trace's run took."""
     facts: Sequence[Fact] = ()
     studies: Sequence[Study] = ()
     """Studies of the paper beyond its baseline."""
@@ -122,7 +122,7 @@ def option(name: str) -> str:
 
 
 def read_policies(text: str) -> tuple[PolicySet, ...]:
-    """`even,ranked+ngram:4,ranked+histospec` and the like."""
+    """Parse --policies, for example `even,ranked+ngram:4,ranked+histospec`."""
     sets = tuple(_policy_set(word.strip()) for word in text.split(","))
     names = [policy_set.name for policy_set in sets]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -131,7 +131,8 @@ def read_policies(text: str) -> tuple[PolicySet, ...]:
 
 
 def read_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[SimulationCase]:
-    """Raises ValueError for what is missing, contradictory, unknown or impossible."""
+    """Return the cases to simulate. Raise ValueError for missing, contradictory, unknown or
+    impossible options."""
     if (args.trace is None) == (args.paper is None):
         raise ValueError("give either a TRACE or --paper NAME, and not both")
     _check_acceptance(args, policy_sets)
@@ -145,7 +146,7 @@ def _paper_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Simu
     if excess := [name for name in OF_TRACES if name in args.given()]:
         raise ValueError(f"{option(excess[0])} is set by --paper: leave it out, or give a TRACE")
     if policy_sets[0].name != "even":
-        raise ValueError("a paper's figures are those of its baseline: begin --policies with even")
+        raise ValueError("a paper's baseline is even: begin --policies with even")
     cases = []
     for setting in settings:
         known = range(1, setting.spec.num_steps + 1)
@@ -161,7 +162,7 @@ def _paper_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Simu
                 latency_name="straight lines through what the paper prints",
                 measured_s={},
                 facts=setting.facts,
-                # Who asks for steps asks for no others.
+                # Studies simulate other steps too, so leave them out when --steps is given.
                 studies=() if args.steps else (partial(study, setting),),
             )
         )
@@ -172,7 +173,7 @@ def trace_case(args: Arguments, policy_sets: Sequence[PolicySet]) -> SimulationC
     if args.engines is None:
         raise ValueError("give the number of engines by --engines")
     if args.seed is not None:
-        raise ValueError("--seed makes the traces of --paper: a TRACE needs none, leave it out")
+        raise ValueError("--seed is for the traces of --paper: leave it out with a TRACE")
     layout = _layout(args)
     latency, latency_name, capacity = _latency(args, layout.tp_degree, policy_sets)
     if layout.max_context_tokens is None:
@@ -190,7 +191,7 @@ def trace_case(args: Arguments, policy_sets: Sequence[PolicySet]) -> SimulationC
 
 
 def known_name(names: Mapping[str, Any], name: str, what: str) -> str:
-    """The one of these that is meant, whatever its case."""
+    """Return the known name that equals `name` in any case. `what` names the option in errors."""
     for known in names:
         if known.lower() == name.lower():
             return known
@@ -221,12 +222,12 @@ def _policy_set(text: str) -> PolicySet:
 
 
 def chosen_steps(text: str, known: Sequence[int], source: str) -> tuple[int, ...]:
-    """Steps named as in `1-10,20`; of a range, those that there are."""
+    """Parse --steps, for example `1-10,20`. Return the steps of each range that the source has."""
     steps: set[int] = set()
     for part in text.split(","):
         first, dash, last = (word.strip() for word in part.partition("-"))
         if not _is_number(first) or (dash and not _is_number(last)):
-            raise ValueError(f"--steps {text!r}: {part!r} is no step: write, say, 1-10,20")
+            raise ValueError(f"--steps {text!r}: {part!r} is no step: write for example 1-10,20")
         wanted = range(int(first), int(last or first) + 1)
         found = {step for step in known if step in wanted}
         if not found:
@@ -252,7 +253,7 @@ def _layout(args: Arguments) -> ClusterLayout:
 
 
 def _explain(error: ValidationError) -> str:
-    """The first problem, under the name of the option where it is one."""
+    """Return the first problem, with the name of the option that it is about."""
     problem = error.errors()[0]
     options = {field: option(name) for name, field in LAYOUT_FIELDS.items()}
     where = ".".join(options.get(str(part), str(part)) for part in problem["loc"])
@@ -263,10 +264,11 @@ def _explain(error: ValidationError) -> str:
 def _latency(
     args: Arguments, tp_degree: int, policy_sets: Sequence[PolicySet]
 ) -> tuple[Latency, str, int]:
-    """The latency model, what it is, and the tokens that an engine's KV cache holds."""
+    """Return the latency model, its description, and the capacity of an engine's KV cache in
+    tokens."""
     formula = (args.hardware, args.shape)
     if None in formula if args.profile is None else formula != (None, None):
-        raise ValueError("give either --profile, or --hardware and --shape, so that time is known")
+        raise ValueError("give either --profile, or both --hardware and --shape, for the latency")
     if args.profile:
         path = find_profile(args.profile, RUNS)
         profile = read_profile(path)
@@ -299,9 +301,9 @@ def _analytic(hardware: str, shape: str, policy_sets: Sequence[PolicySet]) -> An
 
 
 def _read_trace(name: str, token_ids: bool) -> tuple[Trace, Mapping[int, float]]:
-    """The trace, and how long its steps took where it is a run's.
+    """Return the trace, and the measured seconds of its steps when it is a run's store.
 
-    `token_ids`: read them out of a run; a file has them or not.
+    `token_ids`: read the token ids from a run's store too. A trace file may have them or not.
     """
     path = find_trace(name)
     if path.suffix != ".duckdb":
@@ -310,7 +312,7 @@ def _read_trace(name: str, token_ids: bool) -> tuple[Trace, Mapping[int, float]]
 
 
 def find_trace(name: str) -> Path:
-    """The file that is meant: a trace, or a run's store by its path, directory or name."""
+    """Return the path of a trace or a run's store, which is given by path, directory or name."""
     if Path(name).is_file():
         return Path(name)
     if not Path(name).exists() and not (RUNS / name).exists():
@@ -338,14 +340,14 @@ def _check_latency(latency: Latency, tp_degree: int, policy_sets: Sequence[Polic
 def _check_rows(
     trace: Trace, steps: Sequence[int], layout: ClusterLayout, knows_acceptance: bool
 ) -> None:
-    """Refuse what simulating would refuse only when it came to the step."""
+    """Check all rows before the simulation starts. It would find problems only at their step."""
     capacity = layout.max_context_tokens
     for step in steps:
         rows = trace.step(step)
         if not knows_acceptance and rows.table["acceptance"].null_count == len(rows):
             raise ValueError(
-                f"{trace.source}, step {step}, has no acceptance, so that nobody knows what "
-                "drafting brings: give --acceptance"
+                f"{trace.source}, step {step}, has no acceptance, so drafting cannot be "
+                "simulated: give --acceptance, for example --acceptance 0.6"
             )
         longest = int((rows.column("prompt_tokens") + rows.column("response_tokens")).max())
         if capacity is not None and longest > capacity:

@@ -1,4 +1,4 @@
-"""`refrain sql`: ask a run's store, while it trains or afterwards."""
+"""`refrain sql`: query a run's store, during training or afterwards."""
 
 import csv
 import sys
@@ -23,7 +23,8 @@ _DIGITS = 4
 def launch_sql(
     run: str, query: str, runs_dir: Path, timeout_s: float, csv_file: str | None
 ) -> None:
-    """Raises ValueError when there is no such run or nowhere to write, or the query is refused."""
+    """Run a query and print or write its rows. Raise ValueError when there is no such run, the file
+    cannot be written, or the store refuses the query."""
     check_output(csv_file, CSV, "--csv")
     run_dir = find_run(run, runs_dir)
     table = ask_run(run_dir, query, timeout_s)
@@ -43,7 +44,7 @@ def launch_sql(
 
 
 def _check_dates(table: pa.Table) -> None:
-    """Raises ValueError for a date that Python does not have, before anything is written."""
+    """Raise ValueError for a date outside Python's range, before anything is written."""
     for field, column in zip(table.schema, table.columns, strict=True):
         if "date" in str(field.type) or "timestamp" in str(field.type):
             try:
@@ -51,12 +52,12 @@ def _check_dates(table: pa.Table) -> None:
             except (OverflowError, ValueError) as error:
                 raise ValueError(
                     f"the column {printable(field.name)} has a date that cannot be shown "
-                    f"({error}): make it text, as in column::VARCHAR"
+                    f"({error}): convert it to text, for example column::VARCHAR"
                 ) from error
 
 
 class _Terminal:
-    """Standard output, without what a terminal would obey."""
+    """Standard output without control sequences, which a terminal would carry out."""
 
     def write(self, text: str) -> None:
         sys.stdout.write(printable(text.replace("\r\n", "\n"), lines=True))
@@ -70,7 +71,7 @@ def _write_csv(table: pa.Table, file: Any) -> None:
 
 
 def _rows(table: pa.Table | pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
-    """Return the values by position: two columns may have one name."""
+    """Yield each row's values by position, because two columns may have the same name."""
     return zip(*(column.to_pylist() for column in table.columns), strict=True)
 
 

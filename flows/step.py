@@ -1,4 +1,4 @@
-"""One RL step: index -> rank -> roll out -> reward -> train."""
+"""One RL step: index -> rank -> rollout -> reward -> train."""
 
 from contextlib import AsyncExitStack
 from typing import TypeVar, cast
@@ -43,7 +43,7 @@ async def rl_step(step: int, run: RunRef, engines: Engines, reached: Milestones)
             run, history, _whole(plan), batch, rewarded, _whole(trained), before
         )
         await reached.reported.reach(step, None)
-        # A run that is resumed from here has no weights of versions before.
+        # A run resumed from this checkpoint has no earlier weights, so validate them first.
         await reached.validated.wait(step - 1)
         if not engines.trainer_leaves:
             await turn.aclose()
@@ -70,6 +70,6 @@ async def validation(
 
 
 def _whole(value: T) -> T:
-    """Value for a task, opaque: Prefect would look for results of other tasks in every group of a
-    plan."""
+    """Wrap an argument of a task, so that Prefect does not search it for results of other tasks. In
+    a plan it would search every group."""
     return cast("T", opaque(value))

@@ -1,4 +1,4 @@
-"""Flows that are tried again, by Prefect's Retry, and those that they call."""
+"""Retries of flows (for example with Prefect's Retry button), and of the subflows they call."""
 
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
@@ -21,14 +21,14 @@ _TRIED_AGAIN: ContextVar[bool] = ContextVar("tried_again", default=False)
 
 
 def is_retried(run_dir: Path) -> bool:
-    """Whether the flow that is running is tried again, and has something to go on with there."""
+    """Return whether the current flow is a retry and its earlier try has begun the run there."""
     return (this_flow_run.run_count or 1) > 1 and (run_dir / CONFIG_FILE).exists()
 
 
 @contextmanager
 def tried_again(is_again: bool) -> Generator[None]:
-    """Let subflows that the block calls go on in the runs of an earlier try of the same flow run,
-    as they do after Prefect's Retry."""
+    """Let the block's subflow calls continue the flow runs of an earlier try, as after Prefect's
+    Retry. `is_again`: False changes nothing."""
     token = _TRIED_AGAIN.set(is_again)
     try:
         yield
@@ -39,18 +39,18 @@ def tried_again(is_again: bool) -> Generator[None]:
 async def call_numbered(
     subflow: Callable[..., Coroutine[Any, Any, T]], number: int, *args: Any, **kwargs: Any
 ) -> T:
-    """Call a subflow under a number of its own.
+    """Call a subflow under an explicit number, for example its step.
 
-    Prefect counts the calls of a subflow, and takes the n-th of a flow that is tried again for the
-    n-th of the first try: where the second try begins with step 3, its steps would go on in the
-    runs of steps 1 and 2, and what is completed would not be called at all. By their numbers they
-    are found again, and go on in a run of their own, however they ended.
+    Prefect counts the calls of a subflow. In a retry, it maps the n-th call to the n-th call of the
+    first try. When a retry begins with step 3, its calls would continue the runs of steps 1 and 2,
+    and Prefect would skip those that are completed. The number maps each call to its own run,
+    whatever state that run ended in.
     """
     assert isinstance(subflow, Flow)
     outer = FlowRunContext.get()
-    assert outer is not None, "a subflow is called by a flow"
+    assert outer is not None, "call a subflow from a flow"
     assert outer.flow_run is not None
-    # As Prefect makes it for the call, which counts from what is there.
+    # Prefect makes the same task for the call, and counts its calls from the keys below.
     stand_in = Task(name=subflow.name, fn=subflow.fn)
     if outer.flow_run.run_count > 1 or _TRIED_AGAIN.get():
         async with get_client() as client:
@@ -61,22 +61,22 @@ async def call_numbered(
 
 
 def this_call() -> State[bool]:
-    """The call of the subflow that is running, for `wait_for` of those that build on it: an edge of
-    Prefect's graph. Nobody waits for its end."""
+    """Return the call of the current subflow. Later calls pass it to `wait_for`, which draws an
+    edge in Prefect's graph. Nobody waits for the end of this call."""
     called = FlowRunContext.get()
     assert called is not None
     assert called.flow_run is not None
     details = StateDetails(task_run_id=called.flow_run.parent_task_run_id)
-    # Prefect reads what it holds, and misses it where there is nothing.
+    # Prefect reads the state's data, so give it some.
     return Completed(state_details=details, data=True)
 
 
 async def _reopen(
     client: PrefectClient, outer: FlowRunContext, stand_in: Task[..., Any], number: int
 ) -> None:
-    """Let the run of an earlier try be run again, if there is one."""
+    """Set the subflow run of an earlier try, if any, to pending, so that it runs again."""
     assert outer.flow_run is not None
-    again = Pending(message="The flow that it is part of is tried again.")
+    again = Pending(message="The parent flow is retried.")
     named = TaskRunFilter.model_validate({"name": {"any_": [f"{stand_in.name}-{number}"]}})
     of_outer = FlowRunFilter.model_validate({"id": {"any_": [outer.flow_run.id]}})
     for call in await client.read_task_runs(flow_run_filter=of_outer, task_run_filter=named):

@@ -1,4 +1,4 @@
-"""A training run: RL steps, one after the other or overlapping."""
+"""A training run: RL steps one after the other (`sync`) or overlapping (`pipelined`)."""
 
 import time
 from typing import Any
@@ -19,7 +19,7 @@ from tasks.run.split import with_gpu_split
 
 
 def _on_end(flow: Any, flow_run: Any, state: Any) -> None:
-    """Called when the process was cancelled or has crashed; Prefect kills one that takes more than
+    """End a run that was cancelled or has crashed. Prefect kills a process that takes more than
     30 s to end."""
     del flow, state
     config = TrainConfig.model_validate(flow_run.parameters["config"])
@@ -31,8 +31,8 @@ async def train(config: TrainConfig, resume: bool = False) -> RunSummary:
     """Train a policy by reinforcement learning.
 
     Args:
-        config: What to train, on what, and how.
-        resume: Go on from the run's last checkpoint. Prefect's Retry does so too.
+        config: The model, the data and all other settings.
+        resume: Continue from the run's last checkpoint. Prefect's Retry does so too.
     """
     with tags(config.name):
         planned = with_gpu_split(with_local_model(config))
@@ -40,7 +40,7 @@ async def train(config: TrainConfig, resume: bool = False) -> RunSummary:
 
 
 async def _train_on(config: TrainConfig, resume: bool) -> RunSummary:
-    """Train, and go on after crashes, as often as `trainer.max_failures` says."""
+    """Train, and resume after crashes, at most `trainer.max_failures` times."""
     started, goes_on = time.perf_counter(), ""
     for num_left in reversed(range(config.trainer.max_failures + 1)):
         try:
@@ -55,7 +55,8 @@ async def _train_on(config: TrainConfig, resume: bool) -> RunSummary:
 
 
 async def _train(config: TrainConfig, resume: bool, started: float, goes_on: str) -> RunSummary:
-    """`started`: of the first try, on the performance counter; `goes_on`: why there is another."""
+    """Train in one try. `started`: start of the first try, on the performance counter. `goes_on`:
+    the reason for another try, or empty."""
     async with open_run(config, resume) as live:
         if goes_on:
             live.run.progress.phase(goes_on)
@@ -66,8 +67,8 @@ async def _train(config: TrainConfig, resume: bool, started: float, goes_on: str
 
 
 async def take_steps(live: LiveRun) -> None:
-    """Begin each step when the mode admits it: `sync`, after the one before; `pipelined`, behind
-    its rollouts. A policy version is validated before the first step that is rolled out with it."""
+    """Start each step when the mode admits it: in `sync` after the step before, in `pipelined`
+    already after its rollouts. Validate a policy version before the first step that uses it."""
     run, reached = live.run, live.milestones
     first, last, lag = run.ref.first_version, run.inputs.loader.num_steps, run.config.max_staleness
     async with together() as steps:
@@ -84,7 +85,7 @@ async def take_steps(live: LiveRun) -> None:
 
 
 async def _validate(live: LiveRun, version: int) -> None:
-    """Validate a policy version that is due, once it is there."""
+    """Validate a policy version, if it is due, as soon as it is published."""
     run, reached = live.run, live.milestones
     config, last = run.config, run.inputs.loader.num_steps
     if not config.data.validation:

@@ -1,4 +1,4 @@
-"""Prefect's server, a worker and MLflow's UI as child processes on this machine."""
+"""Run Prefect's server, a worker and MLflow's UI as child processes on this machine."""
 
 import contextlib
 import os
@@ -32,31 +32,34 @@ MLFLOW_APP = "refrain"
 """Name of `flows.mlflow_app` among MLflow's apps (pyproject.toml)."""
 START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 60.0
-"""Longest time to stop a service: more than the 30 s after which Prefect kills a run that it
-cancels."""
+"""Seconds to wait until a service has stopped. Prefect kills a cancelled run after 30 s, so this is
+longer."""
 
 
 def serve(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
-    """Serve until interrupted or a service ends; stops all of them on leaving. Raises as `services`
-    does, and ValueError outside the project's directory and for a port in use."""
+    """Serve until interrupted or until a service ends, then stop all services.
+
+    Raise ValueError outside the project's directory and when a port is in use, and the errors of
+    `services`.
+    """
     check_directory()
     check_place(runs_dir, f"--runs-dir {runs_dir}")
     _check_port_is_free("--prefect-port", prefect_port)
     _check_port_is_free("--mlflow-port", mlflow_port)
     _check_mlflow_app()
-    # SIGINT too: a shell's background jobs ignore it, the worker would with them and never stop.
+    # A shell's background jobs ignore SIGINT. The worker would inherit that and never stop.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     print("starting Prefect's server, a worker and MLflow's UI", flush=True)
     with (
         contextlib.suppress(KeyboardInterrupt),
         services(runs_dir, prefect_port, mlflow_port) as running,
     ):
-        print(f"Prefect  http://{HOST}:{prefect_port}  (Deployments > train > Run, for instance)")
+        print(f"Prefect  http://{HOST}:{prefect_port}  (for example Deployments > train > Run)")
         print(f"MLflow   http://{HOST}:{mlflow_port}")
         user = mlflow_password().partition(":")[0]
-        print(f"Both ask for the password in {password_place(runs_dir)}: Prefect for all of it,")
-        print(f"MLflow for the user {user} and what follows the colon.")
-        print("Ctrl-C stops them, and a run that is going on; it can be resumed.", flush=True)
+        print(f"Both need the password in {password_place(runs_dir)}. Enter the whole line in")
+        print(f"Prefect. In MLflow, the user is {user} and the password follows the colon.")
+        print("Ctrl-C stops both, and the current run, which you can resume.", flush=True)
         while True:
             _check_alive(running)
             time.sleep(1.0)
@@ -69,13 +72,16 @@ class Service:
     name: str
     process: subprocess.Popen[bytes]
     log: Path | None = None
-    """File with its output; None where that goes to the terminal."""
+    """File with its output. None: the output goes to the terminal."""
 
 
 @contextlib.contextmanager
 def services(runs_dir: Path, prefect_port: int, mlflow_port: int) -> Generator[list[Service]]:
-    """The running services; the worker is the last to start and the first to stop. Raises
-    ValueError when the runs are served already, RuntimeError when a service does not come up."""
+    """Start all services and yield them. The worker starts last and stops first.
+
+    Raise ValueError when these runs are served already, and RuntimeError when a service does not
+    start.
+    """
     api = f"http://{HOST}:{prefect_port}/api"
     _set_environment(runs_dir, prefect_port, mlflow_port)
     with contextlib.ExitStack() as stack:
@@ -84,14 +90,15 @@ def services(runs_dir: Path, prefect_port: int, mlflow_port: int) -> Generator[l
         _settle_runs(api)
         deploy(api, runs_dir)
         running.append(stack.enter_context(service("the worker", worker_command())))
-        # A worker that is asked to stop waits for its runs to end by themselves.
+        # Cancel the runs first: a stopping worker waits until its runs have ended.
         stack.callback(_cancel_runs, api)
         yield running
 
 
 @contextlib.contextmanager
 def servers(runs_dir: Path, prefect_port: int, mlflow_port: int) -> Generator[list[Service]]:
-    """Prefect's and MLflow's, which answer; raises RuntimeError when one did not come up."""
+    """Start Prefect's and MLflow's servers and wait until both answer. Raise RuntimeError when one
+    does not."""
     logs = runs_dir / ".prefect"
     prefect, mlflow = server_command(prefect_port), mlflow_command(runs_dir, mlflow_port)
     with (
@@ -109,66 +116,68 @@ def _claim(runs_dir: Path) -> FileLock:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise ValueError(
-            f"the runs in {runs_dir} are served already: stop that one, or give another --runs-dir"
+            f"another `refrain ui` serves the runs in {runs_dir} already: stop it, or give another "
+            "--runs-dir"
         ) from error
     return lock
 
 
 def _set_environment(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
     use_servers(runs_dir, prefect_port)
-    # Runs write to MLflow's files themselves; this is for links on their pages.
+    # Runs write MLflow's files directly. Their pages link to this address.
     os.environ.setdefault(MLFLOW_PAGE, f"http://{HOST}:{mlflow_port}")
     os.environ.setdefault("PREFECT_WORKER_QUERY_SECONDS", "3")
     os.environ.setdefault("PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT", "false")
 
 
 def use_servers(runs_dir: Path, prefect_port: int) -> None:
-    """Let this process and its children use those of `servers`, whatever other was named."""
+    """Let this process and its children use the servers of `servers`, even if PREFECT_API_URL is
+    set to another one."""
     os.environ.pop("PREFECT_API_URL", None)
     use_embedded_services(runs_dir)
     os.environ["PREFECT_API_URL"] = f"http://{HOST}:{prefect_port}/api"
-    # Jobs cost MLflow's server 0.6 GB, and nothing here uses them.
+    # MLflow's job execution takes 0.6 GB of memory, and refrain does not use it.
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
     os.environ[MLFLOW_ASKED] = mlflow_password()
 
 
 def server_command(port: int) -> list[str]:
-    """Starts Prefect's server."""
-    # For some pages the server asks GitHub, and uses what it ships when nobody answers there. No
-    # setting turns that off; a proxy that is not there does, before a name is even looked up.
+    """Return the command that starts Prefect's server."""
+    # For some pages the server asks GitHub, and falls back to files that it ships. No setting turns
+    # that off. A proxy that does not exist does, even before a name lookup.
     offline = f"https_proxy=http://{HOST}:9"
-    # By default any page in a browser on this machine may read its answers.
+    # By default, any page in a browser on this machine could read the server's responses.
     pages = os.environ.get(ORIGINS) or f"http://{HOST}:{port},http://localhost:{port}"
     command = prefect_command("server", "start", "--host", HOST, "--port", str(port))
     return ["env", offline, f"{ORIGINS}={pages}", *command]
 
 
 def worker_command() -> list[str]:
-    """Starts Prefect's worker."""
-    # One name for all times, or the pool's page lists every worker there ever was. The pool's limit
-    # does not count a run that is being cancelled; the worker's does until its process has ended.
+    """Return the command that starts Prefect's worker."""
+    # Always use the same name, or the pool's page lists every worker of the past. Limit the worker
+    # too: the pool's limit does not count a run that is being cancelled, the worker's limit does.
     one = ("--pool", POOL, "--name", "this machine", "--limit", "1")
     return prefect_command("worker", "start", *one)
 
 
 def mlflow_command(runs_dir: Path, port: int) -> list[str]:
-    """Starts MLflow's server on what runs in this directory write without one. Who uses it must
-    know the password that the environment has as `MLFLOW_ASKED`."""
-    # As `engines.tracking.mlflow_client` has them.
+    """Return the command that starts MLflow's server on the files that runs in this directory
+    write. Clients need the password in the environment variable `MLFLOW_ASKED`."""
+    # The same places as in `engines.tracking.mlflow_client`.
     store = f"sqlite:///{runs_dir.absolute()}/mlflow.db"
     artifacts = (runs_dir.absolute() / "mlflow-artifacts").as_uri()
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store]
     command += ["--default-artifact-root", artifacts, "--workers", "1"]
-    # Runs write their artifacts themselves, and nobody is to write any through the server.
+    # Runs write artifacts directly, so nobody needs to write any through the server.
     command += ["--no-serve-artifacts", "--app-name", MLFLOW_APP]
-    # MLflow's own list has 10.*, which fits any site whose name begins so.
+    # MLflow's default list has 10.*, which matches any site whose name begins with "10.".
     hosts = os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS") or f"{HOST}:*,localhost:*"
     command += ["--allowed-hosts", hosts]
     return [*command, "--host", HOST, "--port", str(port)]
 
 
 def _settle_runs(api: str) -> None:
-    """Runs that a worker left behind when it was killed: their slot would stay taken."""
+    """Mark runs of a killed worker as crashed. Otherwise they would keep the pool's slot."""
     from prefect.states import Crashed
 
     crashed = Crashed(message="The worker was killed; start again with resume.")
@@ -178,9 +187,9 @@ def _settle_runs(api: str) -> None:
 
 
 def _cancel_runs(api: str) -> None:
-    """Cancel what is running and wait until it has ended."""
+    """Cancel the current runs and wait until they have ended."""
     deadline = time.monotonic() + _STOP_TIMEOUT_S
-    # Without a server there is nobody to ask: the worker is killed later, its runs with it.
+    # If the server does not answer, skip this: the worker and its runs are killed later.
     from prefect.states import Cancelling
 
     with contextlib.suppress(OSError), client_of(api) as client:
@@ -210,10 +219,11 @@ def service(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Generator[Service]:
-    """A child process, which is stopped with all of its session. `env`: instead of this one's."""
+    """Run a child process during the block, then stop all processes of its session. `env` replaces
+    this process's environment."""
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(log.open("wb")) if log else None
-        # A session of its own: an interrupt reaches it through us, once.
+        # In a separate session, an interrupt reaches the child only once, from this process.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -235,14 +245,14 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_TIMEOUT_S)
     finally:
-        # Whatever is left of its session; an impatient second interrupt comes here at once.
+        # Kill what is left of the session. A second interrupt during the wait also leads here.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def wait_for(url: str, running: Sequence[Service]) -> None:
-    """Wait until it answers. Raises RuntimeError when it does not, or when a service has ended."""
+    """Wait until `url` answers. Raise RuntimeError when it does not, or when a service ended."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         _check_alive(running)
@@ -265,14 +275,14 @@ def _check_alive(running: Sequence[Service]) -> None:
 def _check_mlflow_app() -> None:
     if MLFLOW_APP not in entry_points(group="mlflow.app").names:
         raise ValueError(
-            "refrain was installed before it had a password for MLflow: run `make setup`, or "
-            "`pip install --no-deps -e .`, and start again"
+            "the installed version of refrain has no password for MLflow: run `make setup` or "
+            "`pip install --no-deps -e .`, then start again"
         )
 
 
 def _check_port_is_free(option: str, port: int) -> None:
     with socket.socket() as probe:
-        # As servers do, so that one that has just ended does not count.
+        # Servers set this option too. It allows a port whose server has just ended.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))

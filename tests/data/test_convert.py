@@ -125,7 +125,7 @@ def test_files_of_ones_own_name_their_columns(tmp_path):
 
 
 def test_what_is_nothing_is_refused(tmp_path):
-    assert "is no file and none of gsm8k, math" in run("gsm9k").output
+    assert "is neither a file nor one of gsm8k, math" in run("gsm9k").output
     missing = run("gsm8k", "--from", tmp_path / "none.jsonl", "--out", tmp_path)
     assert "none.jsonl does not exist" in missing.output
 

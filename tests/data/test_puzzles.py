@@ -144,7 +144,7 @@ def test_files_for_training_and_validation(tmp_path):
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        ((), "name a set"),
+        ((), "give a SET"),
         (("chain_sum", "--question", "a"), "leave out --from"),
     ],
 )

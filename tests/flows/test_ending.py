@@ -126,7 +126,7 @@ def test_each_signal_unwinds(start: Any, code: str, number: signal.Signals) -> N
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130
     assert "unwound" in output
-    assert "interrupted; a run goes on with --resume" in output
+    assert "interrupted; continue a run with --resume" in output
     assert "Traceback" not in output
 
 
@@ -148,7 +148,7 @@ def test_what_a_run_has_started_outlives_the_terminal_until_it_is_ended(start: A
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130
     assert "its child lives" in output
-    assert "while it ended: Ray has died" in output
+    assert "error while ending: Ray has died" in output
     assert "Traceback" not in output
 
 

@@ -79,4 +79,4 @@ def test_what_is_refused(run_dir: Path, tmp_path: Path) -> None:
     assert (status, "Available timelines: train-00001" in output) == (2, True)
     (run_dir / "timelines" / "train-00001.json").unlink()
     status, output = export(run_dir, "--trace", tmp_path / "trace.json")
-    assert (status, "holds no timeline" in output) == (2, True)
+    assert (status, "has no timeline" in output) == (2, True)

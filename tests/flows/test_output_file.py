@@ -27,13 +27,13 @@ def test_a_file_of_the_same_kind_is_replaced_and_another_is_not(tmp_path: Path, 
         check_output(file, kind, "--option")
     for other in (b"\\documentclass{thesis}\0", b"\x7fELF\0"):
         file.write_bytes(other)
-        with pytest.raises(ValueError, match=f"--option .* is there already and is no {kind}"):
+        with pytest.raises(ValueError, match=f"--option .* exists already and is no {kind}"):
             check_output(file, kind, "--option")
 
 
 def test_a_table_replaces_no_text_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text("seed: 1\n")
-    with pytest.raises(ValueError, match="is there already and is no CSV file"):
+    with pytest.raises(ValueError, match="exists already and is no CSV file"):
         check_output(tmp_path / "train.yaml", CSV)
 
 
@@ -136,6 +136,6 @@ def test_each_command_refuses_to_replace_what_is_anothers(tmp_path: Path, line: 
     assert (type(done.exception), done.exit_code) == (SystemExit, 2), (done.exception, done.output)
     assert any(
         said in done.output.replace("\n", "")
-        for said in ("is there already and is no", "is a file of the run", "is what is to be")
+        for said in ("exists already and is no", "is a file of the run", "is an input file")
     ), done.output
     assert tree(tmp_path) == before

@@ -84,6 +84,6 @@ def test_its_death_is_told_with_advice() -> None:
         raise httpx.ConnectError("All connection attempts failed")
 
     patient = {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: 300}
-    told = pytest.raises(RuntimeError, match=r"server does not answer any more.* by --resume")
+    told = pytest.raises(RuntimeError, match=r"server does not answer any more.* with --resume")
     with temporary_settings(patient), told:
         _result(flow())

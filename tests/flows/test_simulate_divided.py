@@ -91,7 +91,7 @@ def test_a_run_that_was_trained_says_how_long_training_takes(directory: Path) ->
     assert "training: formula" in succeed(*args).output
     by_run = (*args, "--profile", "p.json")
     assert "profile of" in succeed(*by_run).output
-    assert "training: what the run took" in succeed(*by_run).output
+    assert "training: measured in the run" in succeed(*by_run).output
     # Two processes took 3 s: three take 2 s; the weights go out in some 10 ms.
     shared, *_ = rows_of(*by_run)
     assert shared["train_s"] == pytest.approx(2.0, abs=0.1)
@@ -100,13 +100,13 @@ def test_a_run_that_was_trained_says_how_long_training_takes(directory: Path) ->
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((T, "--divide", "4"), "--divide needs --hardware and --shape: memory and hand-over"),
+        ((T, "--divide", "4"), "--divide needs --hardware and --shape, for memory and hand-over"),
         ((T, "--divide", "4", "--profile", "p.json"), "--divide needs --hardware and --shape"),
-        ((T, *DIVIDED, "--policies", "histopipe"), "--divide has modes of its own, give even"),
-        ((*DIVIDED, "--paper", "pat"), "--divide needs a TRACE, and no --paper"),
+        ((T, *DIVIDED, "--policies", "histopipe"), "--divide tries its own pipelined modes"),
+        ((*DIVIDED, "--paper", "pat"), "--divide needs a TRACE: give one"),
         (DIVIDED, "--divide needs a TRACE"),
-        ((T, *DIVIDED, "--engines", "2"), "--engines: --divide tries them all, leave it out"),
-        ((T, *DIVIDED, "--num-gpus", "2"), "--num-gpus: --divide tries them all, leave it out"),
+        ((T, *DIVIDED, "--engines", "2"), "--engines does not work with --divide"),
+        ((T, *DIVIDED, "--num-gpus", "2"), "--num-gpus does not work with --divide"),
         ((T, "--divide", "2", "--tp", "4", *FORMULA), "2 GPUs are too few for an engine of TP 4"),
     ],
 )

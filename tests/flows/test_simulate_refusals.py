@@ -58,7 +58,7 @@ T = ("trace.parquet",)
         ((*T, *H100, "--steps", "9"), "trace.parquet has no step 9; its steps are 1 to 4"),
         ((*T, *H100, "--steps", "5-9"), "trace.parquet has no step 5-9"),
         ((*T, *H100, "--steps", "4-1"), "trace.parquet has no step 4-1"),
-        ((*T, *H100, "--steps", "one"), "'one' is no step: write, say, 1-10,20"),
+        ((*T, *H100, "--steps", "one"), "'one' is no step: write for example 1-10,20"),
         ((*T, *H100, "--tp", "16"), "error: TP 16 does not fit a node of 8 GPUs: lower the TP"),
         ((*T, *H100, "--num-gpus", "3"), "error: 4 engines of TP 1 do not fit 3 GPUs"),
         (
