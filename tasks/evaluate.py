@@ -1,4 +1,4 @@
-"""An evaluation: a run of which only the validation takes place, by a model as it is on disk."""
+"""An evaluation: a run that only validates, with a model from disk."""
 
 import asyncio
 import os
@@ -45,7 +45,7 @@ from tasks.run.run_dir import (
 from tasks.run.run_log import RunLog
 
 EXPERIMENT = "refrain evaluations"
-"""Experiment of MLflow that evaluations are listed in."""
+"""MLflow experiment of all evaluations."""
 EVALUATION_FILE = "evaluation.json"
 
 
@@ -53,11 +53,13 @@ EVALUATION_FILE = "evaluation.json"
 async def open_evaluation(
     config: TrainConfig, policy_version: int, resume: bool, *, overwrite: bool = False
 ) -> AsyncGenerator[LiveRun]:
-    """A run with neither trainer nor drafters, opened and closed as `open_run` does. `overwrite`:
-    delete an earlier one that is not resumed, when all is checked."""
+    """Open a run without trainer and drafters, like `open_run`, and close it after the block.
+
+    `overwrite`: delete an earlier evaluation after all checks, unless it is resumed.
+    """
     config = dated(config, resume)
     inputs = read_inputs(config)
-    # There is nobody to take turns with.
+    # There is no trainer to share the GPUs with.
     config = config.model_copy(update={"placement": "split"})
     check_engines_fit(config)
     if overwrite and not resume:
@@ -98,7 +100,7 @@ async def open_evaluation(
         stack.enter_context(made_known(run.ref))
         stack.enter_context(recorded(run))
         weights = PolicyWeights(policy_version, None, ())
-        async with while_ray_lives("Go on with the evaluation by --resume."):
+        async with while_ray_lives("Continue the evaluation with --resume."):
             await asyncio.gather(engines.start(), scorers.start())
             yield LiveRun(run, engines, Milestones(weights, 0, policy_version, engines.queued))
 
@@ -107,7 +109,7 @@ async def open_evaluation(
 async def report_evaluation(
     ref: RunRef, batch: RolloutBatch, rewarded: RewardedBatch
 ) -> EvaluationReport:
-    """Write an evaluation to its directory and to MLflow."""
+    """Write an evaluation's report to its directory and to MLflow."""
     run = attach(ref)
     rewards = await run.store("rewards", batch.split, batch.step)
     own = run.inputs.prompts_of(batch.split)
@@ -122,7 +124,7 @@ async def report_evaluation(
 
 @task(cache_policy=NO_CACHE, retries=3, retry_delay_seconds=[2, 10, 60])
 async def add_to_training_run(report: EvaluationReport, run_dir: Path) -> None:
-    """Add the figures to the MLflow run of the run that the checkpoint belongs to; the server may
-    be away for a minute."""
+    """Add the figures to the MLflow run of the checkpoint's run. Retry for about a minute if the
+    server does not answer."""
     metrics = evaluation_metrics(report)
     add_to_run(run_dir, os.environ.get("MLFLOW_TRACKING_URI"), metrics, report.policy_version)

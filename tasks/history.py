@@ -1,4 +1,4 @@
-"""index_history: what earlier rollouts taught."""
+"""index_history: build the suffix indexes over earlier rollouts."""
 
 import asyncio
 import time
@@ -12,13 +12,13 @@ from tasks.run.advice import run_task
 from tasks.run.attach import Run, attach
 
 WAIT_S = 60.0
-"""Longest time that a step waits for its indexes; it drafts with what there is then."""
+"""Seconds that a step waits for its indexes. After that it drafts with the indexes it has."""
 
 
 @run_task
 async def index_history(ref: RunRef, step: int) -> HistoryReport:
-    """Have an index of each prompt of this step that was rolled out before. Most were built while
-    the last steps trained (`prepare_history`)."""
+    """Build the missing indexes of this step's prompts. Most were built during earlier steps
+    (`prepare_history`)."""
     run = attach(ref)
     report: HistoryReport = await run.store("history_report", known_before(run, step))
     if not run.config.drafting.enabled:
@@ -32,39 +32,42 @@ async def index_history(ref: RunRef, step: int) -> HistoryReport:
 
 
 def known_before(run: Run, step: int) -> int:
-    """Steps before this one are trained when `step` is planned, whenever that is, so a plan is the
-    same in a run that is resumed: in a pipeline the step before goes on, and the one before that
-    may."""
+    """Return the first step that a plan of `step` must not use. All steps before it are trained
+    whenever `step` is planned, so a resumed run makes the same plan.
+
+    In a pipelined run, the step before `step` is still running, and the one before that may be.
+    """
     return max(1, step - 2 * run.config.max_staleness)
 
 
 async def last_known(run: Run, step: int) -> RolloutBatch | None:
-    """Rollouts of the last step that is known when `step` is planned; None before the first."""
+    """Return the rollouts of the last step that a plan of `step` may use. None: there is none."""
     return await run.store("stage", Split.TRAIN, known_before(run, step) - 1)
 
 
 async def index_drawn(run: Run, step: int, prompt_keys: Sequence[str]) -> int:
-    """Index prompts that a training step draws; returns how many have one."""
-    # The newest there is, where a prompt returns so soon: a plan must be the same in a run that is
-    # resumed, tokens are whatever drafts.
+    """Index the prompts of a training step. Return the number of prompts with an index."""
+    # Use the newest rollouts there are. A resumed run may use others than the first try did, but
+    # drafts change no token. (A plan must not depend on them: see `known_before`.)
     newest = max(1, step - run.config.max_staleness)
     return await index_prompts(run, Split.TRAIN, newest, prompt_keys)
 
 
 async def index_prompts(run: Run, split: Split, step: int, prompt_keys: Sequence[str]) -> int:
-    """Index these prompts from their last rollouts before `step`; returns how many have one."""
+    """Index prompts from their last rollouts before `step`. Return the number of prompts with an
+    index, or 0 after a timeout of WAIT_S."""
     wanted = await run.store("last_steps", split, prompt_keys, step)
     indexing = run.history.prepare(wanted, _reader(run, split))
     done, _ = await asyncio.wait([indexing], timeout=WAIT_S)
     if done:
         return indexing.result()
-    run.progress.phase(f"histories took longer than {WAIT_S:.0f} s: drafting without some")
+    run.progress.phase(f"indexing took longer than {WAIT_S:.0f} s: some prompts have no drafts")
     return 0
 
 
 def prepare_history(run: Run, split: Split, steps: Mapping[str, int]) -> None:
-    """Index what was just scored, in the background: it drafts when these prompts return. `steps`:
-    the step that drew each prompt."""
+    """Index rollouts in the background after scoring, for when their prompts return. `steps`: the
+    step that drew each prompt."""
     if run.config.drafting.enabled:
         run.history.prepare(steps, _reader(run, split))
 

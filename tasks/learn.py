@@ -1,4 +1,4 @@
-"""train: one policy version becomes the next."""
+"""train: update the policy, publish its weights and save checkpoints."""
 
 import time
 from pathlib import Path
@@ -22,7 +22,7 @@ async def train_policy(ref: RunRef, batch: RewardedBatch) -> TrainReport:
     trained = time.perf_counter()
     weights = await run.trainer.publish(batch.step)
     for failure in weights.not_handed:
-        run.progress.phase(f"{failure}; it takes the weights' file")
+        run.progress.phase(f"{failure}; it reads the weights from their file instead")
     for warning in weights.warnings:
         run.progress.warn(warning)
     metrics = metrics | {"timing_s/publish": time.perf_counter() - trained}
@@ -40,8 +40,8 @@ async def train_policy(ref: RunRef, batch: RewardedBatch) -> TrainReport:
 
 @run_task
 async def save_checkpoint(ref: RunRef, report: StepReport) -> Path | None:
-    """A checkpoint of the step that is reported, where one is due: resuming starts from it. The
-    next step generates meanwhile."""
+    """Save a checkpoint if one is due for the reported step, and return its path. A resumed run
+    starts from it. The next step's rollouts run at the same time."""
     run, step = attach(ref), report.step
     loader, path = run.inputs.loader, None
     if step % run.config.trainer.save_every_steps == 0 or step == loader.num_steps:

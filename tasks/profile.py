@@ -1,4 +1,4 @@
-"""The phases of a profile, one Prefect task each: measure, fit, record."""
+"""The phases of a profile as Prefect tasks: measure, fit, record."""
 
 import os
 import random
@@ -55,9 +55,11 @@ STORE_FILE = "profile.duckdb"
 
 @contextmanager
 def open_profile(config: ProfileConfig, overwrite: bool) -> Generator[ProfileRun]:
-    """Validate, claim the profile's directory, start Ray; a directory with points goes on. With
-    `overwrite` it is one beside, which `put_in_place` moves: until then the profile stays in use.
-    Raises ValueError for bad input, before anything is started."""
+    """Validate, claim the profile's directory and start Ray. Continue a directory that has points.
+
+    With `overwrite`, measure in a second directory. The earlier profile stays in use until
+    `put_in_place` moves the new one there. Raise ValueError for bad input before anything starts.
+    """
     max_context = read_profile_inputs(config)
     with ExitStack() as stack:
         if overwrite:
@@ -74,7 +76,7 @@ def open_profile(config: ProfileConfig, overwrite: bool) -> Generator[ProfileRun
 
 
 def _forget_others(config: ProfileConfig) -> None:
-    """Delete a profile that was begun there with other settings."""
+    """Delete an unfinished profile in this directory if its settings differ."""
     if (config.run_dir / CONFIG_FILE).exists():
         try:
             check_run_dir(config, resume=True)
@@ -83,16 +85,16 @@ def _forget_others(config: ProfileConfig) -> None:
 
 
 def end_profile(config: ProfileConfig) -> None:
-    """Kill what a profile left running whose process was killed."""
+    """Clear up after a profile whose process was killed: kill the processes that it left."""
     for each in (config, beside(config)):
         clear_up(each.run_dir)
 
 
 @task(cache_policy=NO_CACHE, task_run_name="measure TP {tp_degree}")
 async def measure_decode(run: ProfileRun, tp_degree: int) -> int:
-    """Decode and prefill, on engines as rollouts without drafting have them.
+    """Measure decode and prefill on engines without drafting.
 
-    Returns the number of measurements that were still to be made.
+    Return the number of measurements that this call made.
     """
     return await _measure(
         run,
@@ -105,8 +107,8 @@ async def measure_decode(run: ProfileRun, tp_degree: int) -> int:
 
 @task(cache_policy=NO_CACHE, task_run_name="measure drafting TP {tp_degree}")
 async def measure_drafting(run: ProfileRun, tp_degree: int) -> int:
-    """Verify and draft by lookup, on engines that are ready for drafts. Returns as
-    `measure_decode`."""
+    """Measure verification, and drafting by lookup, on engines with drafting. Return the number of
+    measurements, like `measure_decode`."""
     return await _measure(
         run,
         tp_degree,
@@ -118,8 +120,8 @@ async def measure_drafting(run: ProfileRun, tp_degree: int) -> int:
 
 @task(cache_policy=NO_CACHE, task_run_name="measure {model.name}")
 async def measure_draft_model(run: ProfileRun, model: DraftModel) -> int:
-    """Drafting by a small model, on processes as rollouts have them. Returns as
-    `measure_decode`."""
+    """Measure drafting by a draft model, on processes like those of a run. Return the number of
+    measurements, like `measure_decode`."""
     return await _measure(
         run,
         run.config.tp_degrees[0],
@@ -131,8 +133,8 @@ async def measure_draft_model(run: ProfileRun, model: DraftModel) -> int:
 
 @task(cache_policy=NO_CACHE)
 async def fit_profile(run: ProfileRun, num_measured: Sequence[int]) -> ProfileReport:
-    """Fit the latency model, compare it with what it did not see, keep both. `num_measured`: by
-    each of the tasks before."""
+    """Fit the latency model, compare it with held-out points, and write both. `num_measured`: the
+    results of the tasks before, so that Prefect waits for them."""
     del num_measured  # The points are in the store.
     config = run.config
     with _open_store(config) as store:
@@ -163,7 +165,7 @@ async def fit_profile(run: ProfileRun, num_measured: Sequence[int]) -> ProfileRe
 
 @task(cache_policy=NO_CACHE)
 async def put_in_place(config: ProfileConfig, report: ProfileReport) -> ProfileReport:
-    """Let what was measured beside take the place of the earlier profile."""
+    """Replace the earlier profile by the new one, which was measured in a second directory."""
     measured = report.profile_file.parent
     write_config(measured, config)
     replace_run(config.run_dir, measured)
@@ -172,12 +174,13 @@ async def put_in_place(config: ProfileConfig, report: ProfileReport) -> ProfileR
 
 @task(cache_policy=NO_CACHE, retries=3, retry_delay_seconds=[2, 10, 60])
 async def record(config: ProfileConfig, report: ProfileReport) -> None:
-    """Tables and pictures, beside the profile and in MLflow, whose server may be away."""
+    """Write tables and pictures beside the profile and to MLflow. Retry if its server does not
+    answer."""
     record_profile(report, config, os.environ.get("MLFLOW_TRACKING_URI"))
 
 
 Points = list[tuple[int, Measurement]]
-"""(pass, measurement), in the order of measuring."""
+"""(pass, measurement), in the order of measurement."""
 
 
 async def _measure(
@@ -187,7 +190,8 @@ async def _measure(
     points_of: Callable[[MachineFacts], Points],
     start: Callable[[], Profilers],
 ) -> int:
-    """Measure what the store lacks, within the limits of engines of this TP degree."""
+    """Measure the points that the store lacks, as far as engines of this TP degree allow them.
+    Return their number."""
     config = run.config
     of_ranks = of_all_ranks(config)
     with _open_store(config) as store, closing(TerminalProgress()) as terminal:
@@ -219,24 +223,25 @@ async def _measure(
 
 
 def _open_store(config: ProfileConfig) -> closing[ProfileStore]:
-    """Store of a profile, while a task works on it."""
+    """Open a profile's store for the duration of a task."""
     return closing(ProfileStore(config.run_dir / STORE_FILE))
 
 
 def decode_points(run: ProfileRun, tp_degree: int, facts: MachineFacts) -> Points:
-    """`config.passes` times, each in an order of its own."""
+    """Return the grid of decode and prefill `config.passes` times, each time in another order."""
     return _in_passes(run.config, _decode_grid(run, tp_degree, facts), run.config.passes)
 
 
 def drafting_points(run: ProfileRun, tp_degree: int, facts: MachineFacts) -> Points:
-    """Verification, and with the first TP degree drafting by lookup."""
+    """Return the points of verification. Add drafting by lookup for the first TP degree."""
     grid = _verify_grid(run, tp_degree, facts)
     lookups = draft_grid(grid, NGRAM) if tp_degree == run.config.tp_degrees[0] else []
     return _in_passes(run.config, [*grid, *lookups], 1)
 
 
 def draft_model_points(run: ProfileRun, name: str, facts: MachineFacts) -> Points:
-    """Drafting by a small model, as many tokens as are verified with the first TP degree."""
+    """Return the points of drafting by a model, for the windows that the first TP degree
+    verifies."""
     grid = _verify_grid(run, run.config.tp_degrees[0], facts)
     return _in_passes(run.config, draft_grid(grid, name), 1)
 
@@ -268,7 +273,7 @@ def _engines(run: ProfileRun, tp_degree: int, max_window: int) -> Profilers:
 
 
 def _draft_processes(run: ProfileRun, model: DraftModel) -> Profilers:
-    """Processes that draft by a small model, configured as a training run's."""
+    """Return processes with a draft model, configured like those of a training run."""
     engine = _engine_config(run, 1, max(run.config.windows), (model,))
     processes = [(process,) for process in engine.drafter_processes]
     return _profilers(run, ProfilingDrafter, processes, 1)

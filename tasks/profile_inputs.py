@@ -1,4 +1,4 @@
-"""Check a profile's settings, without Prefect: what is refused has made nothing yet."""
+"""Check a profile's settings before anything is started. Needs no Prefect."""
 
 from engines.gpus.placement import Wanted
 from engines.inference.engine.supported import check_version
@@ -14,7 +14,8 @@ _BESIDE = ".measuring"
 
 
 def read_profile_inputs(config: ProfileConfig) -> int:
-    """The longest context to measure. Raises ValueError for what cannot be measured."""
+    """Return the longest context to measure, in tokens. Raise ValueError for settings that cannot
+    be measured."""
     check_version()
     measured = ModelConfig(
         path=config.model, dtype=config.dtype, trust_remote_code=config.trust_remote_code
@@ -23,13 +24,13 @@ def read_profile_inputs(config: ProfileConfig) -> int:
     model = text_config(measured)
     context = getattr(model, "max_position_embeddings", LONGEST_DEFAULT_CONTEXT)
     max_window = max(config.windows, default=0)
-    # The drafts of the last step, and vLLM's own look-ahead of as many.
+    # Room for the drafts of the last step, and for vLLM's look-ahead of the same size.
     ahead = 2 * max_window
     room = context - ahead
     if config.max_context and config.max_context > room:
         raise ValueError(
             f"max_context is {config.max_context}, but {config.model} has a context of {context} "
-            f"tokens, {room} beside draft windows of {max_window}: lower it"
+            f"tokens, and {room} with draft windows of {max_window}: lower max_context"
         )
     check_shards(config)
     for tp_degree in config.tp_degrees:
@@ -52,8 +53,8 @@ def read_profile_inputs(config: ProfileConfig) -> int:
 
 
 def gpus_wanted(config: ProfileConfig) -> list[Wanted]:
-    """GPUs of those processes that take most: they are there at a time when they are of one
-    kind."""
+    """Return the GPUs of the kind of process that needs most. Only one kind (engines, or the
+    processes of one draft model) runs at a time."""
     tp_degree = max(measured_by(config, tp_degree)[1] for tp_degree in config.tp_degrees)
     setting = "num_engines x the largest of tp_degrees"
     kinds = [[Wanted(f"engine {i}", tp_degree, setting) for i in range(config.num_engines)]]
@@ -65,11 +66,11 @@ def gpus_wanted(config: ProfileConfig) -> list[Wanted]:
 
 
 def room_to_grow(config: ProfileConfig) -> int:
-    """Tokens by which a sequence grows while it is measured, with warm-up."""
+    """Return the tokens by which a sequence grows during a measurement, warm-up included."""
     return config.decode_steps + 8
 
 
 def beside(config: ProfileConfig) -> ProfileConfig:
-    """Config of the profile that is measured anew while the earlier one is in use."""
+    """Return the config of a new profile that is measured while the earlier one stays in use."""
     longest = 64 - len(_BESIDE)
     return config.model_copy(update={"name": config.run_dir.name[:longest] + _BESIDE})

@@ -1,4 +1,4 @@
-"""Shards that a profile measures in place of engines of a TP degree."""
+"""Shards of a model. A profile measures one of them on one GPU, instead of engines with TP."""
 
 import json
 import shutil
@@ -14,14 +14,14 @@ from schemas.profile import ProfileConfig
 
 
 def check_shards(config: ProfileConfig) -> None:
-    """Raises ValueError for a model or hardware of which there are none."""
+    """Raise ValueError for a model without shards, or for unknown hardware."""
     if config.shards:
         whole_latency(_model_config(config), config.shards)
         _shards(config)
 
 
 def write_shards(config: ProfileConfig) -> None:
-    """Model directories without weights, in the profile's own."""
+    """Write the shards' model directories (without weights) into the profile's directory."""
     for tp_degree, shard in _shards(config).items():
         directory = _shard_dir(config, tp_degree)
         directory.mkdir(parents=True, exist_ok=True)
@@ -31,14 +31,15 @@ def write_shards(config: ProfileConfig) -> None:
 
 
 def measured_by(config: ProfileConfig, tp_degree: int) -> tuple[Path, int]:
-    """Model directory and TP degree of the engines that this one is measured by."""
+    """Return the model directory and the TP degree of the engines that measure `tp_degree`."""
     if config.shards and tp_degree > 1:
         return _shard_dir(config, tp_degree), 1
     return config.model, tp_degree
 
 
 def of_all_ranks(config: ProfileConfig) -> Callable[[ProfilePoint], ProfilePoint]:
-    """Makes of a point that was measured that of all ranks of its TP degree."""
+    """Return a function that turns a shard's measured point into the point of all TP ranks, by
+    adding the all-reduces. Without shards, points stay unchanged."""
     if not config.shards:
         return lambda point: point
     return partial(with_all_reduces, latency=whole_latency(_model_config(config), config.shards))

@@ -1,4 +1,4 @@
-"""report: what a person sees of a step."""
+"""report: log, draw and archive a step."""
 
 import asyncio
 import os
@@ -40,13 +40,13 @@ from tasks.run.timeline import log_timeline
 _NUM_SHOWN = 32
 """Rollouts of a step in its MLflow table."""
 _NUM_FORETOLD, _FORETOLD_TOKENS = 32, 2048
-"""Prompts by which drafts are foretold, and tokens of each response, at most."""
+"""Limits on the prompts, and on the tokens of each response, that predict the gain of drafts."""
 
 
 def show_run(run: Run) -> None:
-    """A page of the run itself, as all others belong to its steps."""
-    pages = "Each step has a page of its own: *Subflow Runs*, a step, *Artifacts*."
-    files = f"From a terminal: `refrain show {run.config.run_dir}`."
+    """Add a page about the run itself. All other pages are about its steps."""
+    pages = "Each step has its own page: *Subflow Runs*, then a step, then *Artifacts*."
+    files = f"In a terminal: `refrain show {run.config.run_dir}`."
     run.pages.add("run", "Where to look", "\n\n".join((_record(run), pages, files)))
 
 
@@ -60,8 +60,8 @@ async def report_step(
     trained: TrainReport,
     before: StepReport | None,
 ) -> StepReport:
-    """Write the step's figures to the store, to MLflow and to the terminal. `before`: the report of
-    the step before, where this process has made it."""
+    """Write the step's metrics to the store, MLflow and the terminal. `before`: the report of the
+    step before, if this process made it."""
     run = attach(ref)
     report = step_report(
         history,
@@ -87,35 +87,34 @@ async def report_step(
 def _told_of_blind(step: int, engines: Sequence[int], config: TrainConfig) -> str:
     names = ", ".join(map(str, engines))
     return (
-        f"step {step}: engines {names} saw no history and drafted nothing, though prompts have "
-        f"one: the processes on their nodes must be able to read and write {config.history_dir} "
-        "(drafting.index_dir); a node that joined the cluster later gets histories when the run is "
-        "resumed"
+        f"step {step}: engines {names} found no history and drafted nothing, though prompts have "
+        f"one. Processes on their nodes must be able to read and write {config.history_dir} "
+        "(drafting.index_dir). A node that joined the cluster later gets histories after a resume"
     )
 
 
 def _prompt_tokens(run: Run, plan: StepPlan, batch: RolloutBatch) -> int:
-    """Prompt tokens of a step's rollouts, each as long as its plan's prompts in the mean: a few may
-    have been left by the step before."""
+    """Return the prompt tokens of a step's rollouts, estimated from the mean prompt of its plan. A
+    few rollouts may come from the step before."""
     lengths = [len(run.inputs.prompts[group.prompt_key].token_ids) for group in plan.groups]
     return round(sum(lengths) / len(lengths) * batch.num_rollouts)
 
 
 @run_task
 async def draw_step(ref: RunRef, report: StepReport, batch: RolloutBatch) -> None:
-    """Draw the step's pictures and its page, find out what was saved in it, and put old steps away;
-    the next step goes on beside it."""
+    """Draw the step's pictures and page, compute its savings, and archive old steps. The next step
+    runs at the same time."""
     run = attach(ref)
     await _draw(run, report, batch)
     if report.step == 1 and run.config.drafting.enabled:
-        with run.failures.contained("foretelling what drafts bring"):
+        with run.failures.contained("predicting the gain of drafts"):
             await _foretell(run, report)
-    with run.failures.contained("putting old steps away"):
+    with run.failures.contained("archiving old steps"):
         await run.store("archive_before", report.step)
 
 
 async def draw_left(run: Run) -> None:
-    """Draw what an earlier process of the run had reported and not drawn when it ended."""
+    """Draw steps that an earlier process of the run reported but did not draw."""
     for report in await run.store("steps"):
         if not report.drawn:
             batch: RolloutBatch = await run.store("stage", Split.TRAIN, report.step)
@@ -123,8 +122,8 @@ async def draw_left(run: Run) -> None:
 
 
 async def _draw(run: Run, report: StepReport, batch: RolloutBatch) -> None:
-    """Draw a step. What cannot be drawn is a failure of the record; the next process of the run
-    tries it once more."""
+    """Draw a step. Record a failure without stopping the run; the next process of the run tries
+    again."""
     drawn = None
     with run.failures.contained("drawing a step"):
         drawn = await _drawn(run, report, batch)
@@ -135,7 +134,7 @@ async def _draw(run: Run, report: StepReport, batch: RolloutBatch) -> None:
 
 
 async def _drawn(run: Run, report: StepReport, batch: RolloutBatch) -> StepReport:
-    """The report of a step with what was saved in it, once its pictures and its page are there."""
+    """Draw a step's pictures and page. Return its report with the savings added."""
     savings = await log_stage(run, batch)
     saved = saving_metrics(savings)
     run.tracker.log_metrics(saved, report.step)
@@ -148,7 +147,7 @@ async def _drawn(run: Run, report: StepReport, batch: RolloutBatch) -> StepRepor
 
 
 async def _foretell(run: Run, report: StepReport) -> None:
-    """Say after the first step what drafts will bring when its prompts return."""
+    """Log, after the first step, how much drafts will speed up its prompts in the next epoch."""
     from engines.histospec.foretold import CHEAP, DEAR, foretell
 
     keys = run.inputs.loader.prompts_of(report.step)[:_NUM_FORETOLD]
@@ -159,16 +158,16 @@ async def _foretell(run: Run, report: StepReport) -> None:
         return
     run.progress.phase(
         f"the policy has {report.metrics['actor/entropy']:.2f} nats a token. When prompts return, "
-        f"drafts will bring about {gain.where_cheap:.2f} times the tokens/s where verifying a "
-        f"token takes {CHEAP:g} of generating one (a GPU), {gain.where_dear:.2f} times where it "
-        f"takes {DEAR:g} (a CPU); foretold from {len(groups)} prompts. `refrain bench real` "
+        f"drafts will give about {gain.where_cheap:.2f} times the tokens/s if verifying a token "
+        f"takes {CHEAP:g} of generating one (a GPU), {gain.where_dear:.2f} times if it takes "
+        f"{DEAR:g} (a CPU). This is predicted from {len(groups)} prompts; `refrain bench real` "
         "measures it"
     )
 
 
 def _answers(rows: Any, config: TrainConfig) -> list[Any]:
-    """Return the whole groups of a table `tables.INDEXED`, which is in the samples' order, as
-    `foretell` takes them."""
+    """Return the complete groups of a table `tables.INDEXED`, in the form that `foretell` takes.
+    The table is in the samples' order."""
     from engines.histospec.foretold import Answers
 
     found: dict[str, list[dict]] = {}
@@ -210,7 +209,7 @@ def _record(run: Run) -> str:
 
 
 async def log_stage(run: Run, batch: RolloutBatch) -> Savings | None:
-    """Timeline and distributions of scored rollouts, some of them as a table; what was saved."""
+    """Log a timeline, distributions and a table of scored rollouts. Return the savings."""
     name, max_tokens = stage_name(batch.split, batch.step), run.config.data.max_response_tokens
     timed = await run.store("timed_rollouts", batch.split, batch.step)
     savings = await log_timeline(run, batch, timed)

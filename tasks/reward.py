@@ -1,4 +1,4 @@
-"""reward: every rollout of a batch scored, and the scores durable."""
+"""reward: score all rollouts of a batch, and store the scores."""
 
 import asyncio
 import time
@@ -18,12 +18,12 @@ from tasks.run.advice import run_task
 from tasks.run.attach import Run, attach
 
 GATHER_S = 1.0
-"""Between two batches for the scorer while rollouts finish: each costs a transaction."""
+"""Seconds between two batches for the scorer during the rollouts. Each costs a transaction."""
 
 
 @run_task
 async def reward(ref: RunRef, batch: RolloutBatch) -> RewardedBatch:
-    """Score what has no score yet."""
+    """Score the rollouts of a batch that have no score yet, and start to index them."""
     run = attach(ref)
     run.progress.phase(f"{batch.split} step {batch.step}: scoring")
     started = time.perf_counter()
@@ -37,8 +37,10 @@ async def reward(ref: RunRef, batch: RolloutBatch) -> RewardedBatch:
 
 
 def last_rolled_out(step: int, own: pa.Table, outcome: RolloutOutcome) -> dict[str, int]:
-    """Prompts of which all samples are there now, with the step that drew them. `own`: rewards of
-    this step's plan; a prompt whose sample it has deferred waits for the next step."""
+    """Return the prompts whose samples are all finished, with the step that drew each.
+
+    `own`: rewards of this step's plan. A prompt with a deferred sample is left to the next step.
+    """
     waiting = {name.prompt_key for name in outcome.deferred}
     planned = set(own["prompt_key"].unique().to_pylist())
     late = {name.prompt_key: step - 1 for name in outcome.carried if name.prompt_key not in planned}
@@ -47,7 +49,8 @@ def last_rolled_out(step: int, own: pa.Table, outcome: RolloutOutcome) -> dict[s
 
 @asynccontextmanager
 async def scoring_new(run: Run, split: Split, step: int) -> AsyncGenerator[Callable[[], None]]:
-    """Score rollouts while others are generated. Call what it gives when new ones are durable."""
+    """Score rollouts while others are generated. Yield a function: call it when new rollouts are
+    stored."""
     news = asyncio.Event()
 
     async def score() -> None:
@@ -63,7 +66,7 @@ async def scoring_new(run: Run, split: Split, step: int) -> AsyncGenerator[Calla
 
 
 async def score_new(run: Run, split: Split, step: int) -> None:
-    """Score what has no score yet."""
+    """Score the rollouts of a step that have no score yet."""
     unscored = await run.rows("scoring_rows", split, step)
     if unscored.counts.num_rows:
         scores = await run.scorers.score(unscored, run.inputs.prompts_of(split))

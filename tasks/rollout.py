@@ -1,4 +1,4 @@
-"""rollout: every planned sample generated and durable."""
+"""rollout: generate all planned samples and store them."""
 
 import asyncio
 from collections import Counter
@@ -25,7 +25,7 @@ from tasks.run.policies import settings_of, step_policies, tell_collapses
 from tasks.run.refill import next_batch, refills
 
 _SHOW_EVERY_S = 0.2
-"""Progress adds up over all requests in flight."""
+"""Seconds between two updates of the progress, which adds up all requests in flight."""
 
 
 @run_task
@@ -35,9 +35,9 @@ async def rollout(
     weights: PolicyWeights,
     engines: Engines,
 ) -> RolloutBatch:
-    """Queue the step's samples at the engines, and wait until all of them are there or deferred.
+    """Generate the step's missing samples. Wait until all are finished or deferred.
 
-    Generates what is not there yet. Scoring goes on beside it.
+    Finished rollouts are scored at the same time.
     """
     run = attach(ref)
     done: set[RequestId] = await run.store(
@@ -68,19 +68,20 @@ async def rollout(
 
 @dataclass(frozen=True, slots=True)
 class _Generation:
-    """The rollouts of a stage: in one batch, or in several where prompts that teach nothing are
-    made up for."""
+    """The rollouts of a stage: one batch, or several when the algorithm replaces prompts without a
+    training signal."""
 
     run: Run
     engines: Engines
     weights: PolicyWeights
     done: Collection[RequestId]
-    """Rollouts that were there before."""
+    """Rollouts that were finished before the stage began."""
 
     async def roll_out(
         self, plan: StepPlan, carried: Sequence[tuple[int, RolloutRequest]]
     ) -> tuple[StepPlan, Outcome, Timeline]:
-        """All batches; the plan with all prompts that were drawn. Scoring goes on beside each."""
+        """Generate all batches, and score at the same time. The returned plan has the prompts of
+        all batches."""
         if not refills(self.run, plan):
             return plan, *await self._only_batch(plan, carried)
         outcomes, since_s = [await self._batch(plan, carried)], self.engines.rolled_out_s
@@ -106,7 +107,7 @@ class _Generation:
                 await self.engines.queued.reach(plan.step, None)
             with page:
                 outcome = await running
-                # At once: whatever else is awaited, the next stage may overtake.
+                # Take the timeline before any other await, because the next stage may begin then.
                 timeline = self.engines.timeline(outcome)
                 page.show(1.0)
         return outcome, timeline
@@ -127,7 +128,7 @@ class _Generation:
         carried: Sequence[tuple[int, RolloutRequest]],
         wake_scorer: Callable[[], None],
     ) -> tuple[ProgressPage, "asyncio.Future[Outcome]"]:
-        """Queue what is not there yet at the engines."""
+        """Queue the missing samples at the engines."""
         run, engines = self.run, self.engines
         policies = await step_policies(run, engines, plan)
         requests = [*carried, *await asyncio.to_thread(_planned, run, plan)]
@@ -155,7 +156,7 @@ def _watched(
     num_done: int,
     wake_scorer: Callable[[], None],
 ) -> tuple[OnFinished, OnProgress]:
-    """Make finished rollouts durable, and show how far a batch has come."""
+    """Return callbacks that store finished rollouts, and that show the progress of a batch."""
     counts: Counter[str] = Counter()
     shown_s = 0.0
 
@@ -182,8 +183,8 @@ def _watched(
 def _rolling(
     plan: StepPlan, view: RolloutView, num_done: int, counts: Counter[str], num_engines: int
 ) -> Rolling:
-    """Progress of a stage; `num_done`: rollouts that were there before it, `counts`: tokens of
-    those that finished in it."""
+    """Return the progress of a stage. `num_done`: rollouts finished before the stage. `counts`:
+    tokens of rollouts that finished in it."""
     drafted = counts["drafted"]
     return Rolling(
         label=f"{plan.split} step {plan.step}",
@@ -199,16 +200,18 @@ def _rolling(
 
 
 def _versions(run: Run, plan: StepPlan) -> list[int]:
-    """Policy versions that may have generated the plan's samples, in this process or before."""
+    """Return the policy versions that may have generated samples of the plan, also in an earlier
+    process of the run."""
     if plan.split is Split.VALIDATION:
         return [plan.policy_version]
     return list(range(max(0, plan.step - 1 - run.config.max_staleness), plan.step))
 
 
 def _min_rollouts(run: Run, plan: StepPlan, num_done: int) -> int | None:
-    """Rollouts still to come that the step must have, whatever it defers; None: all of them."""
+    """Return how many more rollouts the step must finish. It may defer the others. None: all."""
     validating = plan.split is Split.VALIDATION
-    # The step after one that may draw more is queued behind it, and has nothing to be left to it.
+    # When a step may draw more prompts, the next step is not queued yet. No request can be deferred
+    # to it.
     if validating or not run.config.ranks_prompts or refills(run, plan):
         return None
     full = run.config.prompts_per_step * plan.group_size
@@ -216,7 +219,7 @@ def _min_rollouts(run: Run, plan: StepPlan, num_done: int) -> int | None:
 
 
 def _planned(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequest]]:
-    """(engine, request) for every sample that the plan draws."""
+    """Return (engine, request) for every sample of the plan."""
     samples = [(group, i) for group in plan.groups for i in range(plan.group_size)]
     return [
         (
@@ -230,13 +233,13 @@ def _planned(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequest]]:
 def _left(
     requests: Iterable[tuple[int, RolloutRequest]], done: Collection[RequestId]
 ) -> list[tuple[int, RolloutRequest]]:
-    """Requests whose rollouts are not there yet."""
+    """Return the requests that have no finished rollout."""
     return [(engine, request) for engine, request in requests if request.id not in done]
 
 
 async def _carried_over(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequest]]:
-    """Requests that the last step before this process left to its first one, begun afresh. Later
-    ones come from engine to engine."""
+    """Return the requests that an earlier process deferred to this process's first step. They start
+    from the beginning. For later steps, the engines keep deferred requests themselves."""
     if plan.split is Split.VALIDATION or plan.step != run.ref.first_version + 1:
         return []
     step, num_engines = plan.step - 1, run.config.rollout.num_engines

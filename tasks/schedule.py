@@ -1,4 +1,4 @@
-"""rank_and_group: which engine generates what, in which order."""
+"""rank_and_group: plan which engine generates which prompts, and in which order."""
 
 import time
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ async def rank_and_group(
     history: HistoryReport,
     engines: tuple[int, ...],
 ) -> StepPlan:
-    """Put the step's prompts on these engines by what the responses of their last epoch took."""
+    """Plan a step: place its prompts on these engines by the response lengths of the last epoch."""
     run = attach(ref)
     loader, config = run.inputs.loader, run.config
     keys = loader.prompts_of(step)
@@ -52,16 +52,16 @@ async def rank_and_group(
 def expect_passes(
     run: Run, lengths: Mapping[str, LengthHistory], last: RolloutBatch | None
 ) -> ExpectedPasses:
-    """Passes by the prompts' last epoch, at what a pass gained in the last step that is known; a
-    pass for every token where nothing is drafted."""
+    """Return the expected passes of prompts, from their last epoch and the tokens per pass of the
+    last known step. Without drafting, each token takes one pass."""
     if not run.config.engine.speculates:
         return TOKENS
     return fit_passes(lengths, last.speculation[0] if last else None)
 
 
 def _rollout_time(run: Run, last: RolloutBatch | None) -> RolloutTime | None:
-    """Estimate by the profile, or without one by what engines measured in the last step, with as
-    many drafts in a pass as there."""
+    """Return an estimate of rollout times, from the profile or from the engines' measurements in
+    the last step. It assumes as many drafts per pass as in the last step."""
     profiled = run.inputs.latency
     latency = profiled or (measured_by(last.shares) if last else None)
     window = last.speculation[1] if last and run.config.engine.speculates else 0
@@ -72,7 +72,7 @@ def _rollout_time(run: Run, last: RolloutBatch | None) -> RolloutTime | None:
 
 @run_task
 async def plan_validation(ref: RunRef, policy_version: int, engines: tuple[int, ...]) -> StepPlan:
-    """Deal the validation prompts over these engines. A validation's step is its policy version."""
+    """Plan a validation: place its prompts on these engines. Its step is the policy version."""
     run = attach(ref)
     keys = [prompt.key for prompt in run.inputs.datasets[Split.VALIDATION].prompts]
     if run.config.drafting.enabled:

@@ -23,7 +23,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finally:
         command.close()
     assert "validation reward" in output
-    assert output.count("When prompts return, drafts will bring about") == 1
+    assert output.count("When prompts return, drafts will give about") == 1
     return directory / "runs" / "demo"
 
 

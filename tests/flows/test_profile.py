@@ -49,7 +49,7 @@ def refused(*args: str | Path) -> str:
         (["--tp", "3"], "tp_degree 3 does not divide the 4 attention heads"),
         (["--tp", "2,1"], r"tp_degrees must ascend"),
         (["--tp", "one"], "'one' is not a list of numbers"),
-        (["--max-context", "5000"], "has a context of 1024 tokens, 992 beside draft windows"),
+        (["--max-context", "5000"], "has a context of 1024 tokens, and 992 with draft windows"),
         (["--max-context", "70"], "no room to measure"),
         (["--max-batch", "1"], "max_batch: Input should be greater than or equal to 2"),
         (["--windows", "0,4"], "windows.0: Input should be greater than or equal to 1"),
