@@ -67,8 +67,8 @@ async def _train(config: TrainConfig, resume: bool, started: float, goes_on: str
 
 
 async def take_steps(live: LiveRun) -> None:
-    """Start each step when the mode admits it: in `sync` after the step before, in `pipelined`
-    already after its rollouts. Validate a policy version before the first step that uses it."""
+    """Start each step when the mode admits it: in `sync` after the step before, in `pipelined` as
+    soon as that step's rollouts are queued. Validate a policy version before a step uses it."""
     run, reached = live.run, live.milestones
     first, last, lag = run.ref.first_version, run.inputs.loader.num_steps, run.config.max_staleness
     async with together() as steps:

@@ -1,4 +1,4 @@
-"""Advice on a task that failed, in the message that Prefect shows."""
+"""Add advice to the error of a failed task, in the message that Prefect shows."""
 
 import shutil
 from collections.abc import Callable, Coroutine
@@ -27,44 +27,44 @@ from tasks.run.ray_cluster import ray_files, ray_logs
 P = ParamSpec("P")
 T = TypeVar("T")
 _ADVICE = {
-    EngineFails: "So it was not tried again. Ray's logs, in {logs} on its "
-    "node, have the whole of it. Out of memory: lower rollout.kv_cache_bytes or "
-    "rollout.max_num_seqs. Of the model: vLLM cannot serve it on this hardware, or with this "
-    "model.dtype.",
-    EngineGone: "No engine is left. Bring the node back, or lower rollout.num_engines to what the "
-    "GPUs that are left can hold.",
-    EngineDied: "It died more often than rollout.max_restarts allows. Ray's logs say why, in "
-    "{logs} on its node. Out of memory: lower rollout.kv_cache_bytes or "
+    EngineFails: "This error would happen again, so the engine was not restarted. The full error "
+    "is in Ray's logs, in {logs} on its node. Out of memory: lower rollout.kv_cache_bytes or "
+    "rollout.max_num_seqs. Error of the model: vLLM cannot serve it on this hardware, or with "
+    "this model.dtype.",
+    EngineGone: "No engine is left. Bring the node back, or lower rollout.num_engines to a number "
+    "that fits on the remaining GPUs.",
+    EngineDied: "It died more often than rollout.max_restarts allows. The reason is in Ray's logs, "
+    "in {logs} on its node. Out of memory: lower rollout.kv_cache_bytes or "
     "rollout.max_num_seqs. Too slow to answer: raise rollout.stall_timeout_s or "
     "rollout.start_timeout_s.",
-    WeightsLost: "The trainer process that wrote them has died, or the engine is some steps behind "
-    "it: give engines more cores, or fewer of pat.tp_degrees.",
-    WeightSyncError: "Nothing was generated with these weights. Try model.dtype=float32: there "
-    "trainer and engines agree to 1e-3, or they are not the same model. If they do, your engines "
-    "round more than the trainer in bfloat16: set rollout.canary_tolerance above the difference, "
-    "as in 0.1.",
+    WeightsLost: "The trainer process that wrote the weights has died, or the engine is some steps "
+    "behind the trainer: give engines more cores, or use fewer pat.tp_degrees.",
+    WeightSyncError: "Nothing was generated with these weights. Try model.dtype=float32. If "
+    "trainer and engines differ by more than 1e-3 there, they are not the same model. If they "
+    "agree, your engines round more than the trainer in bfloat16: set rollout.canary_tolerance "
+    "above the difference, for example to 0.1.",
     TrainerError: "Too slow: raise trainer.timeout_s. Out of memory: lower "
     "trainer.micro_batch_tokens or raise trainer.num_processes.",
-    ScorerHangs: "Its process is stopped, or the driver's node has no memory or time for it: look "
-    "there. One response may take longer: raise reward.timeout_s.",
+    ScorerHangs: "Its process is stopped, or the driver's node lacks memory or CPU time: check "
+    "that node. If one response takes longer to score: raise reward.timeout_s.",
 }
 
 
 class TaskFailed(RuntimeError):
-    """A task's error and what helps against it."""
+    """A task's error, with advice on how to fix it."""
 
 
 def run_task(
     body: Callable[Concatenate[RunRef, P], Coroutine[Any, Any, T]],
 ) -> Task[Concatenate[RunRef, P], Coroutine[Any, Any, T]]:
-    """A Prefect task of a training run, whose errors say what to do."""
+    """Make a Prefect task of a training run, and add advice to its errors."""
     return task(cache_policy=NO_CACHE)(with_advice(body))
 
 
 def with_advice(
     body: Callable[Concatenate[RunRef, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[RunRef, P], Coroutine[Any, Any, T]]:
-    """A task's body whose errors say what to do."""
+    """Wrap a task's body so that its errors get advice."""
 
     @wraps(body)
     async def advised(ref: RunRef, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -75,7 +75,7 @@ def with_advice(
             if advice is None:
                 raise
             has_one = latest_checkpoint(ref.run_dir / CHECKPOINTS)
-            then = "Then go on from the last" if has_one else "Then begin again: there is no"
+            then = "Then resume from the last" if has_one else "Then start again: there is no"
             raise TaskFailed(
                 f"{error}\n{advice} {then} checkpoint: "
                 f"refrain train --resume {ref.run_dir} [SETTING=VALUE]..."
@@ -85,18 +85,18 @@ def with_advice(
 
 
 def advise(error: Exception, run_dir: Path) -> str | None:
-    """None for an error that says itself what is wrong, or of which nothing is known."""
+    """Return advice on an error. None: the error is clear enough by itself, or unknown."""
     if is_disk_full(error):
         return (
-            f"A disk is full: that of {_room(run_dir)}; that of Ray's files, {_room(ray_files())}. "
-            "Free space there, or lower trainer.keep_checkpoints; what is durable is whole."
+            f"A disk is full: of the run, {_room(run_dir)}; of Ray's files, {_room(ray_files())}. "
+            "Free space there, or lower trainer.keep_checkpoints. Everything stored is intact."
         )
     for kind, advice in _ADVICE.items():
         if isinstance(error, kind):
             return advice.format(logs=ray_logs())
     if isinstance(error, StoreSilent):
         return (
-            f"The run's DuckDB file did not take this in {CALL_TIMEOUT_S:.0f} s: look whether "
+            f"The run's DuckDB file did not finish this in {CALL_TIMEOUT_S:.0f} s: check whether "
             f"the disk of {run_dir} is slow or full, and move runs_dir to a local disk."
         )
     return None

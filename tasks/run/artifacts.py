@@ -1,7 +1,7 @@
-"""Prefect's pages of a run: one per step, and how far a rollout has come.
+"""Prefect's pages of a run: one page per step, and the progress of a rollout stage.
 
-Nothing here waits for Prefect's server: pages go through an outbox in the run's directory, and of a
-rollout's progress only the latest counts.
+Nothing here waits for Prefect's server. Pages go through an outbox in the run's directory. Of the
+progress, only the latest value is sent.
 """
 
 import re
@@ -19,18 +19,18 @@ from engines.tracking.outbox import Outbox, Record, ServerAway
 from tasks.run.run_dir import OUTBOX_DIR
 
 FLUSH_S = 10.0
-"""Longest time that the end of a run waits for Prefect's server to take its pages."""
+"""Seconds that the end of a run waits until Prefect's server has its pages."""
 PROGRESS_EVERY_S = 3.0
-"""Between two updates of a rollout's progress."""
+"""Seconds between two updates of the progress."""
 
 
 class StepPages:
-    """Markdown artifacts of a run's steps, on the pages of their flow runs."""
+    """Markdown artifacts of a run's steps, shown with their flow runs."""
 
     def __init__(
         self, run_dir: Path, name: str, failures: Failures, *, delivers: bool = True
     ) -> None:
-        """`delivers`: the process that drives the run does; others leave it their pages."""
+        """`delivers`: True in the process that drives the run. Others leave their pages to it."""
         self._name = name
         directory = run_dir / OUTBOX_DIR / "prefect"
         self._outbox = Outbox(
@@ -38,8 +38,8 @@ class StepPages:
         )
 
     def add(self, kind: str, description: str, markdown: str) -> None:
-        """Add a page of the task that is running. One key for all steps of a run: Prefect lists the
-        newest, and the others behind it."""
+        """Add a page to the current task. All steps of a run share one key: Prefect lists the
+        newest page, and the others as its history."""
         values = {
             "type": "markdown",
             "key": artifact_key(self._name, kind),
@@ -50,7 +50,7 @@ class StepPages:
         self._outbox.add("page", values, ("page.md", content))
 
     def flush(self) -> None:
-        """Wait a while until Prefect has all of them."""
+        """Wait until Prefect has all pages, for at most `FLUSH_S` seconds."""
         self._outbox.flush(FLUSH_S)
 
     def missing(self) -> list[str]:
@@ -61,7 +61,7 @@ class StepPages:
 
 
 class ProgressPage:
-    """A progress artifact, updated by a thread while this is entered."""
+    """A progress artifact. A thread updates it inside the `with` block."""
 
     def __init__(self, name: str, description: str, failures: Failures) -> None:
         self._failures = failures
@@ -78,7 +78,7 @@ class ProgressPage:
         )
 
     def show(self, share: float) -> None:
-        """How much is done, from 0 to 1."""
+        """Set the share that is done, from 0 to 1."""
         self._percent = round(100.0 * share, 1)
 
     def __enter__(self) -> "ProgressPage":
@@ -113,8 +113,8 @@ class ProgressPage:
 
 
 def artifact_key(name: str, kind: str) -> str:
-    """Key of a run's pages of one kind. Prefect allows lower case, digits and dashes: other names
-    get a digest, so that `my.run` and `my_run` are two."""
+    """Return the key of a run's pages of one kind. Prefect allows lower case, digits and dashes.
+    Other names get a digest, so that `my.run` and `my_run` get different keys."""
     allowed = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return f"{allowed}-{kind}" if allowed == name else f"{allowed}-{digest(name)}-{kind}"
 
@@ -126,7 +126,7 @@ def _deliver(record: Record) -> None:
 
 
 def _is_up() -> bool:
-    """Whether Prefect's server answers."""
+    """Return whether Prefect's server answers."""
     try:
         with _client() as client:
             return client.api_healthcheck() is None
@@ -135,7 +135,7 @@ def _is_up() -> bool:
 
 
 def _create(client: Any, values: dict[str, Any]) -> Any:
-    """Its id."""
+    """Create an artifact and return its id."""
     from prefect.client.schemas.actions import ArtifactCreate
 
     return client.create_artifact(ArtifactCreate(**values)).id
@@ -143,7 +143,7 @@ def _create(client: Any, values: dict[str, Any]) -> Any:
 
 @contextmanager
 def _client() -> Generator[Any]:
-    """Client of Prefect's API. What may succeed later is raised as `ServerAway`."""
+    """Yield a client of Prefect's API. Raise `ServerAway` for errors that may pass."""
     import httpx
     from prefect.client.orchestration import get_client
 
@@ -155,7 +155,7 @@ def _client() -> Generator[Any]:
             raise
         raise ServerAway(str(error)) from error
     except (httpx.HTTPError, RuntimeError) as error:
-        # RuntimeError: the embedded server does not come up, or the API is not there.
+        # RuntimeError: the embedded server does not start, or the API is missing.
         raise ServerAway(str(error)) from error
 
 

@@ -1,4 +1,4 @@
-"""A run's store, asked in SQL whether the run is live or over, in a process of the query's own."""
+"""Query a live or ended run's store in SQL. Each query runs in its own process."""
 
 import json
 import os
@@ -16,15 +16,15 @@ from tasks.run.run_dir import STORE_FILE
 _COMMAND = (sys.executable, "-P", "-m", "engines.store.reader")
 _ROOT = Path(__file__).parents[2]
 _START_S = 30.0
-"""Longest time until that process reads, on a busy machine."""
+"""Seconds that the process may take to start on a busy machine."""
 
 
 def ask_run(run_dir: Path, query: str, timeout_s: float) -> pa.Table:
-    """The answer. Raises ValueError when the query is refused, or takes longer; RuntimeError when
-    its process ends without one."""
+    """Return the result of a query. Raise ValueError when the query is refused or takes longer than
+    `timeout_s` seconds, and RuntimeError when its process dies."""
     if not 0.0 < timeout_s <= MAX_TIMEOUT_S:
         raise ValueError(
-            f"a timeout is more than 0 and at most {MAX_TIMEOUT_S:.0f} seconds, not {timeout_s:g}"
+            f"the timeout must be above 0 and at most {MAX_TIMEOUT_S:.0f} s, not {timeout_s:g}"
         )
     try:
         query.encode()
@@ -32,7 +32,7 @@ def ask_run(run_dir: Path, query: str, timeout_s: float) -> pa.Table:
         raise ValueError(f"the query is not UTF-8 at character {error.start + 1}") from error
     path = (run_dir / STORE_FILE).absolute()
     request = {"path": str(path), "query": query, "timeout_s": timeout_s}
-    late = f"no answer within {timeout_s:g} s: ask for less, or give it a longer --timeout"
+    late = f"no answer within {timeout_s:g} s: ask for less, or give a longer --timeout"
     try:
         done = subprocess.run(
             _COMMAND,
@@ -53,12 +53,12 @@ def ask_run(run_dir: Path, query: str, timeout_s: float) -> pa.Table:
     *_, last = ["", *said.splitlines()]
     how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
     raise RuntimeError(
-        f"the query's process died ({how}). It may take {MEMORY_BYTES // 2**30} GiB of memory, and "
+        f"the query's process died ({how}). It may use {MEMORY_BYTES // 2**30} GiB of memory, and "
         f"this machine may have less: ask for fewer rows or columns. {last}".strip()
     )
 
 
 def _environment() -> dict[str, str]:
-    """No secrets: the query could read them."""
+    """Return an environment without secrets, because the query could read them."""
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     return kept | {"PYTHONPATH": str(_ROOT), "PYTHONUTF8": "1", "OMP_NUM_THREADS": "2"}

@@ -1,4 +1,4 @@
-"""A process's hold on a live run: the one that drives it, or any other.
+"""Access to a live run: `open_run` in the driver, `attach` in any process.
 
 driver   open_run ──starts──► named Ray actors: store, trainer ranks, scorer, history workers
    │                                                       ▲
@@ -31,17 +31,17 @@ from tasks.run.ray_cluster import join_cluster
 from tasks.run.run_dir import REF_FILE, is_live, read_config
 
 STORE, TRAINER, SCORER, HISTORY = "store", "trainer", "scorer", "history"
-"""Actors of a run, by name; a number is added to those of which there may be several."""
+"""Names of a run's actors. The names of trainer ranks and history workers end with a number."""
 
 
 class RunNotLive(RuntimeError):
-    """A run has ended, or an actor of it has."""
+    """A run or one of its actors has ended."""
 
 
 @dataclass
 class Run:
-    """A run's config and data, its actors, and what tells people of it. Made by `open_run`, which
-    starts the actors, and by `attach`."""
+    """A run's config, data, actors and records. `open_run` starts the actors and makes a Run, and
+    `attach` makes one for actors that exist."""
 
     ref: RunRef
     config: TrainConfig
@@ -50,21 +50,21 @@ class Run:
     trainer: TrainerGroup
     scorers: ScorerPool
     history: HistoryWorkers
-    """Without workers when drafting is off."""
+    """Has no workers when drafting is off."""
     tracker: Tracker
     pages: StepPages
     progress: Progress
     failures: Failures
-    """Failures of its record, which end nothing."""
+    """Failures to record something. They do not end the run."""
     copies: CheckpointCopies | None = None
-    """Copies of its checkpoints, where the config names a place and this process drives the run."""
+    """Copies of the checkpoints (`trainer.checkpoint_url`), in the process that drives the run."""
 
     async def store(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the run's `engines.store.store.Store`."""
         return await self.store_client.call(method, *args, **kwargs)
 
     async def drafter_health(self, before_step: int) -> DrafterHealth:
-        """How often each drafter was right in the training steps before this one."""
+        """Return each drafter's acceptance in the training steps before this one."""
         health = DrafterHealth()
         drafted = await self.store("drafted", before_step) if self.inputs.ladder else []
         for drafter, version, num_accepted, num_rejections in drafted:
@@ -72,7 +72,7 @@ class Run:
         return health
 
     async def rows(self, method: str, *args: Any) -> StoredRows:
-        """Rows of the run's store by reference, for another process."""
+        """Return a reference to rows of the run's store, for another process."""
         return await self.store_client.rows(method, *args)
 
 
@@ -81,7 +81,8 @@ _RUNS: dict[RunRef, Run] = {}
 
 
 def attach(ref: RunRef) -> Run:
-    """Hold of this process on a live run. Raises RunNotLive when it or an actor of it has ended."""
+    """Return a live run, and attach this process to it if necessary. Raise RunNotLive when the run
+    or one of its actors has ended."""
     if ref not in _RUNS:
         _RUNS[ref] = _attach(ref)
     return _RUNS[ref]
@@ -89,9 +90,9 @@ def attach(ref: RunRef) -> Run:
 
 @contextmanager
 def attached(run: Run) -> Generator[None]:
-    """`attach` gives this one while this lasts."""
+    """Let `attach` return this run inside the block."""
     _RUNS[run.ref] = run
-    # What libraries made stays: to look through it again and again takes half a second each time.
+    # Freeze the libraries' objects: otherwise each full garbage collection takes half a second.
     gc.freeze()
     try:
         yield
@@ -134,8 +135,8 @@ def _require_live(ref: RunRef) -> None:
     file = ref.run_dir / REF_FILE
     if not file.exists() or read_model(file, RunRef) != ref:
         raise RunNotLive(
-            f"run {ref.run_dir} is live, but not where this reference says: take the one in "
-            f"{file}, which is there once the run has started"
+            f"run {ref.run_dir} is live, but this reference is outdated: use the one in "
+            f"{file}, which exists once the run has started"
         )
 
 
@@ -149,7 +150,7 @@ def _find(ref: RunRef, name: str) -> Any:
 
 
 def _find_history(ref: RunRef) -> list[Any]:
-    """One a node; none where drafting is off."""
+    """Return the history workers, one per node. Empty: drafting is off."""
     from ray.util import list_named_actors
 
     found = [
@@ -161,4 +162,4 @@ def _find_history(ref: RunRef) -> list[Any]:
 
 
 def _start(ref: RunRef) -> str:
-    return f"start it by refrain train --resume {ref.run_dir}"
+    return f"start it with refrain train --resume {ref.run_dir}"

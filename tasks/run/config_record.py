@@ -1,11 +1,11 @@
-"""A run's config in its directory: for all, with asterisks for secrets, and the secrets apart.
+"""A run's config in its directory, with the secrets in a separate file.
 
-    config.json     what may be shown, copied, sent along with a question
-    secrets.json    mode 0600, where there are secrets: `refrain train --resume NAME` needs no more
+    config.json     asterisks instead of secrets, so you can show and copy it
+    secrets.json    the secrets, mode 0600; missing if there are none
 
-A run is resumed by its name alone, days later, by a person or by what watches over it, and other
-processes attach to it: a key that had to be given anew each time would stand in shell histories and
-crontabs instead. Who must not have it on a disk leaves it in an environment variable.
+With both files, `refrain train --resume NAME` needs nothing else. Users and scripts resume a run
+days later, and other processes attach to it. If they had to give the keys each time, the keys would
+end up in shell histories and crontabs. To keep a key off the disk, use an environment variable.
 """
 
 import json
@@ -24,7 +24,7 @@ SECRETS_FILE = "secrets.json"
 
 
 def write_config(run_dir: Path, config: BaseModel) -> None:
-    """Write both files. Raises OSError on a full disk; then each is as it was."""
+    """Write both files. Raise OSError on a full disk, and leave the file unchanged."""
     file = run_dir / SECRETS_FILE
     if secrets := secrets_of(config):
         write_durably(file, json.dumps(secrets, indent=2), mode=0o600)
@@ -34,12 +34,12 @@ def write_config(run_dir: Path, config: BaseModel) -> None:
 
 
 def read_values(config_file: Path) -> dict[str, Any]:
-    """Plain values of a config that was recorded, with the secrets that this user may read."""
+    """Return the values of a recorded config, with the secrets if this user may read them."""
     return with_secrets(config_file, read_json_object(config_file))
 
 
 def with_secrets(config_file: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Values that were read from this file, with the secrets beside it."""
+    """Add the secrets beside `config_file` to values that were read from it."""
     file = config_file.with_name(SECRETS_FILE)
     if config_file.name != CONFIG_FILE or not os.access(file, os.R_OK):
         return values
@@ -47,10 +47,10 @@ def with_secrets(config_file: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_redacted(config: BaseModel) -> None:
-    """Raises ValueError for a config that has asterisks where a secret belongs."""
+    """Raise ValueError for a config that has asterisks instead of a secret."""
     secrets = fill_in(config.model_dump(mode="json"), secrets_of(config))
     if names := redacted_settings(secrets):
         raise ValueError(
-            f"{', '.join(names)}: the value was redacted, as in every record of a run, and no "
-            f"{SECRETS_FILE} that you may read has it: give it in the config file"
+            f"{', '.join(names)}: the value is redacted, as in every record of a run, and you can "
+            f"read no {SECRETS_FILE} that has it: give it in the config file"
         )

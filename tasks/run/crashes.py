@@ -1,7 +1,7 @@
-"""Crashes: failures that nobody's settings, data or code are to blame for.
+"""Crashes: failures that settings, data and code did not cause.
 
-A process or a node dies, or does not answer any more. A run goes on by itself after those, from its
-last checkpoint. Everything else is raised: it would come again, or somebody has to decide.
+In a crash, a process or node dies or stops answering. The run then resumes by itself from its last
+checkpoint. All other errors are raised, because they would happen again or need a decision.
 """
 
 import asyncio
@@ -22,29 +22,30 @@ from tasks.run.config_record import CONFIG_FILE
 from tasks.run.ray_cluster import RayDied
 
 CRASHES_FILE = "crashes.jsonl"
-"""Crashes that the run has gone on after, a `schemas.resume.Crash` a line."""
+"""File with the crashes after which the run resumed, one `schemas.resume.Crash` per line."""
 _RAISED = (ValueError, WeightSyncError, EngineFails, NoRoom, WrongFile)
-"""Errors in settings, data and code, a full memory, and weights that are not the trainer's."""
+"""Errors that are no crashes: bad settings, data, code or weights, and a full memory."""
 _CRASHED = (RayDied, EngineDied, ActorGone, NoAnswer, StoreSilent, WeightsLost)
 _OF_ANOTHER_RANK = re.compile(r"gloo/transport|NCCL|DistBackendError|[Cc]onnection (closed|reset)")
 """Errors of a trainer rank whose peer has died."""
 
 
 def is_crash(error: BaseException) -> bool:
-    """Whether to go on from the last checkpoint. The first error that decides does, from what was
-    raised to what has caused it."""
+    """Return whether to resume from the last checkpoint. Go through the causes of the error, from
+    the outermost to the innermost. The first one of a known kind decides."""
     if is_disk_full(error) or any(map(_interrupts, causes(error))):
         return False
     return next((decided for decided in map(_decides, _all(error)) if decided is not None), False)
 
 
 def _interrupts(error: BaseException) -> bool:
-    """Whether a signal has caused it. A cancellation may be how a time limit works."""
+    """Return whether a signal caused the error. A cancellation does not count: a timeout may have
+    caused it."""
     return not isinstance(error, Exception | asyncio.CancelledError)
 
 
 def _all(error: BaseException) -> Iterator[BaseException]:
-    """The error and its causes; of an actor, what it raised itself."""
+    """Yield the error and its causes, including the causes inside an actor."""
     for cause in causes(error):
         yield cause
         if isinstance(cause, ActorError) and cause.cause is not None:
@@ -64,27 +65,27 @@ def _decides(error: BaseException) -> bool | None:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Whether there is a run to go on with."""
+    """Return whether there is a run to resume."""
     return (run_dir / CONFIG_FILE).exists()
 
 
 def note_crash(run_dir: Path, error: Exception, num_left: int) -> str:
-    """Add a crash to the run's record; returns a sentence about it. `num_left`: how many more the
-    run may have."""
+    """Add a crash to the run's record. Return a sentence about it. `num_left`: crashes that the run
+    may still have, this one included."""
     steps, _ = readable_steps(run_dir)
     step = steps[-1].step if steps else 0
     crash = Crash(at_s=time.time(), step=step, error=f"{type(error).__name__}: {error}")
     before, _ = readable_lines(run_dir / CRASHES_FILE, Crash)
     lines = [one.model_dump_json() + "\n" for one in [*before, crash]]
     write_durably(run_dir / CRASHES_FILE, "".join(lines))
-    said = f"crashed {crash}; going on from the last checkpoint ({num_left - 1} more allowed)"
+    said = f"crashed {crash}; resuming from the last checkpoint ({num_left - 1} more allowed)"
     print(said, flush=True)
     return said
 
 
 def read_crashes(run_dir: Path) -> list[Crash]:
-    """Crashes of all processes of the run, the oldest first. Raises ValueError for a damaged
-    file."""
+    """Return the crashes of all processes of the run, the oldest first. Raise ValueError for a
+    damaged file."""
     crashes, wrong = readable_lines(run_dir / CRASHES_FILE, Crash)
     if wrong:
         raise ValueError(f"{wrong[0]}: remove the line")

@@ -1,5 +1,5 @@
-"""The date and the locale that a run keeps: chat templates and scorers see those of its start, on
-whatever day and machine it goes on."""
+"""The date and the locale of a run's start. Chat templates and scorers use them, also when the run
+is resumed on another day or machine."""
 
 import os
 from datetime import datetime
@@ -12,8 +12,8 @@ from tasks.run.config_record import CONFIG_FILE, read_values
 
 
 def dated(config: TrainConfig, resume: bool) -> TrainConfig:
-    """The same config with the date and the locale that it names, or those of the run that is
-    resumed, or those of now and here. Raises ValueError for a damaged record of that run."""
+    """Return the config with a date and a locale: its own, else those of the resumed run, else the
+    current ones. Raise ValueError when the recorded config of the run is damaged."""
     given = config.data.model_dump(include={"date", "locale"}, exclude_none=True)
     file = config.run_dir / CONFIG_FILE
     recorded = read_values(file)["data"] if resume and file.exists() else {}
@@ -24,6 +24,6 @@ def dated(config: TrainConfig, resume: bool) -> TrainConfig:
 
 
 def _locale() -> dict[str, str]:
-    """This process's locale, with the time zone by its name, where it has one."""
+    """Return this process's locale, with the name of the time zone if it has one."""
     _, _, zone = str(Path("/etc/localtime").resolve()).partition("zoneinfo/")
     return ({"TZ": zone} if zone else {}) | locale_of(os.environ)

@@ -1,4 +1,4 @@
-"""The end of a run whose process was killed before it could end the run itself."""
+"""End a run whose process was killed before it could end the run itself."""
 
 import os
 from pathlib import Path
@@ -8,8 +8,10 @@ from tasks.run.run_dir import cleared_up
 
 
 def end_killed(run_dir: Path, mlflow_dir: Path) -> None:
-    """Clear up after a run, an evaluation or a profile, and tell MLflow, whose files are in
-    `mlflow_dir` where it has no server. Does nothing to a live one."""
+    """Clear up after a run, an evaluation or a profile, and mark it as killed in MLflow.
+
+    `mlflow_dir`: the directory of MLflow's files, used without a server. Do nothing to a live run.
+    """
     with cleared_up(run_dir) as was_killed:
         if was_killed:
             mark_killed(run_dir, os.environ.get("MLFLOW_TRACKING_URI"), mlflow_dir)

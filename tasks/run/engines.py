@@ -1,4 +1,4 @@
-"""A run's rollout engines: those that begin its steps, and those that wait on the same GPUs."""
+"""A run's rollout engines: active ones, and those on standby on the same GPUs."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -30,14 +30,16 @@ from tasks.run.model_inputs import model_shape
 from tasks.run.ray_cluster import names_cluster
 
 HOLD_TIMEOUT_S = 120.0
-"""Longest time until Ray has the GPUs of a pool."""
+"""Seconds to wait until Ray has reserved the GPUs of a pool."""
 
 
 class Engines:
-    """A run's generation, with which `rollout` works: it stays in the process of the flow, whose
-    event loop watches the engines."""
+    """The engines, drafters and coordinator of a run, for the task `rollout`.
 
-    # Without a dictionary: Prefect writes down what a flow is given as far as it can look into it.
+    They stay in the process of the flow, because its event loop watches the engines.
+    """
+
+    # Use slots: Prefect serializes a flow's arguments as far as it finds a `__dict__`.
     __slots__ = (
         "_receivers",
         "_rolled_out_s",
@@ -64,40 +66,46 @@ class Engines:
         trainer_leaves: bool = False,
         receivers: Sequence[RayEngine] = (),
     ) -> None:
-        """`policy_version`: that the run is at; `pools`: of engines that share GPUs, without
-        `pat.tp_degrees` each has its own; `keeps_weights`: whether an engine on standby does;
-        `gpus`: of their nodes, that others may have in turn with them; `trainer_leaves`: whether
-        the state of a trainer there is in host memory while they generate; `receivers`: those that
-        take weights from it on their GPUs."""
+        """Make the engines of a run.
+
+        `policy_version`: the run's current version. `pools`: engines that share GPUs. Empty without
+        `pat.tp_degrees`: then each engine has its own. `keeps_weights`: whether an engine on
+        standby keeps its weights. `gpus`: the engines' GPUs, if they take turns with the trainer.
+        `trainer_leaves`: whether the trainer's state moves to host memory during rollouts.
+        `receivers`: engines that receive weights from the trainer on their GPUs.
+        """
         self.coordinator = coordinator
         self.drafters = drafters
         self.pools = pools
         self.forgone = Forgone()
-        """Savings forgone, as of `MoveModel`, since the engines began in the lowest layout."""
+        """Savings that were not taken (see `MoveModel`), since the engines began in the lowest
+        layout."""
         self.keeps_weights = keeps_weights
         self.gpus = tuple(gpus)
         self.trainer_leaves = trainer_leaves
         self.turns = Turns({}, Role.ENGINES)
         self.queued = Milestone[None](policy_version, None)
-        """Steps whose rollouts are queued here."""
+        """The last step whose rollouts are queued."""
         self._receivers = tuple(receivers)
         self._rolled_out_s = 0.0
-        """End of the last generation stage, on the event loop's clock."""
+        """End of the last rollout stage, on the event loop's clock."""
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Engines to plan with."""
+        """Engines that a plan can use."""
         return self.coordinator.living
 
     def hand_over(self) -> HandOver | None:
-        """Those that the trainer can hand weights to now; None where all take files."""
+        """Return the engines that can receive weights on their GPUs now. None: all engines read
+        files."""
         if not self._receivers:
             return None
         there = {one.index: one.actor for one in self._receivers if one.actor is not None}
         return HandOver(there, self._receivers[0].stall_timeout_s)
 
     def take_turns(self, trainer: TrainerGroup) -> None:
-        """Leave the GPUs to the trainer when the engines have started, and in turn from then on."""
+        """Share the GPUs with the trainer in turns. The trainer gets them first, as soon as the
+        engines have started."""
         self.turns = Turns({Role.ENGINES: self.coordinator, Role.TRAINER: trainer}, Role.TRAINER)
 
     async def start(self) -> None:
@@ -107,12 +115,16 @@ class Engines:
 
     @property
     def rolled_out_s(self) -> float:
-        """End of the last generation stage, on the event loop's clock; 0 before the first."""
+        """End of the last rollout stage, on the event loop's clock. 0: before the first."""
         return self._rolled_out_s
 
     def timeline(self, outcome: Outcome, since_s: float | None = None) -> Timeline:
-        """Timeline of a generation stage since the one before ended; asked for in their order.
-        `since_s`: that end, of a stage in several batches, between which others may have ended."""
+        """Return the timeline of a rollout stage, from the end of the stage before. Call this once
+        per stage, in order.
+
+        `since_s`: that earlier end, for a stage in several batches: other stages may have ended in
+        between.
+        """
         begin_s = (self._rolled_out_s if since_s is None else since_s) or outcome.started_s
         self._rolled_out_s = outcome.finished_s
         return self.coordinator.timeline(begin_s, outcome.finished_s)
@@ -127,12 +139,14 @@ async def make_generation(
     engine_class: type[VLLMEngine] = VLLMEngine,
     learnt: Mapping[int, str] | None = None,
 ) -> Engines:
-    """Nothing of it is started. `say` is told of drafters that die, and of engines that are gone;
-    `engine_class` is not for engines that share GPUs; `learnt` is what drafting of each engine
-    begins with (`Store.learnt`).
+    """Make a run's engines and drafters. Start none.
 
-    Raises ValueError when there is no memory for engines of several TP degrees, and when weights
-    are to stay on GPUs that are not there.
+    `say` receives messages about drafters that die and engines that are lost. `engine_class` does
+    not apply to engines that share GPUs. `learnt`: the drafting state that each engine begins with
+    (`Store.learnt`).
+
+    Raise ValueError when engines of several TP degrees do not fit into memory, or when
+    rollout.weights is ipc and there are no GPUs.
     """
     times = latency.profile.model_dump_json() if latency else None
     exports = config.rollout.metrics and names_cluster()
@@ -183,12 +197,12 @@ async def make_generation(
 def _receivers(
     config: TrainConfig, engines: Sequence[RayEngine], held: Mapping[str, HeldGpus]
 ) -> list[RayEngine]:
-    """Engines that take weights from the trainer on their GPUs; those of other layouts have no
-    memory for them then. Raises ValueError when there are no GPUs."""
+    """Return the engines that receive weights from the trainer on their GPUs. Engines of other
+    layouts have no memory for weights at that time. Raise ValueError when there are no GPUs."""
     if not config.takes_turns or config.rollout.weights == "file":
         return []
     if not held:
-        raise ValueError("rollout.weights is ipc, and there are no GPUs: set rollout.weights=file")
+        raise ValueError("rollout.weights is ipc, but there are no GPUs: set rollout.weights=file")
     return [engine for engine in engines if engine.tp_degree == config.rollout.tp_degree]
 
 
@@ -200,7 +214,7 @@ def _make_engines(
     held: Mapping[str, HeldGpus],
     learnt: Mapping[int, str],
 ) -> tuple[list[RayEngine], Sequence[Pool], bool]:
-    """Engines, their pools, and whether one on standby keeps its weights."""
+    """Return the engines, their pools, and whether an engine on standby keeps its weights."""
     rollout, pat = config.rollout, config.pat
     pools, specs = plan_pools(
         rollout.num_engines, rollout.tp_degree, pat.tp_degrees, pat.gpus_per_node
@@ -264,7 +278,8 @@ def _pooled(
 
 
 async def _hold(config: TrainConfig, placement: GpuPlacement) -> dict[str, HeldGpus]:
-    """GPUs that Ray has set aside for whoever shares them, by the name of what wants them."""
+    """Let Ray reserve the GPUs that several parts of the run share. Return them by the name of the
+    engine or pool."""
     if not placement.num_gpus or not (config.pat.tp_degrees or config.takes_turns):
         return {}
     wanted = wanted_by_engines(config)
@@ -275,21 +290,21 @@ async def _hold(config: TrainConfig, placement: GpuPlacement) -> dict[str, HeldG
 
 
 def _shared_gpu(config: TrainConfig, held: Mapping[str, HeldGpus]) -> SharedGpu | None:
-    """Memory of a GPU that engines and trainer share; None where there is none or it is not known,
-    and whoever leaves takes all along."""
+    """Return the memory plan of a GPU that engines and trainer share. None: there is no such GPU,
+    or its plan is not known. In that case, each side frees all of its memory when it leaves."""
     gpu_bytes = min((gpus.total_bytes for gpus in held.values()), default=0)
     if not config.takes_turns or not gpu_bytes:
         return None
     try:
         shape = model_shape(config)
-    except ValueError:  # The check has said that memory is not planned.
+    except ValueError:  # The check before the run has reported that memory is not planned.
         return None
     return share_gpu(config, shape, gpu_bytes)
 
 
 def _beside_trainer(config: TrainConfig, shared: SharedGpu | None) -> RolloutConfig:
-    """Settings of engines that start again while the trainer's state is on their GPUs: vLLM wants
-    its whole share free."""
+    """Return rollout settings for engines that restart while the trainer's state is on their GPUs.
+    vLLM starts only if its whole share of the memory is free, so lower the share."""
     rollout = config.rollout
     if shared is None or shared.state_leaves or rollout.kv_cache_bytes is None:
         return rollout
@@ -298,7 +313,8 @@ def _beside_trainer(config: TrainConfig, shared: SharedGpu | None) -> RolloutCon
 
 
 def _keeps_weights(config: TrainConfig, held: Mapping[str, HeldGpus]) -> bool:
-    """Raises ValueError when there is no memory for all layouts."""
+    """Return whether engines on standby keep their weights. Raise ValueError when there is no
+    memory for all layouts."""
     weight_bytes = model_shape(config).weight_bytes
     kv_cache_bytes = config.rollout.kv_cache_bytes
     if not held:
@@ -312,8 +328,8 @@ def _keeps_weights(config: TrainConfig, held: Mapping[str, HeldGpus]) -> bool:
         return True
     if kv_cache_bytes is None:
         raise ValueError(
-            "rollout.kv_cache_bytes is not set: engines of several TP degrees on the same GPUs "
-            "cannot each take what is free; set it to what one process may have for its KV cache"
+            "rollout.kv_cache_bytes is not set: engines of several TP degrees share GPUs, so none "
+            "can take all free memory. Set it to the size of one process's KV cache"
         )
     gpu_bytes = min(gpus.memory_bytes for gpus in held.values())
     choice = plan_parked_weights(

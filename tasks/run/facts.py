@@ -1,4 +1,4 @@
-"""Facts that MLflow is told of a run: on what it runs, by which profile, its checkpoints."""
+"""Log facts about a run to MLflow: its environment, data, profile, changes and checkpoints."""
 
 import time
 from hashlib import sha256
@@ -23,18 +23,18 @@ from tasks.run.preflight import Inputs
 from tasks.run.run_dir import CONFIG_FILE, read_changes
 
 CONTENTS = """\
-| artifact | what it holds |
+| artifact | content |
 |---|---|
-| `config.json`, `environment.json` | the settings, and what the run's last process ran on |
-| `changes.json` | settings that were changed when the run was resumed, if any were |
-| `profile.json` | the latency profile that decisions were made by, if there is one |
-| `plans/` | each step's plan: which engine generates what, in which order |
+| `config.json`, `environment.json` | the settings, and the machine of the run's last process |
+| `changes.json` | settings that changed when the run was resumed, if any |
+| `profile.json` | the latency profile that the run's decisions used, if any |
+| `plans/` | each step's plan: which engine generates which prompts, in which order |
 | `rollouts/` | 32 rollouts of each step; all are in `refrain.duckdb` in the run's directory |
-| `timelines/`, `moves/` | what each engine did when, and the requests that were moved |
+| `timelines/`, `moves/` | the work of each engine over time, and the moves of requests |
 | `distributions/` | response lengths and acceptance by drafter |
-| `checkpoints.json` | the checkpoints that there are, Hugging Face directories |
+| `checkpoints.json` | the existing checkpoints, which are Hugging Face directories |
 """
-"""MLflow's page shows it as the run's description."""
+"""Description of the run on MLflow's page."""
 
 
 def log_run_facts(tracker: Tracker, config: TrainConfig, inputs: Inputs) -> None:
@@ -64,7 +64,8 @@ def log_run_facts(tracker: Tracker, config: TrainConfig, inputs: Inputs) -> None
 
 
 def exactness(config: TrainConfig, *, on_gpus: bool) -> str:
-    """Facts that a token of this run may depend on, beside its sample's key and the policy."""
+    """Return a sentence about what tokens of this run may depend on, apart from the sample key and
+    the policy."""
     if config.model.dtype == "float32":
         return "float32: nothing" if not on_gpus else "float32: a tie, on the order of additions"
     if on_gpus and config.rollout.batch_invariant:
@@ -91,14 +92,14 @@ def log_datasets(tracker: Tracker, config: TrainConfig, inputs: Inputs) -> None:
 
 
 def _prefect_run() -> dict[str, str]:
-    """The Prefect run that made the run last, where one did, and its page, where there is one."""
+    """Return tags with the Prefect flow run of this process and its page, if there are any."""
     run = {"refrain.prefect_run": this_flow_run.id, "refrain.prefect_page": this_flow_run.ui_url}
     return {name: value for name, value in run.items() if value}
 
 
 def log_changes(tracker: Tracker, config: TrainConfig) -> None:
-    """Settings that were changed when the run was resumed, as tags `changed/NAME` that runs can be
-    compared by: MLflow's own parameters stay those that it began with."""
+    """Log settings that changed when the run was resumed, as tags `changed/NAME`. You can compare
+    runs by these tags. MLflow's parameters keep the values of the run's start."""
     changes = read_changes(config.run_dir)
     if not changes:
         return
@@ -116,14 +117,14 @@ def log_changes(tracker: Tracker, config: TrainConfig) -> None:
 
 
 def log_profile(tracker: Tracker, config: TrainConfig) -> None:
-    """The file of the run's profile, where it names one."""
+    """Log the file of the run's profile, if one is set."""
     if config.profile is not None:
         path = find_profile(config.profile, config.runs_dir)
         tracker.log_file(None, PROFILE_FILE, path.read_bytes())
 
 
 def log_checkpoints(tracker: Tracker, directory: Path) -> None:
-    """Those that can be restored now."""
+    """Log the checkpoints that can be restored now."""
     found: list[tuple[Path, CheckpointState]] = [
         (path, read_state(path)) for path in complete_checkpoints(directory)
     ]

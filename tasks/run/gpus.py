@@ -1,4 +1,4 @@
-"""The GPUs that a run wants, where there are any."""
+"""The GPUs that each part of a run needs on a machine with GPUs."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ TRAINER = "the trainer"
 
 
 def wanted_gpus(config: TrainConfig) -> list[Wanted]:
-    """GPUs of all parts of a training run."""
+    """Return the GPUs of all parts of a training run."""
     drafters = config.engine.drafter_processes
     engines = wanted_by_engines(config)
     own = tuple(one.what for one in engines)
@@ -18,7 +18,7 @@ def wanted_gpus(config: TrainConfig) -> list[Wanted]:
     return [
         *engines,
         *(
-            # Those of one drafter share the engines, see `Drafters`.
+            # The processes of one drafter divide the engines among them, see `Drafters`.
             Wanted(drafter_name(i), 1, "specactor.draft_models", beside=own)
             for i in range(len(drafters))
         ),
@@ -27,12 +27,14 @@ def wanted_gpus(config: TrainConfig) -> list[Wanted]:
 
 
 def num_devices(config: TrainConfig) -> int:
-    """GPUs of a run, each counted once; where there is none, the processes that would have one."""
+    """Return the number of a run's GPUs, each counted once. Without GPUs, the number of processes
+    that would have one."""
     return sum(one.num_gpus for one in wanted_gpus(config) if not one.within)
 
 
 def wanted_by_engines(config: TrainConfig) -> list[Wanted]:
-    """GPUs of the rollout engines; those that share some have a pool's."""
+    """Return the GPUs of the rollout engines: one entry per engine, or per pool of engines that
+    share GPUs."""
     rollout, pat = config.rollout, config.pat
     pools, specs = plan_pools(
         rollout.num_engines, rollout.tp_degree, pat.tp_degrees, pat.gpus_per_node

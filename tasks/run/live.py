@@ -1,7 +1,8 @@
-"""A run from its start to its end, in the process of its flow.
+"""Open and close a run in the process of its flow.
 
-Prefect passes small typed models between tasks, a reference to the run among them. With `attach`
-they find its actors, in this process or in any other; the engines' coordinator stays here.
+Prefect passes small typed models between tasks. One of them is a reference to the run. With it,
+`attach` finds the run's actors from this process or any other. The engines' coordinator stays in
+this process.
 """
 
 import asyncio
@@ -56,14 +57,14 @@ from tasks.run.run_dir import (
 from tasks.run.run_log import RunLog
 
 FETCH_S = 3600.0
-"""Longest time in which a run that is resumed gets a checkpoint back from its copy."""
+"""Seconds that a resumed run may take to fetch the copy of a checkpoint."""
 HURRIED_COPY_S = 5.0
-"""Longest time that a run which did not finish waits for the copies of its checkpoints."""
+"""Seconds that an unfinished run waits for the copies of its checkpoints when it ends."""
 
 
 @dataclass(frozen=True)
 class LiveRun:
-    """A run with everything started, in the process of its flow."""
+    """A run whose actors and engines have started, in the process of its flow."""
 
     run: Run
     engines: Engines
@@ -76,10 +77,10 @@ class LiveRun:
 
 @asynccontextmanager
 async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]:
-    """Validate, claim the run's directory, start the actors, go back to the last checkpoint. Raises
-    ValueError for bad input, before anything is started.
+    """Validate, claim the run's directory, start the actors, and restore the last checkpoint. Raise
+    ValueError for bad input before anything starts.
 
-    On leaving, everything that was started is stopped, whatever happened.
+    After the block, stop everything that was started, also after errors.
     """
     config = dated(config, resume)
     inputs = read_inputs(config)
@@ -91,7 +92,7 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
         check_mirror(config, resume, changes)
         lock = claim_run_dir(config, resume)
         stack.callback(lock.release)
-        # What outlives Ray.
+        # Kill the processes that survive Ray's end.
         stack.callback(stop_leftovers, config.run_dir)
         take_up(located, found)
         terminal = TerminalProgress()
@@ -113,9 +114,9 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
         progress.phase("starting Ray, the trainer and the engines")
         placement = stack.enter_context(ray_cluster(config.name, wanted_gpus(config)))
         advice = (
-            f"Ray's logs are in {ray_logs()}; short of memory, the system kills. "
-            f"All that was finished is kept: refrain train --resume {config.run_dir}, with "
-            "rollout.num_engines=N behind it where there are fewer GPUs now"
+            f"Ray's logs are in {ray_logs()}. The system may have killed it for lack of memory. "
+            f"Finished rollouts are kept: refrain train --resume {config.run_dir}. Add "
+            "rollout.num_engines=N to this command if there are fewer GPUs now"
         )
         async with while_ray_lives(advice):
             live = await _start_actors(
@@ -132,7 +133,7 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
 
 @contextmanager
 def recorded(run: Run) -> Generator[None]:
-    """Let tasks of this process work on the run; tell MLflow how it ended."""
+    """Let tasks of this process use the run, and report its end to MLflow."""
     try:
         with attached(run):
             yield
@@ -149,9 +150,12 @@ def recorded(run: Run) -> Generator[None]:
 
 
 def _fetch_lost(config: TrainConfig, found: Resumption, failures: Failures) -> Path | None:
-    """Fetch what a run that is resumed has lost; returns the checkpoint to go on from. A place that
-    does not answer is a failure of the record where the run has a checkpoint of its own; without
-    one it would begin anew."""
+    """Fetch a newer checkpoint from the mirror, if there is one. Return the checkpoint to resume
+    from.
+
+    If the mirror fails, record that and use the run's own checkpoint. Without one, raise the error:
+    the run would start from the beginning.
+    """
     mirror = mirror_of(config)
     if mirror is None:
         return found.checkpoint
@@ -169,8 +173,8 @@ def _fetch_lost(config: TrainConfig, found: Resumption, failures: Failures) -> P
 async def go_back(
     checkpoint: Path | None, loader: PromptLoader, store: StoreClient, max_staleness: int
 ) -> int:
-    """Policy version of a checkpoint, 0 without one; the store forgets what was done after it.
-    Raises ValueError for a checkpoint of other data."""
+    """Truncate the store to a checkpoint. Return its policy version, or 0 without a checkpoint.
+    Raise ValueError for a checkpoint of other data."""
     version = 0
     if checkpoint is not None:
         state = read_state(checkpoint)
@@ -216,7 +220,7 @@ async def _start_actors(
         history.start(inputs.loader.steps_per_epoch, anew=checkpoint is None)
     scorers = ScorerPool(config, SCORER)
     stack.push_async_callback(scorers.shutdown)
-    if gpus:  # Engines find them empty.
+    if gpus:  # Start the engines first, because they need empty GPUs.
         await asyncio.gather(engines.start(), scorers.start())
         await trainer.start(checkpoint)
     else:
@@ -227,7 +231,7 @@ async def _start_actors(
     canaries = list(dict.fromkeys(prompt.token_ids for prompt in prompts))
     weights = await trainer.publish(version, canaries)
     for failure in weights.not_handed:
-        progress.phase(f"{failure}; it takes the weights' file")
+        progress.phase(f"{failure}; it reads the weights from their file instead")
     for warning in weights.warnings:
         progress.warn(warning)
     actors = (store, trainer, scorers, history)
@@ -249,7 +253,7 @@ def _make_run(
     progress: Progress,
     failures: Failures,
 ) -> Run:
-    """The run with everything that records it."""
+    """Return the run with its tracker, pages and checkpoint copies."""
     tracker = Tracker(config, os.environ.get("MLFLOW_TRACKING_URI"), failures)
     with failures.contained("recording facts about the run"):
         log_run_facts(tracker, config, inputs)
@@ -262,7 +266,7 @@ def _make_run(
 
 
 def make_ref(config: TrainConfig, policy_version: int) -> RunRef:
-    """Address of the run that this process drives in the Ray cluster that it is in."""
+    """Return the reference to this process's run, with the address of its Ray cluster."""
     import ray
 
     context = ray.get_runtime_context()
@@ -277,7 +281,7 @@ def make_ref(config: TrainConfig, policy_version: int) -> RunRef:
 
 
 async def write_summary(run: Run, wall_s: float) -> RunSummary:
-    """Write `summary.json`; `wall_s` is this process's own time."""
+    """Write `summary.json`. `wall_s`: seconds that this process has run."""
     summary: RunSummary = await run.store("summary", wall_s)
     run.tracker.log_metrics(summary_metrics(summary), summary.steps)
     if run.copies and run.copies.missing():
@@ -293,7 +297,6 @@ async def write_summary(run: Run, wall_s: float) -> RunSummary:
 
 
 def missing_record(run: Run) -> list[str]:
-    """Records of the run that MLflow, Prefect and the place of its copies do not have, in sentences
-    for people."""
+    """Return sentences about records that MLflow, Prefect or the mirror do not have yet."""
     copies = run.copies.missing() if run.copies else []
     return [*run.tracker.missing(), *run.pages.missing(), *copies]

@@ -1,4 +1,4 @@
-"""Whether a run fits on this machine, said before anything is started."""
+"""Check that a run fits on this machine before anything starts."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -26,24 +26,26 @@ ON_CLUSTER = "GPUs and memory of the cluster are counted when the run starts."
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Memory that a run takes of the machine."""
+    """Memory of the machine that a run needs."""
 
     says: str
-    """A sentence about it."""
+    """A sentence about the memory."""
     needs: tuple[Need, ...] = ()
-    """Place by place, where it is known."""
+    """The need of each kind of memory (GPUs, host, disk). Empty: not known."""
 
 
 def check_training_fits(config: TrainConfig) -> str:
-    """Check that engines, drafters and trainer fit on this machine, where the run is to be here;
-    what it will take, in a sentence. Raises ValueError with the arithmetic when it does not fit, or
-    when the CUDA build has no GPU."""
+    """Check that engines, drafters and trainer fit on this machine. Return a sentence about their
+    memory. On a cluster, the check happens when the run starts.
+
+    Raise ValueError with the arithmetic when they do not fit, or when the CUDA build finds no GPU.
+    """
     return plan_training(config).says
 
 
 def plan_training(config: TrainConfig, gpus: str | None = None) -> MemoryPlan:
-    """Memory of every role on this machine, or on `gpus`, as in 8xH100-80GB. Raises ValueError as
-    `check_training_fits` does."""
+    """Plan the memory of every role on this machine, or on `gpus`, for example 8xH100-80GB. Raise
+    the errors of `check_training_fits`."""
     wanted = wanted_gpus(config)
     if gpus is not None:
         return _on_gpus(config, wanted, parse_nodes(gpus), f"Planned for {gpus}.")
@@ -52,11 +54,11 @@ def plan_training(config: TrainConfig, gpus: str | None = None) -> MemoryPlan:
     if num_gpus := check_gpus(wanted):
         says, gpu_bytes = _taken(wanted, num_gpus), gpu_memory()
         if gpu_bytes is None:
-            return MemoryPlan(f"{says} Their memory is not planned: nvidia-smi does not tell it.")
+            return MemoryPlan(f"{says} Their memory is not planned: nvidia-smi does not report it.")
         return _on_gpus(config, wanted, _here(config, num_gpus, gpu_bytes), says)
     if config.rollout.weights == "ipc":
         raise ValueError(
-            "rollout.weights is ipc, and there is no GPU here that weights could stay on: set "
+            "rollout.weights is ipc, but this machine has no GPU to keep weights on: set "
             "rollout.weights=file"
         )
     need = _host_need(config, config.trainer.num_processes)
@@ -89,13 +91,14 @@ def _here(config: TrainConfig, num_gpus: int, gpu_bytes: float) -> Nodes:
 
 
 def _disk_bytes(config: TrainConfig) -> float:
-    """Room for checkpoints: what is free, and what the run's own have, which make way."""
+    """Return the bytes for checkpoints: the free space, and the run's own checkpoints, which new
+    ones replace."""
     own = (path for path in checkpoints_dir(config).rglob("*") if path.is_file())
     return room_of(config.run_dir).free_bytes + sum(path.stat().st_size for path in own)
 
 
 def check_engines_fit(config: TrainConfig) -> str:
-    """Check as `check_training_fits` does, without a trainer."""
+    """Check the engines alone, like `check_training_fits`."""
     wanted = wanted_by_engines(config)
     if names_cluster():
         return ON_CLUSTER
@@ -121,8 +124,8 @@ def _check_host(need: HostNeed) -> str:
 
 
 def check_gpus(wanted: Sequence[Wanted]) -> int:
-    """Number of this machine's GPUs; 0 where everything runs on CPUs, or on a cluster. Raises
-    ValueError when they are too few, or when the CUDA build has none."""
+    """Return the number of this machine's GPUs. 0: the run uses CPUs or a cluster. Raise ValueError
+    when there are too few, or when the CUDA build finds none."""
     num_gpus = 0 if names_cluster() else require_gpus()
     if num_gpus:
         place(wanted, {"this machine": num_gpus})

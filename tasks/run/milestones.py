@@ -1,4 +1,4 @@
-"""How far a run has come, and waiting until it has come so far."""
+"""Milestones of a run's steps. Tasks wait until a step has reached one."""
 
 import asyncio
 from typing import Any, Generic, TypeVar
@@ -10,11 +10,13 @@ T = TypeVar("T")
 
 
 class Milestone(Generic[T]):
-    """A count of steps that only grows, with what the last ones of them left. A wait ends with the
-    flow it is part of: a step that fails ends the others."""
+    """The number of the last step that reached a milestone, with a value from each recent step.
+
+    A wait has no timeout, but it ends with its flow: a step that fails cancels the others.
+    """
 
     def __init__(self, reached: int, left: T, num_kept: int = 1) -> None:
-        """`left`: by the step that is reached already."""
+        """`left`: value of the step `reached`. `num_kept`: number of latest values to keep."""
         self.reached = reached
         self._left = {reached: left}
         self._num_kept = num_kept
@@ -22,11 +24,11 @@ class Milestone(Generic[T]):
 
     @property
     def last(self) -> T:
-        """Legacy of the last step."""
+        """Value of the last step that reached the milestone."""
         return self._left[self.reached]
 
     async def reach(self, step: int, left: T) -> None:
-        """One step after the other."""
+        """Mark the milestone as reached by `step`, with its value. Wait for the step before."""
         assert step > self.reached, f"step {step} after step {self.reached}"
         async with self._moved:
             await self._moved.wait_for(lambda: self.reached == step - 1)
@@ -40,25 +42,25 @@ class Milestone(Generic[T]):
             await self._moved.wait_for(lambda: self.reached >= step)
 
     async def left_by(self, step: int) -> T:
-        """Legacy of a step, once it has reached the milestone."""
+        """Wait until a step has reached the milestone, and return its value."""
         await self.wait(step)
         return self._left[step]
 
 
 class Milestones:
-    """How far the steps of a run have come, in the process of its flow.
+    """The milestones of a run's steps, in the process of its flow.
 
-    begun       its flow, with what Prefect's graph knows it by
+    begun       the step's flow has begun; the value is its call in Prefect's graph
     queued      its rollouts are queued at the engines, behind those of the step before
-    published   its policy version is there for the engines
-    validated   its policy version is validated, where that is due
-    reported    trained, and its figures are written
-    committed   saved, where a checkpoint is due; the next step generates meanwhile, unless the
-                trainer's state must leave the GPUs for that
-    drawn       with pictures and pages
+    published   its policy version is available to the engines
+    validated   its policy version is validated, if that is due
+    reported    it is trained, and its metrics are written
+    committed   its checkpoint is saved, if one is due. The next step's rollouts run meanwhile,
+                unless the trainer's state must leave the GPUs first
+    drawn       its pictures and pages are made
     """
 
-    # Without a dictionary: Prefect writes down what a flow is given as far as it can look into it.
+    # Use slots: Prefect serializes a flow's arguments as far as it finds a `__dict__`.
     __slots__ = (
         "_max_staleness",
         "_num_steps",
@@ -80,12 +82,12 @@ class Milestones:
         *,
         validates: bool = False,
     ) -> None:
-        """`weights`: of the policy version that the run is at; `queued`: the engines' own;
-        `validates`: somebody says of each policy version that it is validated, or need not be."""
+        """`weights`: of the run's current policy version. `queued`: the engines' milestone.
+        `validates`: the run marks each policy version as validated, even if none is due."""
         step = weights.policy_version
         self._max_staleness = max_staleness
         self._num_steps = num_steps
-        # Of those at which a validation or a step may begin to look.
+        # Keep the values of all steps that a validation or a later step may still wait for.
         self.begun = Milestone[list[Any] | None](step, None, num_kept=2 + max_staleness)
         self.queued = queued
         self.published = Milestone(step, weights, num_kept=1 + max_staleness)
@@ -95,15 +97,16 @@ class Milestones:
         self.drawn = Milestone[StepReport | None](step, None)
 
     async def admits(self, step: int) -> None:
-        """Return when a step's flow may be made. In a pipeline one is made beforehand: it takes
-        Prefect a moment."""
+        """Return when the flow of a step may be created. A pipelined run creates it early, because
+        this takes Prefect a moment."""
         await self.turn(step - self._max_staleness)
 
     async def turn(self, step: int) -> None:
-        """Return when a step may begin: in a pipeline behind the rollouts of the one before."""
+        """Return when a step may begin: after the step before, or in a pipelined run as soon as
+        that one's rollouts are queued."""
         await (self.queued if self._max_staleness else self.reported).wait(step - 1)
 
     async def next_is_queued(self, step: int) -> None:
-        """Return when the step after this one is generating, if there is one: then there is time
-        for what holds up no step."""
+        """Return when the rollouts of the next step are queued, if there is one. Work that delays
+        no step can then begin."""
         await self.queued.wait(min(step + 1, self._num_steps))

@@ -1,4 +1,4 @@
-"""Models, looked at before anything expensive is started: their weights, tokens and shapes."""
+"""Check the weights, tokens and shapes of models before anything expensive starts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,15 +25,15 @@ from schemas.trainer import LoraConfig
 
 GENERATION = "generation_config.json"
 _CONTEXT = 4096
-"""Context of a model that does not say it."""
+"""Context in tokens of a model whose config has none."""
 
 
 def check_model(model: ModelConfig, setting: str = "model.path") -> tuple[str, ...]:
-    """Refuse a directory that is no model, and weights that do not fit its config or are not
-    finite. Raises ValueError that names the setting. Returns what was not looked at."""
+    """Check that a directory is a model, and that its weights are finite and fit its config. Raise
+    ValueError that names the setting. Return warnings about parts that were not checked."""
     verify_model(model.path)
     check_model_dir(model.path, setting)
-    # Only here: torch takes seconds to load.
+    # Imported here, because torch takes seconds to load.
     from engines.learn.export import find_start_files
     from engines.learn.finite import check_finite
     from engines.learn.rehearsal import check_weights_fit
@@ -48,7 +48,7 @@ def check_model(model: ModelConfig, setting: str = "model.path") -> tuple[str, .
 
 
 def _check_generation_config(path: Path) -> None:
-    """Raises ValueError for a file that trainer or engines would refuse or pass over."""
+    """Raise ValueError for a file that the trainer or the engines would refuse or ignore."""
     from transformers import GenerationConfig
 
     file = path / GENERATION
@@ -57,17 +57,17 @@ def _check_generation_config(path: Path) -> None:
     read_json_object(file)
     try:
         GenerationConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # Each value is checked in its own way.
+    except Exception as error:  # Each setting may raise another kind of error.
         raise ValueError(
-            f"{file} is refused by transformers: {error}. Copy it again, or take out the setting"
+            f"{file} is refused by transformers: {error}. Copy it again, or remove the setting"
         ) from error
 
 
 def check_head_known(given: ModelConfig | Path, max_tokens: int | None = None) -> tuple[str, ...]:
-    """Raises ValueError when the trainer would compute other log-probabilities than the model: by
-    its head, or by its layers. Returns sentences about what could not be compared.
+    """Raise ValueError when the head or the layers of the trainer would compute other
+    log-probabilities than the model's. Return warnings when they could not be compared.
 
-    `max_tokens`: of the longest sample; the model's context by default.
+    `max_tokens`: length of the longest sample. Default: the model's context.
     """
     from engines.learn.fidelity import check_fidelity
     from engines.learn.head import check_head
@@ -80,16 +80,16 @@ def check_head_known(given: ModelConfig | Path, max_tokens: int | None = None) -
         if text.model_type not in KNOWN_HEADS:
             check_head(config, trust_remote_code=trust)
         why = check_fidelity(config, context, trust_remote_code=trust)
-    except Exception as error:  # Each model type checks its values in its own way.
+    except Exception as error:  # Each model type may raise another kind of error.
         raise ValueError(f"model.path: {model.path} cannot be trained: {error}") from error
     if why is None:
         return ()
-    return (f"model.path: no small copy of {model.path} was compared with transformers: {why}",)
+    return (f"model.path: {model.path} could not be compared with transformers: {why}",)
 
 
 def check_lora(model: ModelConfig, lora: LoraConfig | None) -> tuple[str, ...]:
-    """Raises ValueError when adapters cannot be put into the model, or not be merged. Returns
-    sentences about layers that get none."""
+    """Raise ValueError when LoRA adapters cannot be added to the model or merged. Return warnings
+    about layers without adapters."""
     if lora is None:
         return ()
     if not isinstance(lora.target_modules, str):
@@ -100,12 +100,12 @@ def check_lora(model: ModelConfig, lora: LoraConfig | None) -> tuple[str, ...]:
 
 
 def model_shape(config: TrainConfig) -> ModelShape:
-    """Shape of the policy, as the engines hold it."""
+    """Return the shape of the policy in the engines' dtype."""
     return _shape_of(config.model)
 
 
 def drafter_shapes(config: TrainConfig) -> dict[str, ModelShape]:
-    """Shapes of the draft models, by name."""
+    """Return the shapes of the draft models by name."""
     models = config.specactor.draft_models
     return {model.name: _shape_of(_like(config.model, model)) for model in models}
 
@@ -116,7 +116,7 @@ def _shape_of(model: ModelConfig) -> ModelShape:
 
 
 def _like(policy: ModelConfig, model: DraftModel) -> ModelConfig:
-    """A draft model, held as the policy is."""
+    """Return the model config of a draft model, with the policy's dtype and other settings."""
     return policy.model_copy(update={"path": model.path})
 
 
@@ -127,9 +127,12 @@ def check_draft_models(
     max_tokens: int,
     lengths: str,
 ) -> None:
-    """Raises ValueError when a draft model cannot draft for the policy, or holds no sequence of
-    `max_tokens`. For the message: `setting` names the draft models, and `lengths` the settings
-    whose sum `max_tokens` is."""
+    """Raise ValueError when a draft model cannot draft for the policy, or when its context is
+    shorter than `max_tokens`.
+
+    For the message, `setting` names the setting of the draft models, and `lengths` the settings
+    that add up to `max_tokens`.
+    """
     if not draft_models:
         return
     of_policy = _vocabulary(policy)
@@ -142,7 +145,7 @@ def check_draft_models(
         if context and max_tokens > context:
             raise ValueError(
                 f"{setting}: {given.path} has a context of {context} tokens, but {lengths} is "
-                f"{max_tokens}: lower one of them, or take another drafter"
+                f"{max_tokens}: lower one of these settings, or use another draft model"
             )
 
 
@@ -152,12 +155,14 @@ def _vocabulary(model: ModelConfig) -> Vocabulary:
 
 
 def text_config(model: ModelConfig) -> Any:
-    """Hugging Face configuration of a model directory, of its language part. Raises ValueError."""
+    """Return the Hugging Face config of a model's language part. Raise ValueError when it cannot be
+    read."""
     return hf_config(model).get_text_config()
 
 
 def hf_config(model: ModelConfig) -> Any:
-    """Hugging Face configuration of a model directory. Raises ValueError."""
+    """Return the Hugging Face config of a model directory. Raise ValueError when it cannot be
+    read."""
     from transformers import AutoConfig, PretrainedConfig
 
     file = model.path / "config.json"
@@ -167,31 +172,32 @@ def hf_config(model: ModelConfig) -> Any:
                 model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
             )
             if not isinstance(config.get_text_config(), PretrainedConfig):
-                raise TypeError("the part about its language model is no configuration")
+                raise TypeError("the config of its language part is not a PretrainedConfig")
             return config
-        except Exception as error:  # Each model type checks its values in its own way.
+        except Exception as error:  # Each model type may raise another kind of error.
             raise ValueError(f"{file} is refused by transformers: {error}") from error
 
 
 def read_tokenizer(model: ModelConfig) -> Any:
-    """Tokenizer of a model, whose tokens it has rows for. Raises ValueError."""
+    """Return the tokenizer of a model. Raise ValueError when the model's embedding has no row for
+    one of its tokens."""
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     num_rows = text_config(model).vocab_size
     check_rows(tokenizer, num_rows, model.path)
     for name in ("config.json", GENERATION):
         file = model.path / name
-        # As it is written: a class has a default of its own.
+        # Read the file itself, because the config classes fill in defaults.
         ids = read_json_object(file).get("eos_token_id") if file.exists() else None
         check_ending_tokens(ids, num_rows, file)
     return tokenizer
 
 
 def check_prompts_have_rows(dataset: Dataset, model: ModelConfig) -> None:
-    """Raises ValueError for a prompt with a token beyond the model's embedding."""
+    """Raise ValueError for a prompt with a token that the model's embedding has no row for."""
     num_rows = text_config(model).vocab_size
     for prompt, row in zip(dataset.prompts, dataset.rows, strict=True):
         if (last := max(prompt.token_ids)) >= num_rows:
             raise ValueError(
-                f"{row} has the token {last}, and {model.path} has no row for it: its embedding "
-                f"has {num_rows} (vocab_size). Leave out what makes this token of the text"
+                f"{row} has the token {last}, but the embedding of {model.path} has only "
+                f"{num_rows} rows (vocab_size). Remove the text that becomes this token"
             )

@@ -1,4 +1,4 @@
-"""Who drafts for a step, and its policies, by what the run knows when its rollouts begin."""
+"""Choose the drafter and the policies of a step, from what the run knows when rollouts begin."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,8 +28,8 @@ from tasks.run.model_inputs import model_shape
 
 
 def choose_drafting(run: Run, health: DrafterHealth, num_requests: int) -> DraftSetting | None:
-    """How a step's requests begin to be drafted for; None: as engines do by themselves, from
-    history. With a draft ladder, the drafter that was the best in the last steps."""
+    """Return the draft setting that a step's requests begin with. None: the engines draft from
+    history by themselves. With a draft ladder, choose the best drafter of the last steps."""
     specactor, ladder = run.config.specactor, run.inputs.ladder
     if ladder is None or specactor.drafter != HISTORY:
         return draft_setting(run.config, specactor.drafter)
@@ -52,7 +52,7 @@ def choose_drafting(run: Run, health: DrafterHealth, num_requests: int) -> Draft
 
 
 def choose_trials(run: Run, health: DrafterHealth, step: int, num_requests: int) -> dict[str, int]:
-    """Requests of a step to try each drafter on that is not used, or that has collapsed."""
+    """Return how many requests of a step try each unused or collapsed drafter."""
     ladder = run.inputs.ladder
     if ladder is None:
         return {}
@@ -60,7 +60,7 @@ def choose_trials(run: Run, health: DrafterHealth, step: int, num_requests: int)
 
 
 def settings_of(run: Run, plan: StepPlan) -> list[DraftSetting | None]:
-    """How each of a plan's requests begins to be drafted for, in the plan's order."""
+    """Return the draft setting that each request of a plan begins with, in the plan's order."""
     tried = [
         draft_setting(run.config, drafter)
         for drafter, num_requests in plan.trials.items()
@@ -70,7 +70,7 @@ def settings_of(run: Run, plan: StepPlan) -> list[DraftSetting | None]:
 
 
 async def known_acceptances(run: Run, plan: StepPlan, before_step: int) -> dict[str, float]:
-    """How often each drafter was right in the last steps, where there is a ladder."""
+    """Return each drafter's acceptance in the last steps. Empty without a ladder."""
     ladder = run.inputs.ladder
     if ladder is None:
         return {}
@@ -79,7 +79,7 @@ async def known_acceptances(run: Run, plan: StepPlan, before_step: int) -> dict[
 
 
 async def tell_collapses(run: Run, plan: StepPlan) -> None:
-    """Say which drafters have collapsed, once a step is rolled out."""
+    """Log which drafters have collapsed. Call this after a step's rollouts."""
     ladder = run.inputs.ladder
     if ladder is None or plan.split is Split.VALIDATION:
         return
@@ -90,12 +90,12 @@ async def tell_collapses(run: Run, plan: StepPlan) -> None:
             *_, last = health.history(drafter).values()
             run.progress.phase(
                 f"drafter {drafter} has collapsed at policy version {plan.policy_version}: "
-                f"{last:.0%} of its tokens are right; it is off the ladder"
+                f"{last:.0%} of its tokens are accepted; it is off the ladder"
             )
 
 
 async def step_policies(run: Run, engines: Engines, plan: StepPlan) -> tuple[Policy, ...]:
-    """Policies of all techniques that are switched on."""
+    """Return the policies of all enabled techniques for a step."""
     latency = run.inputs.latency if run.config.pat.tp_degrees else None
     lengths = await _lengths(run, plan)
     facts = StepFacts(
@@ -116,7 +116,8 @@ async def _move_model(
     latency: Latency,
     lengths: Mapping[str, LengthHistory],
 ) -> MoveModel:
-    """The run's latency model, with drafts from history as they were accepted in the last step."""
+    """Return the model of moves: the run's latency model, with the acceptance of history drafts in
+    the last step."""
     last = None if plan.split is Split.VALIDATION else await last_known(run, plan.step)
     return MoveModel(
         latency=latency,
@@ -130,7 +131,7 @@ async def _move_model(
 
 
 async def _lengths(run: Run, plan: StepPlan) -> dict[str, LengthHistory]:
-    """Lengths by which requests are switched or raced; none where nothing goes by them."""
+    """Return the earlier response lengths, if the run switches or races requests. Else empty."""
     if not (run.config.pat.tp_degrees or run.config.specactor.races):
         return {}
     keys = [group.prompt_key for group in plan.groups]
@@ -138,7 +139,8 @@ async def _lengths(run: Run, plan: StepPlan) -> dict[str, LengthHistory]:
 
 
 def _costs(run: Run, latency: Latency, engines: Engines, last: RolloutBatch | None) -> SwitchCosts:
-    """Costs by what the run's last switches took, before any by its settings."""
+    """Return the costs of a switch: as measured in the last switches, or from the settings before
+    the first."""
     pat, shape = run.config.pat, model_shape(run.config)
     synced = last.sync_s if last else 0.0
     costs = SwitchCosts(
@@ -154,13 +156,14 @@ def _costs(run: Run, latency: Latency, engines: Engines, last: RolloutBatch | No
 
 
 def _batch(config: TrainConfig, num_requests: int) -> int:
-    """Requests of one engine at the start of a step."""
+    """Return the number of requests of one engine at the start of a step."""
     each = -(-num_requests // config.rollout.num_engines)
     return max(1, min(each, config.rollout.max_num_seqs))
 
 
 def _cluster(config: TrainConfig, ladder: Ladder, num_requests: int) -> Cluster:
-    """GPUs that Algorithm 1 plans for: its window is taken, the GPUs are as they are."""
+    """Return the cluster for SpecActor's Algorithm 1. The run uses its window only, and keeps its
+    GPUs as they are."""
     tp_degree = config.rollout.tp_degree
     num_gpus = config.rollout.num_engines * tp_degree + len(config.engine.drafter_processes)
     return Cluster(max(1, num_requests), num_gpus, (tp_degree,), ladder.context_tokens_each)

@@ -1,4 +1,4 @@
-"""Everything that can be refused is refused here, before anything expensive is started."""
+"""Check a run's config, model, data and scorer before anything expensive starts."""
 
 import json
 from collections.abc import Mapping
@@ -39,42 +39,42 @@ from tasks.run.model_inputs import (
 
 @dataclass(frozen=True)
 class Inputs:
-    """A run's data, read and validated."""
+    """A run's validated inputs."""
 
     datasets: dict[Split, Dataset]
     prompts: dict[str, Prompt]
-    """Prompts of all splits, by key. What scores them is `prompts_of`."""
+    """Prompts of all splits, by key. For scoring, use `prompts_of` instead."""
     loader: PromptLoader
     tokenizer: Any
     latency: FittedLatency | None = None
-    """Step times by `TrainConfig.profile`, where it names one."""
+    """Latency model of the profile in `TrainConfig.profile`. None: no profile is set."""
     ladder: Ladder | None = None
-    """Drafters by speed, where there are draft models and `latency` has measured them."""
+    """Draft ladder. None: there are no draft models, or the profile has not measured them."""
     warnings: tuple[str, ...] = ()
-    """Sentences about what is allowed and may not be meant."""
+    """Sentences about settings and data that are allowed but may be mistakes."""
 
     @cached_property
     def mean_prompt_tokens(self) -> float:
-        """Mean length of all prompts; 0 without any."""
+        """Mean length of all prompts in tokens. 0 without prompts."""
         lengths = [len(prompt.token_ids) for prompt in self.prompts.values()]
         return sum(lengths) / max(1, len(lengths))
 
     def prompts_of(self, split: Split) -> dict[str, Prompt]:
-        """Prompts of a split by key, with its own data source and extra information: another
-        split's may be others where both have a prompt."""
+        """Return the prompts of a split by key, with its data source and extra information. These
+        may differ between splits that have the same prompt."""
         dataset = self.datasets.get(split)
         return dataset.by_key if dataset else self.prompts
 
 
 def read_inputs(config: TrainConfig) -> Inputs:
-    """Check vLLM, model, data and scorer; raises ValueError that says what, where and how to mend
-    it."""
+    """Check vLLM, the model, the data and the scorer, and read them. Raise ValueError that says
+    what is wrong, where, and how to fix it."""
     check_version()
     return _read_inputs(config.model_dump_json(), json.dumps(secrets_of(config)))
 
 
 def check_engine_fits(config: TrainConfig) -> None:
-    """Raises ValueError when the model's context or heads do not fit the config."""
+    """Raise ValueError when the model's context or attention heads do not fit the config."""
     model = text_config(config.model)
     if model.num_attention_heads < 1:
         raise ValueError(
@@ -83,7 +83,7 @@ def check_engine_fits(config: TrainConfig) -> None:
         )
     context = getattr(model, "max_position_embeddings", None)
     rope = getattr(model, "rope_parameters", None) or {}
-    # Engines have no position beyond with a rope of type dynamic (`engines.learn.rope`).
+    # With dynamic RoPE, engines have no positions beyond the context (`engines.learn.rope`).
     stretched = rope.get("factor") and "dynamic" not in rope.get("rope_type", "")
     if context and not stretched and config.max_model_len > context:
         raise ValueError(
@@ -93,8 +93,8 @@ def check_engine_fits(config: TrainConfig) -> None:
     rollout = config.rollout
     if rollout.max_num_batched_tokens < rollout.max_num_seqs:
         raise ValueError(
-            f"rollout.max_num_batched_tokens ({rollout.max_num_batched_tokens}) is less than one "
-            f"for each of rollout.max_num_seqs ({rollout.max_num_seqs}): raise it, or lower that"
+            f"rollout.max_num_batched_tokens ({rollout.max_num_batched_tokens}) is less than "
+            f"rollout.max_num_seqs ({rollout.max_num_seqs}): raise the first or lower the second"
         )
     if config.pat.tp_degrees:
         require_divisible(model_shape(config), config.pat.tp_degrees)
@@ -112,27 +112,27 @@ def check_engine_fits(config: TrainConfig) -> None:
 
 
 def check_ways_of_weights(config: TrainConfig) -> None:
-    """Raises ValueError when weights are to stay on GPUs that engines and trainer do not share."""
+    """Raise ValueError when rollout.weights is ipc, but engines and trainer share no GPUs."""
     if config.rollout.weights == "file":
         return
     if not config.takes_turns:
         raise ValueError(
-            "rollout.weights is ipc, by which weights stay on their GPU, and engines and trainer "
-            "have GPUs of their own: set mode=sync and placement=shared, or rollout.weights=file"
+            "rollout.weights is ipc, which needs engines and trainer on the same GPUs, but they "
+            "are on separate ones: set mode=sync and placement=shared, or rollout.weights=file"
         )
     num_gpus = config.rollout.num_engines * config.rollout.tp_degree
     if config.trainer.num_processes < num_gpus:
         raise ValueError(
-            f"rollout.weights is ipc, and trainer.num_processes ({config.trainer.num_processes}) "
-            f"leaves some of the engines' {num_gpus} GPUs (rollout.num_engines x "
-            f"rollout.tp_degree) without one: set trainer.num_processes={num_gpus}, or "
+            f"rollout.weights is ipc, but trainer.num_processes ({config.trainer.num_processes}) "
+            f"is less than the engines' {num_gpus} GPUs (rollout.num_engines x "
+            f"rollout.tp_degree): set trainer.num_processes={num_gpus}, or "
             "rollout.weights=file"
         )
 
 
 @lru_cache(maxsize=1)
 def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
-    # Cached, as the command line checks before it starts Prefect and the flow checks again.
+    # Cached, because the command line checks before it starts Prefect, and the flow checks again.
     values = fill_in(json.loads(config_json), json.loads(secrets_json))
     config = TrainConfig.model_validate(values)
     check_reward_file(config.reward)
@@ -194,8 +194,8 @@ def _settings(config: TrainConfig, max_prompts: int | None) -> PromptSettings:
 
 
 def _warnings(datasets: Mapping[Split, Dataset]) -> tuple[str, ...]:
-    """Repeated prompts, within a split and between both. Raises ValueError where their ground
-    truths contradict each other."""
+    """Return warnings about prompts that are left out, or that both splits have. Raise ValueError
+    when the splits have different ground truths for a prompt."""
     train, validation = datasets[Split.TRAIN], datasets.get(Split.VALIDATION)
     said = [
         f"{split}: {number:,} {what} prompts left out"
@@ -207,23 +207,23 @@ def _warnings(datasets: Mapping[Split, Dataset]) -> tuple[str, ...]:
         first, second = shared[0]
         said.append(
             f"{len(shared)} of {len(validation.prompts)} validation prompts are trained on, the "
-            f"first is {first} and {second}: what is held out says less"
+            f"first is {first} and {second}: the validation is not fully held out"
         )
     return tuple(said)
 
 
 def read_latency(config: TrainConfig) -> FittedLatency | None:
-    """Step times by the run's profile.
+    """Return the latency model of the run's profile, or None without a profile.
 
-    Raises ValueError where one is needed and not named, where it is of another model, and where it
-    lacks what the techniques that are switched on ask for.
+    Raise ValueError when a profile is needed but not set, when it is of another model, or when it
+    lacks points that the enabled techniques need.
     """
     command = _profile_command(config)
     if config.profile is None:
         if config.pat.tp_degrees:
             raise ValueError(
-                "pat.tp_degrees is set but profile is not: nobody would know when a switch pays; "
-                f"make one by {command}, and set profile=NAME"
+                "pat.tp_degrees is set but profile is not: without it, it is unknown when a switch "
+                f"pays. Make a profile with {command}, and set profile=NAME"
             )
         return None
     path = find_profile(config.profile, config.runs_dir)
@@ -231,21 +231,21 @@ def read_latency(config: TrainConfig) -> FittedLatency | None:
     if profile.model_hash != model_hash(config.model.path):
         raise ValueError(
             f"profile: {path} is of another model, {profile.model_name}: make one of "
-            f"{config.model.path} by {command}"
+            f"{config.model.path} with {command}"
         )
     kinds = [PointKind.DECODE]
     if config.pat.tp_degrees:
         kinds.append(PointKind.PREFILL)
     if config.engine.speculates:
         kinds.append(PointKind.VERIFY)
-    mend = f"make it again by {command}, or switch off what asks for them"
+    mend = f"make it again with {command}, or switch off the techniques that need them"
     drafters = [model.name for model in _timed(config)]
     require_points(profile, path, config.tp_degrees, kinds, mend, drafters)
     return FittedLatency(profile)
 
 
 def _profile_command(config: TrainConfig) -> str:
-    """The shell command that measures what the config asks for."""
+    """Return the shell command that measures the profile for the config."""
     given = [f"--draft-model {model.name}={model.path}" for model in _timed(config)]
     tp_degrees = ",".join(map(str, config.tp_degrees))
     model = f"--model {config.model.path} --dtype {config.model.dtype}"
@@ -253,9 +253,11 @@ def _profile_command(config: TrainConfig) -> str:
 
 
 def _timed(config: TrainConfig) -> tuple[DraftModel, ...]:
-    """Draft models by whose times something is decided: the ladder's, those that a split of GPUs is
-    planned for, and with switches of GPUs the one in use, as a switch changes what its drafts are
-    worth."""
+    """Return the draft models whose times the run needs.
+
+    These are all models for a ladder or a split of GPUs. With switches of the TP degree, it is the
+    model in use, because a switch changes how much its drafts gain.
+    """
     models, used = config.specactor.draft_models, config.specactor.drafter
     if config.specactor.split_gpus is not None:
         return models
@@ -268,7 +270,8 @@ def _on_ladder(config: TrainConfig) -> tuple[DraftModel, ...]:
 
 
 def _ladder(config: TrainConfig, latency: FittedLatency | None) -> Ladder | None:
-    """The drafters of the run that the profile has measured, and the history."""
+    """Return the ladder of the run's drafters that the profile has measured, with history first.
+    None: there is no profile or no ladder."""
     if latency is None or not _on_ladder(config):
         return None
     drafters = tuple(name for name in config.specactor.drafters if name in latency.drafters)

@@ -1,4 +1,4 @@
-"""The Ray cluster of a flow: the one that RAY_ADDRESS names, or one of its own."""
+"""The Ray cluster of a flow: the one at RAY_ADDRESS, or a local one that the flow starts."""
 
 import asyncio
 import logging
@@ -24,19 +24,19 @@ from engines.private import private_dir, private_path, read_secret
 from engines.shared_memory import clear_dead
 
 ANSWER_S = 10.0
-"""Longest time until a cluster answers."""
+"""Seconds to wait until a cluster answers."""
 FREE_S = 30.0
-"""Longest time until GPUs are free: those of a run that has just ended come back after seconds."""
+"""Seconds to wait until GPUs are free. A run that has ended releases its GPUs after seconds."""
 ENDING_S = 10.0
-"""Longest time until the processes of a cluster that was shut down have ended."""
+"""Seconds to wait until the processes of a stopped cluster have ended."""
 SILENCE_S = 25.0
-"""Longest time until a head answers a run that is under way: on a busy machine it may take 10 s."""
+"""Seconds to wait for an answer of the head during a run. On a busy machine it may take 10 s."""
 LOOK_S = 2.0
-"""Seconds between two looks whether Ray lives."""
+"""Seconds between two checks that Ray is alive."""
 _TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 _MAX_PLACE_BYTES = 30
-"""Longest path of a directory for temporary files that Ray's sockets still have room in: their own
-names take up to 75 bytes of 107."""
+"""Limit on the path of the temporary directory. Ray's socket names add up to 75 bytes, and a socket
+path has at most 107."""
 FORWARDED = (
     "DO_NOT_TRACK",
     "HF_HUB_OFFLINE",
@@ -44,24 +44,27 @@ FORWARDED = (
     "TOKENIZERS_PARALLELISM",
     "VLLM_NO_USAGE_STATS",
 )
-"""Environment variables that the driver's processes on a cluster get from it; those of a Ray of its
-own inherit all."""
+"""Environment variables that the driver passes to its processes on a cluster. On a local Ray, they
+inherit all variables."""
 T = TypeVar("T")
 
 
 class RayDied(RuntimeError):
-    """Ray itself is dead on this machine, or at its head, or does not answer."""
+    """Ray on this machine or its head node has died or does not answer."""
 
 
 def names_cluster() -> bool:
-    """Whether RAY_ADDRESS names one, rather than leave a run to a Ray of its own."""
+    """Return whether RAY_ADDRESS names a cluster. Otherwise a run starts a local Ray."""
     return os.environ.get("RAY_ADDRESS", "local") != "local"
 
 
 @contextmanager
 def ray_cluster(name: str, wanted: Sequence[Wanted] = ()) -> Generator[GpuPlacement]:
-    """Its GPUs, and whose they are to be. Left when the block ends. Raises ValueError when it has
-    GPUs, but no room for what is wanted, or others keep it."""
+    """Join or start a Ray cluster, and leave it after the block. Yield its GPUs and the placement
+    of what is `wanted`.
+
+    Raise ValueError when the cluster has GPUs, but too few, or when others use them.
+    """
     import ray
 
     where = _where(os.environ.get("RAY_ADDRESS", "local"))
@@ -74,28 +77,28 @@ def ray_cluster(name: str, wanted: Sequence[Wanted] = ()) -> Generator[GpuPlacem
     finally:
         workers = _workers()
         ray.shutdown()
-        # Engines that were killed could not; on other nodes the next engine to start does.
+        # Free the shared memory of killed engines here. On other nodes, the next engine does it.
         psutil.wait_procs(workers, ENDING_S)
         clear_dead()
-    # Where the block has failed, somebody may want its logs.
+    # After a failure the logs stay, because the user may need them.
     if session and not names_cluster():
         shutil.rmtree(session, ignore_errors=True)
 
 
 def ray_files() -> Path:
-    """Return where Ray keeps logs, sockets and what it spills, on each node: a directory of this
-    user alone, unless RAY_ADDRESS names a cluster, which has its own."""
+    """Return the directory of Ray's logs, sockets and spilled objects on each node. A local Ray has
+    a private directory of this user. A cluster (RAY_ADDRESS) has its own."""
     return Path("/tmp/ray") if names_cluster() else private_path("ray", _temporary())
 
 
 def ray_logs() -> Path:
-    """Return the directory of the logs of the Ray that was started last."""
+    """Return the log directory of the Ray session that was started last."""
     return ray_files() / "session_latest" / "logs"
 
 
 def token_file() -> Path | None:
-    """Return the file with the token that processes which join this one's cluster must have; None
-    where it is in no file."""
+    """Return the file with the cluster's token, which other processes need to join. None: the
+    token is not in a file."""
     return Path(os.environ[_TOKEN_PATH]) if os.environ.get(_TOKEN_PATH) else None
 
 
@@ -109,8 +112,9 @@ def _has_token() -> bool:
 
 
 def _placed(wanted: Sequence[Wanted]) -> dict[str, tuple[str, ...]]:
-    """Nodes for what is wanted, once the GPUs are free. Raises ValueError when they are not soon:
-    engines would wait for them as long as they may take to start."""
+    """Return nodes for what is wanted, as soon as their GPUs are free. Raise ValueError after
+    `FREE_S` seconds. Without this limit, engines would wait for GPUs during their whole start
+    timeout."""
     from ray._private import state
 
     place(wanted, _gpus_of(state.total_resources_per_node()))
@@ -121,7 +125,7 @@ def _placed(wanted: Sequence[Wanted]) -> dict[str, tuple[str, ...]]:
         except ValueError as error:
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"{error}. Others on the cluster keep what is not free: `ray status` says who"
+                    f"{error}. Other jobs use the other GPUs: `ray status` shows them"
                 ) from None
         time.sleep(0.5)
 
@@ -133,10 +137,12 @@ def _gpus_of(resources: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
 
 @asynccontextmanager
 async def while_ray_lives(advice: str, needed: Mapping[str, str] = {}) -> AsyncGenerator[None]:
-    """End the block with `RayDied` and this advice soon after Ray's death: a process of Ray's that
-    this one has started is missed after `LOOK_S`, a silent head after `SILENCE_S` more, and this
-    machine's node when Ray gives it up, after some 15 s. Nodes elsewhere may come and go, but for
-    those that are `needed`: node -> what for."""
+    """End the block with `RayDied` and this advice soon after Ray's death.
+
+    This finds a dead process of a local Ray after `LOOK_S`, a silent head after `SILENCE_S` more,
+    and a dead node of this machine after some 15 s, when Ray gives it up. Other nodes may come and
+    go, except those that are `needed` (node -> purpose).
+    """
     watch = _RayWatch(needed)
     try:
         async with together() as group:
@@ -144,7 +150,7 @@ async def while_ray_lives(advice: str, needed: Mapping[str, str] = {}) -> AsyncG
             yield
             looking.cancel()
     except Exception as error:
-        # Whatever failed first may have failed of this.
+        # Any error may be a consequence of Ray's death, so check that first.
         if why := watch.died or watch.missing():
             watch.kill()
             raise RayDied(f"Ray has died under the run: {why}. {advice}") from error
@@ -152,7 +158,7 @@ async def while_ray_lives(advice: str, needed: Mapping[str, str] = {}) -> AsyncG
 
 
 class _RayWatch:
-    """Looks whether Ray lives."""
+    """Checks whether Ray is alive."""
 
     def __init__(self, needed: Mapping[str, str]) -> None:
         import ray
@@ -163,22 +169,23 @@ class _RayWatch:
         children = {child: child.name() for child in psutil.Process().children()}
         self._own = {child: n for child, n in children.items() if n in ("raylet", "gcs_server")}
         self.died = ""
-        """Sentence that says what is dead, once something is."""
+        """Sentence about the dead part of Ray. Empty while all parts are alive."""
 
     async def end_with_ray(self) -> None:
-        """Raises RuntimeError when something is dead."""
+        """Check until a part of Ray is dead, then raise RuntimeError."""
         while not self.died:
             await asyncio.sleep(LOOK_S)
             self.died = self.missing() or await self._silent()
         raise RuntimeError(self.died)
 
     def missing(self) -> str:
-        """Processes of this one's own Ray that have ended, in a sentence; "" when none has."""
+        """Return a sentence about ended processes of the local Ray. Empty: none has ended."""
         ended = (name for process, name in self._own.items() if _has_ended(process))
         return ", ".join(f"its {name} was killed or crashed" for name in ended)
 
     def kill(self) -> None:
-        """Kill what is left of this one's own Ray: to part from a silent head takes minutes."""
+        """Kill what is left of the local Ray. Leaving a silent head in the normal way takes
+        minutes."""
         for process in self._own:
             with suppress(psutil.NoSuchProcess):
                 for own in [*process.children(recursive=True), process]:
@@ -197,7 +204,7 @@ class _RayWatch:
 
 
 def _workers() -> list[psutil.Process]:
-    """Processes of this one's own Ray node, and what they have started."""
+    """Return the processes of the local Ray node and their descendants."""
     workers = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
@@ -213,9 +220,11 @@ def _has_ended(process: psutil.Process) -> bool:
 
 
 def join_cluster(address: str, namespace: str, token: Path | None = None) -> None:
-    """Make this process one of a run's. `token`: the file with its cluster's, where the environment
-    has none. Raises ConnectionError when nobody answers there, ValueError when it is in another
-    cluster."""
+    """Let this process join the Ray cluster of a run.
+
+    `token`: the file with the cluster's token, if the environment has none. Raise ConnectionError
+    when the address does not answer, and ValueError when this process is in another cluster.
+    """
     import ray
 
     _require_answer(address)
@@ -224,23 +233,25 @@ def join_cluster(address: str, namespace: str, token: Path | None = None) -> Non
     if not ray.is_initialized():
         _init(address=address, namespace=namespace)
     if (here := ray.get_runtime_context().gcs_address) != address:
-        raise ValueError(f"this process is in the Ray cluster {here}, not in {address}: leave it")
+        raise ValueError(
+            f"this process is in the Ray cluster {here}, not in {address}: call ray.shutdown()"
+        )
 
 
 def _init(**options: Any) -> Path:
-    """Join a cluster, or start one; returns the directory of Ray's session on this node."""
+    """Join or start a cluster. Return the directory of Ray's session on this node."""
     import ray
     from ray.job_config import JobConfig
 
     class Job(JobConfig):
-        """Ray's own puts the working directory first in the workers' `sys.path`, where a user may
-        have packages of refrain's names."""
+        """A job config that keeps the working directory out of the workers' `sys.path`. Ray puts it
+        first, and a user's packages there may have the names of refrain's."""
 
         def _runtime_env_has_working_dir(self) -> bool:
             return True
 
     here = str(Path(__file__).resolve().parents[2])
-    # That of a checkout; Python's own are in every worker's path, behind the standard library.
+    # Add the directory of a checkout. Workers have Python's own directories in their path already.
     path = [] if here in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else [here]
     on_sigterm = signal.getsignal(signal.SIGTERM)
     context: Any = _twice(
@@ -252,14 +263,14 @@ def _init(**options: Any) -> Path:
         )
     )
     if threading.current_thread() is threading.main_thread():
-        # Ray installs its own handler, under which a cancelled run would end as crashed.
+        # Ray installs its own handler. With it, a cancelled run would end as crashed.
         signal.signal(signal.SIGTERM, on_sigterm)
     return Path(context.address_info["session_dir"])
 
 
 def _twice(start: Callable[[], T]) -> T:
-    """Start Ray, once more where the machine is too busy: Ray waits 30 s for its own processes, and
-    raises a bare Exception then. Raises RuntimeError after the second time."""
+    """Start Ray, and try again once if the machine is too busy: Ray waits 30 s for its processes,
+    then raises a bare Exception. Raise RuntimeError after the second try."""
     late: Exception | None = None
     for _ in range(2):
         try:
@@ -269,13 +280,13 @@ def _twice(start: Callable[[], T]) -> T:
                 raise
             late = error
     raise RuntimeError(
-        f"Ray did not start: {late} It was tried twice. Start again when other programs have left "
-        "some cores free"
+        f"Ray did not start in two tries: {late} Start again when other programs leave some cores "
+        "free"
     ) from late
 
 
 def _require_answer(address: str) -> None:
-    # Ray itself would try for longer than ten minutes.
+    # Check this first, because Ray would try for more than ten minutes.
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
@@ -285,7 +296,7 @@ def _require_answer(address: str) -> None:
 
 def _where(address: str) -> dict[str, Any]:
     if address == "local":
-        # Ray makes its directories for everybody to write to, and its token for everybody to read.
+        # Make both here: Ray's own directories are world-writable and its token is world-readable.
         place = private_dir("ray", _temporary())
         if not _has_token():
             token = place.with_name("ray_token")

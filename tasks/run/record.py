@@ -1,4 +1,4 @@
-"""Runs as their directories tell, without asking their processes."""
+"""Read runs from their directories, without contact to their processes."""
 
 import os
 from collections.abc import Callable
@@ -27,28 +27,28 @@ T = TypeVar("T")
 
 
 def list_runs(runs_dir: Path) -> list[RunRecord]:
-    """The oldest first. Raises ValueError when there is no such directory."""
+    """Return all runs, the oldest first. Raise ValueError when there is no such directory."""
     if not runs_dir.is_dir():
-        raise ValueError(f"no directory {runs_dir}: give the one with the runs by --runs-dir")
+        raise ValueError(f"no directory {runs_dir}: give the directory of the runs as --runs-dir")
     return sorted(map(read_run, _run_dirs(runs_dir)), key=lambda record: record.started_s)
 
 
 def find_run(name: str, runs_dir: Path, holding: str = CONFIG_FILE) -> Path:
-    """Directory of the run with this name or at this path, which holds this file. Raises
-    ValueError that lists the runs there are."""
+    """Return the directory of the run with this name or path. It must have the file `holding`.
+    Otherwise raise ValueError and list the existing runs."""
     for run_dir in (runs_dir / name, Path(name)):
         if (run_dir / holding).is_file():
             return run_dir
     if Path(name).is_dir():
-        raise ValueError(f"{name} is not a run's directory: it holds no {holding}")
+        raise ValueError(f"{name} is not a run's directory: it has no {holding}")
     names = ", ".join(sorted(run_dir.name for run_dir in _run_dirs(runs_dir)))
-    there = f"those there are: {names}" if names else "there is none yet; `refrain train` makes one"
+    there = f"known: {names}" if names else "there is none yet; `refrain train` starts one"
     raise ValueError(f"no run {name!r} in {runs_dir}: give a run's name or its directory; {there}")
 
 
 def _run_dirs(runs_dir: Path) -> list[Path]:
-    """Directories of runs; none where there is no directory. Raises OSError when it cannot be
-    read."""
+    """Return the directories of runs. Empty: `runs_dir` does not exist. Raise OSError when it
+    cannot be read."""
     try:
         names = [name for name in os.listdir(runs_dir) if not name.startswith(".")]
     except FileNotFoundError:
@@ -57,7 +57,7 @@ def _run_dirs(runs_dir: Path) -> list[Path]:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Record of the run in a directory; files that cannot be read are among its troubles."""
+    """Return the record of the run in a directory. `troubles` lists files that cannot be read."""
     troubles: list[str] = []
 
     def tried(read: Callable[[Path], T]) -> T | None:
@@ -107,12 +107,12 @@ def _read_summary(run_dir: Path) -> RunSummary | None:
 def _read_progress(run_dir: Path) -> RunProgress | None:
     found, file = read_progress(run_dir), run_dir / PROGRESS_FILE
     if found is None and file.exists():
-        raise ValueError(f"{file} is damaged: the run writes it again when it goes on")
+        raise ValueError(f"{file} is damaged: the run writes it again when you resume it")
     return found
 
 
 def _read_steps(run_dir: Path, troubles: list[str]) -> list[StepReport]:
-    """Reports of steps; what cannot be read is among the troubles."""
+    """Return the reports of steps. Add problems with the files to `troubles`."""
     try:
         reports, wrong = readable_steps(run_dir)
         troubles += wrong[:1]
@@ -128,11 +128,14 @@ def _read_steps(run_dir: Path, troubles: list[str]) -> list[StepReport]:
 
 
 def read_mlflow_run(run_dir: Path) -> str | None:
-    """Id of the run in MLflow, once it has one. Raises ValueError for a damaged file."""
+    """Return the run's id in MLflow, or None before it has one. Raise ValueError for a damaged
+    file."""
     file = run_dir / RUN_FILE
     if not file.exists():
         return None
     try:
         return str(read_json_object(file)["run_id"])
     except (ValueError, KeyError) as error:
-        raise ValueError(f"{file} is damaged: delete it, and MLflow gets a new run") from error
+        raise ValueError(
+            f"{file} is damaged: delete it. The run then continues as a new run in MLflow"
+        ) from error

@@ -1,12 +1,12 @@
-"""Further batches of a step, in place of prompts that teach nothing (DAPO's dynamic sampling).
+"""More batches for a step, to replace prompts without a training signal (DAPO, dynamic sampling).
 
-    own prompts ─► rolled out ─► scored ─► too few groups whose rewards differ? ─┐
-        ▲                                                                         │
-        └──────── as many more of `PromptLoader.refills_of` as are missing ◄──────┘
+    own prompts ──► rollout ──► reward ──► too few groups with different rewards? ─┐
+        ▲                                                                          │
+        └──────────── draw the missing number from `PromptLoader.refills_of` ◄─────┘
 
-Which prompts are drawn follows from the step and from rewards of whole batches, never from what
-was faster: a step that is resumed draws the same again. In a pipeline the next step is queued
-behind the last batch, so nothing is deferred from a step that may draw more.
+The draw depends on the step and on the rewards of complete batches, never on the timing. So a
+resumed step draws the same prompts. In a pipelined run, the next step is queued behind the last
+batch. So a step that may draw more defers no request.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,7 +21,7 @@ from tasks.run.attach import Run
 
 
 def refills(run: Run, plan: StepPlan) -> bool:
-    """Whether this stage may draw more prompts than it was planned with."""
+    """Return whether this stage may draw more prompts than planned."""
     return plan.split is Split.TRAIN and run.config.algorithm.refills
 
 
@@ -32,9 +32,12 @@ async def next_batch(
     num_batches: int,
     done: Collection[RequestId],
 ) -> StepPlan | None:
-    """Plan of the prompts that a step draws next, on these engines; None: it has enough groups, or
-    may draw no more. `plan`: all prompts that it has drawn, in `num_batches` batches; `done`:
-    rollouts that an earlier process has left."""
+    """Plan the next batch of a step on these engines. None: the step has enough groups, or may draw
+    no more.
+
+    `plan`: all prompts so far, drawn in `num_batches` batches. `done`: rollouts that an earlier
+    process of the run has finished.
+    """
     await score_new(run, plan.split, plan.step)
     left = run.inputs.loader.refills_of(plan.step)[plan.num_refills :]
     num = await _num_missing(run, plan, num_batches) or _num_begun(plan, left, done)
@@ -62,8 +65,8 @@ async def _num_missing(run: Run, plan: StepPlan, num_batches: int) -> int:
 
 
 def _num_begun(plan: StepPlan, left: Sequence[str], done: Collection[RequestId]) -> int:
-    """Prompts to draw so that all that an earlier process had begun are among them: where rewards
-    are others now, it may have drawn more."""
+    """Return how many prompts to draw to include all that an earlier process has begun. It may have
+    drawn more, if its rewards were different."""
     drawn = {group.prompt_key for group in plan.groups}
     begun = {id.prompt_key for id in done if id.sample_index >= 0} - drawn
     return max((at + 1 for at, key in enumerate(left) if key in begun), default=0)

@@ -1,9 +1,9 @@
-"""The state that a resumed run goes on from, looked at before anything is started.
+"""Check the state of a run before it is resumed.
 
-config.json      settings: `check_run_dir`
-checkpoints/     the newest that is verified; damaged ones are renamed when the run begins
-refrain.duckdb   read whole, as its checksums are DuckDB's own; with refrain.archive
-steps.jsonl      for people: what is damaged is written again from the store
+config.json      `check_run_dir` compares the settings
+checkpoints/     the run resumes from the newest verified one, and renames newer damaged ones
+refrain.duckdb   read completely, so that DuckDB checks its checksums; with refrain.archive
+steps.jsonl      a copy for users; if it is damaged, the run writes it again from the store
 """
 
 from collections.abc import Sequence
@@ -32,28 +32,29 @@ from tasks.run.run_dir import STORE_FILE, hold_run_dir, read_changes, refuse_liv
 
 @dataclass(frozen=True)
 class Resumption:
-    """The state that a run goes on from."""
+    """The state that a run resumes from."""
 
     checkpoint: Path | None = None
-    """None before the first, or where a copy is to be fetched."""
+    """The checkpoint to resume from. None: there is none yet, or the mirror has the only copy."""
     damaged: dict[Path, str] = field(default_factory=dict)
-    """Newer checkpoints, and what is wrong with each."""
+    """Newer checkpoints that are damaged, each with its problem."""
     notes: tuple[str, ...] = ()
-    """Sentences for people."""
+    """Sentences for the user about problems."""
     begun: bool = False
-    """Whether there is a store that has something."""
+    """Whether the run has stored something."""
 
 
 def mirror_of(config: TrainConfig) -> Mirror | None:
-    """Copies of the run's checkpoints. Raises ValueError for a URL that is none."""
+    """Return the mirror of the run's checkpoints, or None without one. Raise ValueError for an
+    invalid URL."""
     url = config.trainer.checkpoint_url
     return Mirror(url.get_secret_value(), config.name) if url else None
 
 
 def check_mirror(config: TrainConfig, resume: bool, changes: Sequence[SettingChange]) -> None:
-    """Raises ValueError for copies of another run's checkpoints, where this one has no copies."""
+    """Raise ValueError when a new mirror has the checkpoints of another run."""
     mirror = mirror_of(config)
-    # Not by other keys to the same place.
+    # Other keys for the same place are no move.
     moved = any(
         change.name == "trainer.checkpoint_url" and change.before != change.after
         for change in changes
@@ -62,14 +63,17 @@ def check_mirror(config: TrainConfig, resume: bool, changes: Sequence[SettingCha
         return
     if steps := _copied_steps(mirror):
         raise ValueError(
-            f"trainer.checkpoint_url: {config.trainer.checkpoint_url} holds step {steps[-1]} of "
-            f"another run {config.name}: remove it there, or give this one another name=..."
+            f"trainer.checkpoint_url: {config.trainer.checkpoint_url} has step {steps[-1]} of "
+            f"another run {config.name}: remove it there, or give this run another name=..."
         )
 
 
 def check_resumable(config: TrainConfig, *, new_store: bool = False) -> Resumption:
-    """Read all that the run reads back; change nothing. `new_store`: it is to get an empty one.
-    Raises ValueError that says what is gone or damaged, and how to go on."""
+    """Check everything that a resumed run reads. Change nothing.
+
+    `new_store`: do not check the store, because it will be replaced. Raise ValueError that says
+    what is missing or damaged, and how to continue.
+    """
     run_dir = config.run_dir
     refuse_live(run_dir)
     read_mlflow_run(run_dir)
@@ -82,22 +86,23 @@ def check_resumable(config: TrainConfig, *, new_store: bool = False) -> Resumpti
     checkpoint, damaged = find_checkpoint(config, num_steps)
     if checkpoint is not None and stored is not None:
         _refuse_lack(run_dir / STORE_FILE, reports, stored, read_state(checkpoint).step)
-    mended = [
-        f"{problem}: written again from {STORE_FILE} when the run goes on" for problem in wrong
-    ]
+    mended = [f"{problem}: the run writes it again from {STORE_FILE}" for problem in wrong]
     told = [f"{path.name} is not used: {why}" for path, why in damaged.items()]
     return Resumption(checkpoint, damaged, (*told, *notes, *mended), begun)
 
 
 def find_checkpoint(config: TrainConfig, num_steps: int) -> tuple[Path | None, dict[Path, str]]:
-    """The checkpoint to go on from, None where it is the beginning or a copy elsewhere, and what is
-    wrong with newer ones. Raises ValueError for a run that made some and has none left: it would
-    begin anew. `num_steps`: that it has reported."""
+    """Return the checkpoint to resume from, and the problems of newer ones. None: the run has none
+    yet, or only the mirror has one.
+
+    `num_steps`: steps that the run has reported. Raise ValueError when the run has lost all
+    checkpoints: otherwise it would start from the beginning.
+    """
     directory = checkpoints_dir(config)
     checkpoint, damaged = newest_verified(directory)
     if checkpoint is not None:
         return checkpoint, damaged
-    # The first one may be due just when its step has been reported.
+    # A run may have been killed between the report of a step and its first checkpoint.
     changes = read_changes(config.run_dir)
     before = [int(str(c.before)) for c in changes if c.name == "trainer.save_every_steps"]
     made_some = damaged or num_steps > min([config.trainer.save_every_steps, *before])
@@ -105,7 +110,7 @@ def find_checkpoint(config: TrainConfig, num_steps: int) -> tuple[Path | None, d
         why = "; ".join(damaged.values()) or "there is none"
         raise ValueError(
             f"{config.run_dir} has reported {num_steps} steps, but no checkpoint in {directory} "
-            f"can be restored ({why}): bring one back from a copy, or begin anew by --overwrite"
+            f"can be restored ({why}): restore one from a copy, or start again with --overwrite"
         )
     return None, damaged
 
@@ -126,14 +131,17 @@ def _copied_steps(mirror: Mirror) -> list[int]:
 
 
 def _has_begun(config: TrainConfig, *, reported: bool) -> bool:
-    """Whether there is something that a store goes with."""
+    """Return whether the run has files that need a store: reports, checkpoints or an archive."""
     archive = (config.run_dir / STORE_FILE).with_suffix(SUFFIX)
     return reported or bool(named_checkpoints(checkpoints_dir(config))) or archive.exists()
 
 
 def _check_store(path: Path) -> tuple[list[StepReport] | None, list[str]]:
-    """Reports of steps in the store, and sentences about it. None where a driver that was killed
-    left its store's process, which is stopped when the run begins."""
+    """Return the step reports in the store, and sentences about problems.
+
+    The reports are None when the store's process of a killed driver still has the file open. The
+    run stops this process when it begins. Raise ValueError when the store is missing or damaged.
+    """
     if not path.exists():
         raise RUN.damaged(path, "is gone, with the rollouts and rewards of the steps so far")
     try:
@@ -147,8 +155,8 @@ def _check_store(path: Path) -> tuple[list[StepReport] | None, list[str]]:
 def _refuse_lack(
     path: Path, reports: list[StepReport], stored: list[StepReport], last_step: int
 ) -> None:
-    """Raises ValueError where the store lacks steps, as far as the checkpoint, that were reported:
-    later ones it may have forgotten already, to do them again."""
+    """Raise ValueError when the store lacks a reported step up to the checkpoint's. It may lack
+    later ones, because a resumed run removes and repeats them."""
     known = {report.step for report in stored}
     lost = [one.step for one in reports if one.step <= last_step and one.step not in known]
     if lost:
@@ -160,8 +168,8 @@ def _refuse_lack(
 
 
 def take_up(config: TrainConfig, found: Resumption) -> None:
-    """Rename damaged checkpoints and write `steps.jsonl` again, where it lacks something. The run's
-    directory must be this process's own."""
+    """Rename damaged checkpoints, and write `steps.jsonl` again if it is damaged or incomplete. The
+    caller must hold the run's lock."""
     for checkpoint in found.damaged:
         set_aside(checkpoint)
     if not found.begun:
@@ -178,9 +186,11 @@ def take_up(config: TrainConfig, found: Resumption) -> None:
 
 
 def renew_store(run_dir: Path) -> list[Path]:
-    """Give a run a store that can be used: an older copy, where there is one, else an empty one,
-    with the reports of steps that it lacks. Returns where what is left of a damaged one is now.
-    Raises ValueError when a process uses it."""
+    """Give a run a usable store: an older copy in its place, or else an empty one. Add the step
+    reports that it lacks.
+
+    Return the new paths of a damaged store's files. Raise ValueError when a process uses the store.
+    """
     store = run_dir / STORE_FILE
     lock = hold_run_dir(run_dir)
     try:

@@ -1,4 +1,4 @@
-"""The directory of a run: who uses it, and which config it belongs to."""
+"""The directory of a run: its lock, its config, and how it is deleted or replaced."""
 
 import contextlib
 import fcntl
@@ -27,67 +27,69 @@ from tasks.run.config_record import CONFIG_FILE, read_values, refuse_redacted, w
 Config = TrainConfig | ProfileConfig
 
 DATED = ("data.date", "data.locale")
-"""Settings that are filled in when a run begins (`tasks.run.dated`)."""
+"""Settings that a run fills in at its start (`tasks.run.dated`)."""
 CHANGES_FILE = "changes.jsonl"
-"""Settings that were changed when the run was resumed, a `SettingChange` a line."""
+"""Settings that changed when the run was resumed, one `SettingChange` per line."""
 STORE_FILE = "refrain.duckdb"
 SUMMARY_FILE = "summary.json"
 REF_FILE = "live.json"
 """Address of the run while it is live: a `schemas.run.RunRef`."""
 LOCK_FILE = ".lock"
 LOCK_TIMEOUT_S = 0.5
-"""Longer than somebody who looks whether the run is alive holds the lock."""
+"""Seconds to wait for the lock. A check whether the run is live holds it for less time."""
 CLEARING_S = 60.0
-"""Longest time to clear up after a driver that was killed."""
+"""Seconds to wait until another process has cleared up after a killed driver."""
 OUTBOX_DIR = "outbox"
-"""Records that servers do not have yet; see `engines.tracking.outbox`."""
+"""Directory of records that servers do not have yet (`engines.tracking.outbox`)."""
 _PID_FILE = "pid"
 _CLEARING = " clears up"
-"""End of the file of a process that does not run the run."""
+"""Suffix in the pid file while a process only clears up after a killed driver."""
 _KINDS: dict[type, tuple[str, set[str]]] = {
     TrainConfig: ("run", {"runs_dir", "num_epochs"}),
     ProfileConfig: ("profile", {"runs_dir", "tp_degrees"}),
 }
-"""Kinds of configs: their name, and settings that tell them from other files called config.json."""
+"""Kinds of configs: the name, and settings that distinguish it from any other config.json."""
 RUN_MARK = "REFRAIN_RUN_DIR"
-"""Environment variable of every process that a run's driver starts on this machine."""
+"""Environment variable that marks every process of a run on this machine."""
 
 
 def check_run_dir(config: Config, resume: bool) -> list[SettingChange]:
-    """Settings with which the run goes on otherwise than before. Raises ValueError when the
-    directory is of another run, there is nothing to resume, or a setting has been changed that a
-    run keeps."""
+    """Check that a run can start or resume here. Return the settings that changed.
+
+    Raise ValueError when the directory belongs to another run, when there is nothing to resume, or
+    when a setting changed that a run must keep.
+    """
     refuse_redacted(config)
     stored = config.run_dir / CONFIG_FILE
     if not resume:
         if stored.exists():
             raise ValueError(
-                f"there is a run in {config.run_dir} already: go on with it by --resume "
-                f"{config.run_dir}, delete it by --overwrite, or give this one another name=..."
+                f"there is a run in {config.run_dir} already: continue it with --resume "
+                f"{config.run_dir}, delete it with --overwrite, or give this one another name=..."
             )
         _refuse_leftovers(config.run_dir)
         return []
     if not stored.exists():
-        raise ValueError(f"nothing to resume in {config.run_dir}: it holds no {CONFIG_FILE}")
+        raise ValueError(f"nothing to resume in {config.run_dir}: it has no {CONFIG_FILE}")
     recorded = fill_in(read_values(stored), secrets_of(config))
     before = validated(recorded, str(stored), type(config))
-    # Nor where it is: that is what it was found by.
+    # Ignore the name and place of the run, because the user found it by them.
     changes = [c for c in changed_settings(before, config) if c.name not in ("runs_dir", "name")]
-    # A run of an earlier version has none, and who resumes one by a config file need give none.
+    # Runs of an earlier version have no date, and a config file given for a resume need not.
     changes = [c for c in changes if c.name not in DATED or None not in (c.before, c.after)]
     kept = [str(change) for change in changes if change.on_resume is OnResume.KEPT]
     if kept:
         raise ValueError(
-            f"{config.run_dir} was begun with other settings of those that decide on tokens or "
-            "the order of data: resume it with the former ones, delete it by --overwrite, or give "
-            "this run another name=... Different:\n  " + "\n  ".join(kept)
+            f"{config.run_dir} was started with other settings that change tokens or the order of "
+            "data: resume it with the former settings, delete it with --overwrite, or give this "
+            "run another name=... Different:\n  " + "\n  ".join(kept)
         )
     return changes
 
 
 def claim_run_dir(config: Config, resume: bool) -> FileLock:
-    """Make the directory this process's own until it ends, however it ends. Raises ValueError when
-    a live run uses it, and as `check_run_dir` does."""
+    """Lock the directory for this process until it ends in any way. Raise ValueError when a live
+    run uses it, and the errors of `check_run_dir`."""
     lock = hold_run_dir(config.run_dir)
     try:
         changes = check_run_dir(config, resume)
@@ -104,17 +106,17 @@ def claim_run_dir(config: Config, resume: bool) -> FileLock:
 
 
 def clear_up(run_dir: Path) -> None:
-    """Clear up after a driver that was killed, if there is one."""
+    """Clear up after a killed driver, if there is one."""
     with cleared_up(run_dir):
         pass
 
 
 @contextlib.contextmanager
 def cleared_up(run_dir: Path) -> Generator[bool]:
-    """Kill what a killed driver left running, free its shared memory, and keep others from the
-    directory in the block. False when there is no run, or a live one."""
+    """Kill the processes of a killed driver and free its shared memory. Lock the directory during
+    the block. Yield False when there is no run, or a live one."""
     if not (run_dir / LOCK_FILE).exists():
-        # Its driver was killed before it claimed the directory.
+        # The driver was killed before it claimed the directory.
         stop_leftovers(run_dir)
         yield False
         return
@@ -134,38 +136,38 @@ def cleared_up(run_dir: Path) -> Generator[bool]:
 
 
 def check_deletable(run_dir: Path, kind: type[Config] = TrainConfig) -> None:
-    """Raises ValueError for anything but an earlier run of this kind, or nothing: what is a link,
-    what holds other files, what a process uses. Changes nothing."""
+    """Raise ValueError unless there is an earlier run of this kind, or nothing. A link, a directory
+    with other files and a live run are refused. Change nothing."""
     if run_dir.is_symlink():
         raise ValueError(
-            f"{run_dir} is a link to {os.readlink(run_dir)}, and --overwrite deletes a run's own "
-            "directory alone: remove the link, or give this run another name"
+            f"{run_dir} is a link to {os.readlink(run_dir)}, and --overwrite deletes only real "
+            "directories: remove the link, or give this run another name"
         )
     if not run_dir.exists():
         return
     if not run_dir.is_dir():
-        raise ValueError(f"{run_dir} is no directory: move it away, or give another name")
+        raise ValueError(f"{run_dir} is not a directory: move it away, or give another name")
     if not (run_dir / CONFIG_FILE).exists():
         _refuse_leftovers(run_dir)
         return
     what, settings = _KINDS[kind]
     if not settings <= read_values(run_dir / CONFIG_FILE).keys():
         raise ValueError(
-            f"{run_dir / CONFIG_FILE} is not the config of a {what}, and --overwrite deletes "
-            "nothing else: move the directory away, or give another name"
+            f"{run_dir / CONFIG_FILE} is not the config of a {what}, so --overwrite does not "
+            "delete it: move the directory away, or give another name"
         )
     refuse_live(run_dir)
 
 
 def delete_run(run_dir: Path, kind: type[Config] = TrainConfig) -> None:
-    """Delete an earlier run. Raises ValueError as `check_deletable` does."""
+    """Delete an earlier run. Raise the errors of `check_deletable`."""
     check_deletable(run_dir, kind)
     if not run_dir.exists():
         return
     lock = _acquire(run_dir)
     stop_leftovers(run_dir)
-    # Indexes may lie elsewhere. Of a profile, or of a config that another version wrote, there is
-    # nothing to delete.
+    # Indexes may be in another directory. A profile has none, and the config of another version of
+    # refrain may be unreadable.
     with contextlib.suppress(ValueError):
         delete_indexes(read_config(run_dir).history_dir)
     doomed = _doomed(run_dir)
@@ -175,8 +177,8 @@ def delete_run(run_dir: Path, kind: type[Config] = TrainConfig) -> None:
 
 
 def hold_run_dir(run_dir: Path) -> FileLock:
-    """Keep other processes from the directory, which may not be there yet. Raises ValueError when a
-    live run uses it, RuntimeError when another user made it."""
+    """Lock the directory, and make it if necessary. Raise ValueError when a live run uses it, and
+    RuntimeError when another user made it."""
     require_own(run_dir)
     use_private_umask()
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -184,7 +186,7 @@ def hold_run_dir(run_dir: Path) -> FileLock:
 
 
 def replace_run(run_dir: Path, by: Path) -> None:
-    """Put a finished run in the place of an earlier one."""
+    """Replace an earlier run by a finished one."""
     doomed = _doomed(run_dir)
     if run_dir.exists():
         run_dir.rename(doomed)
@@ -193,19 +195,20 @@ def replace_run(run_dir: Path, by: Path) -> None:
 
 
 def _doomed(run_dir: Path) -> Path:
-    """Name that a run is deleted under: nobody is to go on with one that is half there."""
+    """Return the path to which a run is renamed before its deletion, so that nobody can resume a
+    half-deleted run."""
     doomed = run_dir.with_name(f".deleted_{run_dir.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     return doomed
 
 
 def mark_processes(run_dir: Path) -> None:
-    """Let every process that is started from here on be known as this run's."""
+    """Mark all processes that this process starts from now on as the run's."""
     os.environ[RUN_MARK] = str(run_dir.absolute())
 
 
 def stop_leftovers(run_dir: Path) -> None:
-    """Kill what a driver that was itself killed left running. The run's lock must be held."""
+    """Kill processes that a killed driver left running. The caller must hold the run's lock."""
     own = psutil.Process()
     spared = {own.pid, *(process.pid for process in own.children(recursive=True))}
     for process in processes_of(run_dir):
@@ -215,7 +218,7 @@ def stop_leftovers(run_dir: Path) -> None:
 
 
 def processes_of(run_dir: Path) -> Iterator[psutil.Process]:
-    """Processes of this machine that a driver of the run has started, and what those have."""
+    """Yield all processes on this machine that a driver of the run started, directly or not."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(RUN_MARK) == str(run_dir.absolute()):
@@ -223,24 +226,27 @@ def processes_of(run_dir: Path) -> Iterator[psutil.Process]:
 
 
 def read_config(run_dir: Path) -> TrainConfig:
-    """The config of the run in this directory, moved along when the directory was."""
+    """Return the config of the run in this directory. Its name and `runs_dir` are those of the
+    directory, which may have been moved."""
     file = run_dir / CONFIG_FILE
     if not file.exists():
-        raise ValueError(f"no run in {run_dir}: it holds no {CONFIG_FILE}")
+        raise ValueError(f"no run in {run_dir}: it has no {CONFIG_FILE}")
     where = {"runs_dir": str(run_dir.parent), "name": run_dir.name}
     return validated(read_values(file) | where, str(file), TrainConfig)
 
 
 def read_changes(run_dir: Path) -> list[SettingChange]:
-    """Settings that were changed when the run was resumed, the oldest change first."""
+    """Return the settings that changed when the run was resumed, the oldest change first. Raise
+    ValueError for a damaged file."""
     changes, wrong = readable_lines(run_dir / CHANGES_FILE, SettingChange)
     if wrong:
-        raise ValueError(f"{wrong[0]}: bring the file back from a copy, or remove the line")
+        raise ValueError(f"{wrong[0]}: restore the file from a copy, or remove the line")
     return changes
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a run or a profile has this directory: a model's has a config.json too."""
+    """Return whether this is the directory of a run or a profile. A model has a config.json too, so
+    look into the file."""
     file = directory / CONFIG_FILE
     try:
         return file.is_file() and "runs_dir" in read_json_object(file)
@@ -249,8 +255,8 @@ def is_run(directory: Path) -> bool:
 
 
 def is_live(run_dir: Path) -> bool:
-    """Whether a process holds the run. Looking does not keep one from starting: the lock is taken
-    for less time than a run waits for it."""
+    """Return whether a process holds the run. This takes the lock for less time than a starting run
+    waits for it, so it disturbs no run."""
     if not (run_dir / LOCK_FILE).exists():
         return False
     check_regular(run_dir / LOCK_FILE)
@@ -263,14 +269,15 @@ def is_live(run_dir: Path) -> bool:
 
 
 def refuse_live(run_dir: Path) -> None:
-    """Raises ValueError when a live run uses the directory."""
+    """Raise ValueError when a live run uses the directory."""
     if is_live(run_dir) and not _is_clearing(run_dir):
         raise _used(run_dir)
 
 
 @contextlib.contextmanager
 def made_known(ref: RunRef) -> Generator[RunRef]:
-    """Let other processes find the run while this lasts."""
+    """Write the run's reference to `live.json` during the block, so that other processes find
+    it."""
     file = ref.run_dir / REF_FILE
     write_durably(file, ref.model_dump_json(indent=2))
     try:
@@ -283,8 +290,8 @@ def _refuse_leftovers(run_dir: Path) -> None:
     found = {path.name for path in run_dir.iterdir()} if run_dir.exists() else set()
     if found := found - {LOCK_FILE, _PID_FILE}:
         raise ValueError(
-            f"{run_dir} is not a run's directory: it holds {', '.join(sorted(found)[:5])}, but no "
-            f"{CONFIG_FILE}; delete it yourself, or give this run another name=..."
+            f"{run_dir} is not a run's directory: it has {', '.join(sorted(found)[:5])}, but no "
+            f"{CONFIG_FILE}. Delete it yourself, or give this run another name=..."
         )
 
 
@@ -303,7 +310,7 @@ def _acquire(run_dir: Path) -> FileLock:
 
 
 def _is_clearing(run_dir: Path) -> bool:
-    """Whether who has the lock clears up after a driver that was killed, which ends soon."""
+    """Return whether the lock's owner only clears up after a killed driver, which ends soon."""
     file = run_dir / _PID_FILE
     return file.exists() and file.read_text(errors="replace").endswith(_CLEARING)
 

@@ -1,4 +1,4 @@
-"""A run's phases and steps in Prefect's log of its flows and tasks."""
+"""Write a run's phases and steps to Prefect's logs."""
 
 import logging
 
@@ -11,8 +11,10 @@ from schemas.step import StepReport
 
 
 class RunLog:
-    """Implements `engines.reports.progress.Progress` on the page of the task or flow that tells;
-    what nobody's task tells is on the run's own. Without a flow it is nowhere."""
+    """An `engines.reports.progress.Progress` that logs to the current task or flow.
+
+    Outside of both, it logs to the flow that made it. Without any flow, it logs nothing.
+    """
 
     def __init__(self) -> None:
         self._own = _logger()
@@ -24,7 +26,7 @@ class RunLog:
         self._tell(text)
 
     def rolling(self, rolling: Rolling) -> None:
-        """Say nothing: the task has a progress page."""
+        """Log nothing, because the task has a progress page."""
 
     def step(self, report: StepReport, num_steps: int) -> None:
         self._tell(step_line(report, num_steps))

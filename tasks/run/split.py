@@ -1,9 +1,9 @@
-"""GPUs of engines and drafters as Algorithm 1 of SpecActor plans them, before anything starts.
+"""Split GPUs between engines and drafters before a run starts (SpecActor, Algorithm 1).
 
     specactor.split_gpus, profile ──► rollout.num_engines, the model's num_engines, window
 
-What is planned is written into the config, and recorded so: a run that is resumed goes on with it,
-unless it is given another number of GPUs.
+The planned numbers replace `specactor.split_gpus` in the run's recorded config. A resumed run keeps
+them, unless you give it another number of GPUs.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from tasks.run.preflight import read_latency
 
 
 def with_gpu_split(config: TrainConfig, say: Callable[[str], None] = print) -> TrainConfig:
-    """The same config with numbers in the place of `specactor.split_gpus`, which `say` is told of.
-    Raises ValueError where nothing can be planned."""
+    """Return the config with planned numbers instead of `specactor.split_gpus`. Report them with
+    `say`. Raise ValueError when no plan is possible."""
     specactor = config.specactor
     if specactor.split_gpus is None:
         return config
@@ -36,21 +36,22 @@ def with_gpu_split(config: TrainConfig, say: Callable[[str], None] = print) -> T
 
 
 def _planned_for(config: TrainConfig) -> DraftModel:
-    """The draft model in use, or, where history begins, the first."""
+    """Return the draft model to plan for: the one in use, or the first if steps begin with
+    history."""
     specactor, asked = config.specactor, "specactor.split_gpus is set"
     if not specactor.draft_models:
         raise ValueError(
-            f"{asked}, and there is no draft model to give GPUs to: add one to "
+            f"{asked}, but there is no draft model to give GPUs to: add one to "
             "specactor.draft_models"
         )
     if specactor.coupled:
         raise ValueError(
-            f"{asked}, and with specactor.coupled drafters rest while a window is verified, which "
-            "it does not plan: leave one of them out"
+            f"{asked}, but it does not work with specactor.coupled, where drafters wait while a "
+            "window is verified: leave out one of the two settings"
         )
     if config.pat.tp_degrees:
         raise ValueError(
-            f"{asked}, and with pat.tp_degrees engines take whole nodes: give rollout.num_engines "
+            f"{asked}, but with pat.tp_degrees engines take whole nodes: set rollout.num_engines "
             "and the num_engines of specactor.draft_models instead"
         )
     named = [model for model in specactor.draft_models if model.name == specactor.drafter]
@@ -61,15 +62,15 @@ def _plan(config: TrainConfig, drafter: str, num_gpus: int) -> GpuSplit:
     tp_degree, context_tokens = config.rollout.tp_degree, config.typical_context_tokens
     if num_gpus <= tp_degree:
         raise ValueError(
-            f"specactor.split_gpus ({num_gpus}) leaves no GPU for a drafter beside an engine of "
-            f"rollout.tp_degree={tp_degree}: raise the first or lower the second"
+            f"specactor.split_gpus ({num_gpus}) leaves no GPU for a drafter beside an engine with "
+            f"rollout.tp_degree={tp_degree}: raise split_gpus or lower tp_degree"
         )
     check_model_dir(config.model.path)
     latency = read_latency(config)
     if latency is None:
         raise ValueError(
-            "specactor.split_gpus is set but profile is not: nobody would know how fast drafter "
-            f"and engines are; make one by refrain profile --draft-model {drafter}=PATH, and set "
+            "specactor.split_gpus is set but profile is not: the speed of drafter and engines is "
+            f"unknown. Make a profile with refrain profile --draft-model {drafter}=PATH, and set "
             "profile=NAME"
         )
     held = int(latency.profile.kv_capacity_tokens(tp_degree) / context_tokens)
@@ -91,7 +92,7 @@ def _sentence(config: TrainConfig, drafter: str, split: GpuSplit) -> str:
     left = (specactor.split_gpus or taken) - taken
     left_over = f", {left} left over" if left else ""
     gain = split.tokens_per_s / split.plain_tokens_per_s
-    later = ": it pays, if at all, later in a step" if gain < 1.0 else ""
+    later = ". If drafting pays, it does so only later in a step" if gain < 1.0 else ""
     return (
         f"split of {specactor.split_gpus} GPUs by profile={config.profile}: "
         f"rollout.num_engines={split.num_engines} of TP {tp_degree} with {split.batch} requests "

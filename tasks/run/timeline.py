@@ -1,4 +1,4 @@
-"""A step's timeline: what was done when, and what each technique saved."""
+"""Log a step's timeline, and the time that each technique saved."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ from tasks.run.attach import Run
 
 
 async def log_timeline(run: Run, batch: RolloutBatch, rows: pa.Table) -> Savings | None:
-    """A picture and a page of a scored generation stage, with what was saved in it. `rows`:
+    """Log a page about a scored rollout stage. Return its savings. `rows`: the result of
     `Store.timed_rollouts`."""
     name = stage_name(batch.split, batch.step)
     recorded = read_timeline(run.config.run_dir, name)
@@ -41,7 +41,7 @@ def _account(
 
 
 def gpus_of(config: TrainConfig) -> dict[int, tuple[int, ...]]:
-    """GPUs by rollout engine; engines of several layouts share theirs."""
+    """Return the GPUs of each rollout engine. Engines of different layouts share GPUs."""
     rollout, pat = config.rollout, config.pat
     _, specs = plan_pools(rollout.num_engines, rollout.tp_degree, pat.tp_degrees, pat.gpus_per_node)
     return place_engines(specs)
@@ -61,5 +61,5 @@ def _savings(
         return step_savings(requests, moves, costs, source, run.config.rollout.max_num_seqs)
     except ValueError as error:
         techniques = ", ".join(acted(requests, moves))
-        unknown = f"what {techniques} saved is not known: {error}; {HOW_TO_KNOW}"
+        unknown = f"the savings of {techniques} are not known: {error}; {HOW_TO_KNOW}"
         return Savings(measured_s(requests), unknown=unknown)

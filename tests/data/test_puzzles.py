@@ -138,7 +138,7 @@ def test_files_for_training_and_validation(tmp_path):
     assert f"'data.validation=[{tmp_path}/d/validation.parquet]'" in done.output
     again = run("chain_sum", "--out", tmp_path / "d")
     assert again.exit_code == 2
-    assert "is there already" in again.output
+    assert "exists already" in again.output
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_what_does_not_belong_is_refused(args, told, tmp_path):
 def test_its_options_are_of_no_other_set():
     done = CliRunner().invoke(main, ["data", "gsm8k", "--size", "4"])
     assert done.exit_code == 2
-    assert "are for reasoning-gym" in done.output
+    assert "work with reasoning-gym only" in done.output
 
 
 def test_without_the_package_it_says_how_to_get_it(tmp_path, monkeypatch):

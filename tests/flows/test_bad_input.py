@@ -68,7 +68,7 @@ def test_a_preset_says_what_is_missing(preset: Path, tmp_path: Path, capsys, mon
         ("reward={type: function, path: nowhere.py}", "nowhere.py"),
         ("data.max_response_tokens=9000", "has a context of 1024 tokens"),
         ("rollout.tp_degree=3", "does not divide the 4 attention heads"),
-        ("rollout.max_num_batched_tokens=255", "less than one for each of rollout.max_num_seqs"),
+        ("rollout.max_num_batched_tokens=255", "is less than rollout.max_num_seqs"),
         ("drafting.min_match=17", r"drafting.min_match \(17\) exceeds drafting.max_match \(16\)"),
         ("drafting.max_draft=0", "drafting.max_draft: .*greater than or equal to 1"),
         ("drafting.window=aimd", "drafting.window: .*'goodput', 'paper' or 'doubling'"),
@@ -150,7 +150,7 @@ def test_the_profile_must_be_of_this_model_and_layout(tmp_path):
     check(config, f"profile={PROFILE}")
     message = (
         r"has no decode points at TP 2, only at TP 1; no verify points at TP 2, only at TP 1: make "
-        r"it again by refrain profile --model \S+ --dtype float32 --tp 2, or switch off"
+        r"it again with refrain profile --model \S+ --dtype float32 --tp 2, or switch off"
     )
     with pytest.raises(ValueError, match=message):
         check(config, f"profile={PROFILE}", "rollout.tp_degree=2")
@@ -189,7 +189,7 @@ def test_points_that_the_profile_lacks_are_named(tmp_path, overrides, missing, m
     """Those that what is switched on asks for, and no others."""
     lacks = "; ".join(f"no {points}[^;]*" for points in missing)
     with pytest.raises(
-        ValueError, match=f"profile_demo.json has {lacks}: make it again by .*{mend}"
+        ValueError, match=f"profile_demo.json has {lacks}: make it again with .*{mend}"
     ):
         check(write_config(tmp_path), f"profile={PROFILE}", *overrides)
 

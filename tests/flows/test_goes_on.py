@@ -59,10 +59,10 @@ def test_it_goes_on_after_crashes(refrain: Any, tmp_path: Path) -> None:
     command, run_dir = refrain("train", config), tmp_path / "runs" / "demo"
     command.wait_for_line("step 2: training")
     kill(run_dir, "ray::TrainerActor")
-    command.wait_for_line("going on from the last checkpoint (2 more allowed)")
+    command.wait_for_line("resuming from the last checkpoint (2 more allowed)")
     command.wait_for_line("train step 3: rolling out")
     kill(run_dir, "raylet/raylet")
-    command.wait_for_line("going on from the last checkpoint (1 more allowed)")
+    command.wait_for_line("resuming from the last checkpoint (1 more allowed)")
     command.finish()
     assert_complete(run_dir)
     assert signs(run_dir) == []

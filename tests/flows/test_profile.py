@@ -262,7 +262,7 @@ def test_a_killed_profile_goes_on_and_measures_nothing_twice(tmp_path):
     }
 
     other = CliRunner().invoke(main, [*map(str, args), "--seed", "1"])
-    assert "was begun with other settings" in other.output
+    assert "was started with other settings" in other.output
     assert "seed: 0 -> 1" in other.output
 
 

@@ -110,6 +110,6 @@ def test_weights_that_stay_on_the_gpu(config: Path, split: Path) -> None:
     values = ("rollout.weights=ipc", "rollout.num_engines=1")
     gpus = str(Path(__file__).parent / "with_gpus")
     output = start(config, "name=ipc", *values, num_gpus=1, PYTHONPATH=gpus).finish()
-    assert "takes the weights' file" not in output
+    assert "reads the weights from their file" not in output
     assert "started again" not in output
     assert_same(split.parent / "ipc", split)

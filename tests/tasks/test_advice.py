@@ -58,7 +58,7 @@ def test_a_full_disk_is_found_behind_other_errors(tmp_path):
     error = TrainerError("rank 0 failed in save")
     error.__cause__ = RuntimeError("[Errno 28] No space left on device")
     advice = advise(error, tmp_path) or ""
-    assert re.search(rf"that of {tmp_path}, mounted at /\S*, has [\d,]+ MB free", advice)
+    assert re.search(rf"of the run, {tmp_path}, mounted at /\S*, has [\d,]+ MB free", advice)
     assert re.search(rf"{ray_files()}, mounted at /\S*, has [\d,]+ MB free", advice)
 
 
@@ -68,10 +68,10 @@ def test_of_other_errors_nothing_is_said(tmp_path):
 
 @pytest.mark.parametrize("begun", [True, False])
 async def test_a_failed_task_says_how_to_go_on(begun, tmp_path):
-    then = "Then begin again: there is no checkpoint"
+    then = "Then start again: there is no checkpoint"
     if begun:
         write(tmp_path / "mine" / "checkpoints", 1)
-        then = "Then go on from the last checkpoint"
+        then = "Then resume from the last checkpoint"
     run = RunRef(
         run_dir=tmp_path / "mine",
         working_dir=tmp_path,

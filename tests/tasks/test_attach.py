@@ -58,7 +58,7 @@ async def test_a_task_has_what_it_needs_and_says_when_its_run_has_ended(task, tm
     assert tuple(parameter.annotation for parameter in parameters) == (RunRef, *NEEDS[task])
     nothing = [None] * len(NEEDS[task])
     run = ref(tmp_path / "gone", "127.0.0.1:9")
-    with pytest.raises(RunNotLive, match=r"gone is not live: start it by refrain train --resume"):
+    with pytest.raises(RunNotLive, match=r"gone is not live: start it with refrain train --resume"):
         await task.fn(run, *nothing)
 
 
@@ -83,11 +83,11 @@ def ref(run_dir: Path, address: str, namespace: str = "now") -> RunRef:
 
 def test_a_run_that_goes_on_in_a_later_process_is_not_the_same(live_dir: Path):
     before = ref(live_dir, "127.0.0.1:9", "before")
-    with pytest.raises(RunNotLive, match=r"not where this reference says.*live\.json"):
+    with pytest.raises(RunNotLive, match=r"this reference is outdated.*live\.json"):
         attach(before)
     with (
         made_known(ref(live_dir, "127.0.0.1:9")),
-        pytest.raises(RunNotLive, match="not where this reference says"),
+        pytest.raises(RunNotLive, match="this reference is outdated"),
     ):
         attach(before)
     assert not (live_dir / "live.json").exists()

@@ -190,7 +190,7 @@ def test_a_crash_is_in_the_record(tmp_path: Path) -> None:
     told = note_crash(tmp_path, EngineDied(1, "killed\nand more"), num_left=3)
     assert told == (
         "crashed after step 0: EngineDied: rollout engine 1 died: killed; "
-        "going on from the last checkpoint (2 more allowed)"
+        "resuming from the last checkpoint (2 more allowed)"
     )
     note_crash(tmp_path, RayDied("gone"), num_left=2)
     assert [crash.step for crash in read_crashes(tmp_path)] == [0, 0]

@@ -33,7 +33,7 @@ async def test_a_step_waits_no_longer_and_the_work_goes_on(monkeypatch):
     progress = SimpleNamespace(phase=said.append)
     run = SimpleNamespace(store=store, history=slow, progress=progress)
     assert await history.index_prompts(run, Split.TRAIN, 2, ["a"]) == 0
-    assert "drafting without some" in said[0]
+    assert "some prompts have no drafts" in said[0]
     # A worker that hangs is found out by who waits for it.
     assert slow.task is not None
     assert not slow.task.done()

@@ -59,7 +59,7 @@ def test_prompts_in_both_files_are_said_once(tmp_path: Path) -> None:
     assert inputs.warnings == (
         "train: 1 repeated prompts left out",
         f"1 of 2 validation prompts are trained on, the first is {train} row 1 and {held_out} "
-        "row 2: what is held out says less",
+        "row 2: the validation is not fully held out",
     )
     # Each split has its own row for what scores it.
     (shared,) = inputs.prompts_of(Split.TRAIN).keys() & inputs.prompts_of(Split.VALIDATION).keys()

@@ -240,9 +240,9 @@ def test_both_copies_that_do_not_fit_are_refused_with_the_way_out(tmp_path: Path
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ((IPC, "placement=split"), "GPUs of their own: set mode=sync and placement=shared"),
-        ((IPC, "placement=auto", "mode=pipelined"), "GPUs of their own"),
-        ((IPC, "rollout.num_engines=2"), r"\(1\) leaves some of the engines' 2 GPUs"),
+        ((IPC, "placement=split"), "on separate ones: set mode=sync and placement=shared"),
+        ((IPC, "placement=auto", "mode=pipelined"), "on separate ones"),
+        ((IPC, "rollout.num_engines=2"), r"\(1\) is less than the engines' 2 GPUs"),
         ((IPC, "rollout.tp_degree=4"), r"set trainer.num_processes=4"),
         ((IPC, "rollout.num_engines=2", "trainer.num_processes=2"), None),
         ((IPC,), None),
@@ -262,7 +262,7 @@ async def test_weights_do_not_stay_on_a_gpu_that_is_not_there(
 ) -> None:
     monkeypatch.setattr(tasks.run.machine, "require_gpus", lambda: 0)
     config = one_gpu(tmp_path, "Qwen3-1.7B", IPC)
-    with pytest.raises(ValueError, match=r"there is no GPU here.*set rollout\.weights=file"):
+    with pytest.raises(ValueError, match=r"this machine has no GPU.*set rollout\.weights=file"):
         plan_training(config)
     with pytest.raises(ValueError, match=r"there are no GPUs: set rollout\.weights=file"):
         await make_generation(config, None, 0, GpuPlacement(), print)
