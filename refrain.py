@@ -1,4 +1,4 @@
-"""refrain as a library. `import refrain` loads nothing heavy: each name loads what it needs.
+"""refrain as a library. `import refrain` is fast: each name loads its packages on first use.
 
 config = refrain.load_config("infra/demo/train.yaml", ["num_epochs=2"])
 summary = await refrain.train(config)     # in a script: asyncio.run(refrain.train(config))

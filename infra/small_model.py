@@ -1,5 +1,8 @@
-"""Common parts of the shipped tasks: data sets, character tokenizers, and small Qwen3 models that
-learn generated solutions on a CPU. One seed gives one result on one kind of CPU."""
+"""Common parts of the shipped tasks: data sets, character tokenizers and small Qwen3 models.
+
+The models learn generated solutions on a CPU. The same seed gives the same result on the same kind
+of CPU.
+"""
 
 import argparse
 import time
@@ -35,16 +38,17 @@ MATRIX_LEARNING_RATE = 0.02
 VECTOR_LEARNING_RATE = 0.003
 WARMUP_STEPS = 30
 BATCHES_PER_POOL = 32
-"""Batches are cut from a pool sorted by length, so that little of a batch is padding."""
+"""Batches in a pool. A pool is sorted by length before it is cut, so that batches have little
+padding."""
 IGNORED = -100
-"""The label that cross-entropy leaves out."""
+"""Label that cross-entropy ignores."""
 
 Batch = tuple[Tensor, Tensor]
 """Token ids and labels."""
 
 
 class Stated(Protocol):
-    """A problem as the user states it, and its answer."""
+    """A problem with its prompt and its answer."""
 
     @property
     def prompt(self) -> str: ...
@@ -57,7 +61,8 @@ AnyStated = TypeVar("AnyStated", bound=Stated)
 
 
 def build_tokenizer(characters: str, max_tokens: int) -> PreTrainedTokenizerFast:
-    """One token per character; decoding joins them again, so text round-trips exactly."""
+    """Return a tokenizer with one token per character. Decoding an encoded text gives exactly the
+    same text."""
     specials = [PAD, UNKNOWN, END, USER, ASSISTANT]
     vocab = {token: i for i, token in enumerate([*specials, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
@@ -76,8 +81,8 @@ def build_tokenizer(characters: str, max_tokens: int) -> PreTrainedTokenizerFast
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, shape: dict[str, int]) -> Qwen3ForCausalLM:
-    """An untrained Qwen3 for as many tokens as the tokenizer says; head size 32 suits vLLM's CPU
-    attention."""
+    """Return an untrained Qwen3, whose context is the tokenizer's maximum length. The head size is
+    32, which vLLM's CPU attention supports."""
     config = Qwen3Config(
         **shape,
         vocab_size=len(tokenizer),
@@ -98,7 +103,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, shape: dict[str, int]) -> Qw
 
 
 def write_data(path: Path, data_source: str, problems: Iterator[Stated], num_prompts: int) -> None:
-    """Writes the prompts of the split that the file is named after, in veRL's columns."""
+    """Write prompts in veRL's columns. The file's name is the name of the split."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [
         {
@@ -115,7 +120,7 @@ def write_data(path: Path, data_source: str, problems: Iterator[Stated], num_pro
 
 
 class Corpus(Generic[AnyStated]):
-    """Batches of solved problems, without end and without repeats."""
+    """An endless stream of batches of solved problems, without repeats."""
 
     def __init__(
         self,
@@ -124,15 +129,15 @@ class Corpus(Generic[AnyStated]):
         rng: Random,
         batch_size: int,
     ) -> None:
-        """`rng`: what problems and solutions are drawn with; batches are shuffled with it too."""
+        """`rng`: shuffles the batches. Problems and solutions should be drawn from it too."""
         self._tokenizer = tokenizer
         self._problems = problems
         self._rng = rng
         self._batch_size = batch_size
 
     def batches(self, solve: Callable[[AnyStated], str]) -> Iterator[Batch]:
-        """Token ids and labels, right-padded; only the response is labelled. What is beyond the
-        model's tokens is cut."""
+        """Yield token ids and labels, padded on the right. Only responses have labels. Cut examples
+        that are longer than the model's context."""
         size = self._batch_size
         while True:
             pool = list(islice(self._problems, size * BATCHES_PER_POOL))
@@ -158,7 +163,7 @@ class Corpus(Generic[AnyStated]):
 
 
 class Optimizer:
-    """Muon for the layers' matrices and AdamW for the rest, on one warm-up and linear decay."""
+    """Muon for the layers' matrices and AdamW for the rest, with warm-up and linear decay."""
 
     def __init__(self, model: Qwen3ForCausalLM, num_steps: int) -> None:
         layers = list(model.model.layers.parameters())
@@ -178,7 +183,7 @@ class Optimizer:
         self._schedules = [torch.optim.lr_scheduler.LambdaLR(o, scale) for o in self._optimizers]
 
     def step(self) -> None:
-        """Applies the gradients, clears them and moves the learning rates on."""
+        """Apply the gradients, clear them, and update the learning rates."""
         for optimizer, schedule in zip(self._optimizers, self._schedules, strict=True):
             optimizer.step()
             schedule.step()
@@ -191,7 +196,7 @@ def train(
     num_steps: int,
     loss_of: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Trains in place."""
+    """Train a model in place."""
     optimizer = Optimizer(model, num_steps)
     started_s = time.monotonic()
     for step, (ids, labels) in enumerate(islice(batches, num_steps), start=1):
@@ -204,21 +209,21 @@ def train(
 
 
 def response_logits(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
-    """Logits of the response's tokens, [tokens, vocabulary]. Padding stands on the right, where
-    causal attention never looks: no mask is needed."""
+    """Return the logits of the response's tokens, shape [tokens, vocabulary]. Padding is on the
+    right, where causal attention does not look, so there is no mask."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     return model.lm_head(hidden[labels[:, 1:] != IGNORED])
 
 
 def response_loss(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of the response's tokens."""
+    """Return the mean cross-entropy of the response's tokens."""
     targets = labels[:, 1:]
     targets = targets[targets != IGNORED]
     return torch.nn.functional.cross_entropy(response_logits(model, ids, labels), targets)
 
 
 def save(directory: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Writes both as Hugging Face's loaders want them."""
+    """Write the model and its tokenizer as a Hugging Face directory."""
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory, save_jinja_files=False)
     size_bytes = sum(file.stat().st_size for file in directory.iterdir())
@@ -232,7 +237,7 @@ def write_splits(
     out: Path,
     seed: int,
 ) -> None:
-    """Writes one Parquet file per split, of so many prompts each."""
+    """Write one Parquet file per split. `num_prompts`: number of prompts by split."""
     for split, num in num_prompts.items():
         write_data(
             out / "data" / f"{split}.parquet", data_source, draw_problems(split, Random(seed)), num
@@ -247,8 +252,8 @@ def write_model(
     out: Path,
     seed: int,
 ) -> None:
-    """Trains a base model on the batches of this tokenizer and seed, and writes it with its
-    tokenizer."""
+    """Train a base model, and write it with its tokenizer. `batches`: makes the training batches
+    from the tokenizer and the seed."""
     torch.manual_seed(seed)
     model = build_model(tokenizer, shape)
     train(model, batches(tokenizer, seed), num_steps, partial(response_loss, model))
@@ -258,18 +263,18 @@ def write_model(
 def write_parts(
     description: str, out: Path, parts: Mapping[str, Callable[[Path, int], None]]
 ) -> None:
-    """The command line of a task: writes its parts, or the one asked for, with a seed.
+    """Run the command line of a task: write all parts, or the part given by --only.
 
-    `out`: where the folders go, unless it is told otherwise.
+    `out`: default directory of the parts' folders.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=out, help="where the folders go")
-    parser.add_argument("--seed", type=int, default=0, help="one seed, one result (default 0)")
+    parser.add_argument("--out", type=Path, default=out, help="directory of the folders")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     parser.add_argument(
-        "--only", choices=tuple(parts), help="write this one, from what is in --out"
+        "--only", choices=tuple(parts), help="write only this part, from the others in --out"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

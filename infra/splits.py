@@ -1,4 +1,4 @@
-"""Disjoint splits of problems that are drawn without end."""
+"""Disjoint splits of randomly drawn problems."""
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterator
@@ -9,7 +9,7 @@ BUCKETS = 16
 
 
 class Drawn(Hashable, Protocol):
-    """A problem; equal ones have equal hashes."""
+    """A problem. Equal problems have equal hashes."""
 
     @property
     def prompt(self) -> str: ...
@@ -19,14 +19,14 @@ AnyDrawn = TypeVar("AnyDrawn", bound=Drawn)
 
 
 def split_of(prompt: str) -> str:
-    """The only split that a problem may appear in, by a hash of its prompt: splits are disjoint by
-    construction."""
+    """Return the only split that may have this problem. It follows from a hash of the prompt, so
+    splits are disjoint."""
     digest = hashlib.sha256(prompt.encode()).digest()
     return SPLITS[min(digest[0] % BUCKETS, len(SPLITS) - 1)]
 
 
 def draw_distinct(split: str, draw: Callable[[], AnyDrawn]) -> Iterator[AnyDrawn]:
-    """Distinct problems of one split, without end."""
+    """Yield distinct problems of one split, without end."""
     seen: set[AnyDrawn] = set()
     while True:
         problem = draw()

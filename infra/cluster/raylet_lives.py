@@ -1,4 +1,4 @@
-"""Probe of a container that is a node: ends with 0 where a daemon of Ray's runs on the machine."""
+"""Liveness probe of a node's container. Exits with 0 if Ray's raylet process runs, else with 1."""
 
 import sys
 

@@ -1,18 +1,21 @@
-"""Builds the demo's data sets, base model and drafter from nothing: `python -m infra.demo.build`.
+"""Build the demo's data sets, base model and drafter: `python -m infra.demo.build`.
 
-Writes `data/{train,validation}.parquet` (veRL's columns), `model/` (a Qwen3 of under 2 MB with
-a character tokenizer) and `drafter/` (a smaller one that drafts for it). The model is trained on
-generated solutions in two stages: careful ones teach it to calculate, then a population of careful
-and hasty solvers teaches it bad habits, which are what reinforcement learning is to cure. One seed
-gives one result on one kind of CPU; the model takes about six minutes on one core, the drafter
+This writes `data/{train,validation}.parquet` (veRL's columns), `model/` (a Qwen3 of under 2 MB with
+a character tokenizer) and `drafter/` (a smaller model that drafts for it). The same seed gives the
+same result on the same kind of CPU. On one core, the model takes about six minutes and the drafter
 three and a half.
 
-The drafter has the model's tokens, so that it can draw with the model's noise
-(`engines.inference.sampling.noise`). It learns from the model's own probabilities of mixed
-solutions: it is to imitate the model, not to be right. Of the tokens of 512 responses to the
-validation prompts, drawn by the model at temperature 1, it drafts 93.6 % with the model's noise,
-89.0 % with noise of its own and 91.8 % greedily. Learning from the solutions alone takes half the
-time a step and gets less far: after 500 steps 76.1 % with the model's noise, against 77.2 %.
+The model learns from generated solutions in two stages. First, careful solutions teach it to
+calculate. Then a population of careful and hasty solvers teaches it bad habits, which reinforcement
+learning has to remove.
+
+The drafter has the model's tokens, so that it can sample with the model's noise
+(`engines.inference.sampling.noise`). It learns from the model's probabilities on mixed solutions,
+because it has to imitate the model, not to be right. Its acceptance was measured on the tokens of
+512 responses to the validation prompts, sampled from the model at temperature 1: 93.6 % with the
+model's noise, 89.0 % with its own noise, and 91.8 % greedily. Learning from the solutions instead
+takes half the time per step but reaches less: 76.1 % with the model's noise after 500 steps,
+against 77.2 %.
 """
 
 from collections.abc import Iterator
@@ -59,8 +62,8 @@ DRAFTER_SHAPE = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-"""76,000 parameters. One layer cannot find what comes after a name in the prompt: after 500 steps
-it drafts 66.7 % with the model's noise, two layers 77.2 %."""
+"""76,000 parameters. A single layer cannot look up what follows a name in the prompt: its
+acceptance with the model's noise is 66.7 % after 500 steps, against 77.2 % with two layers."""
 
 BATCH_SIZE = 32
 NUM_CAREFUL_STEPS = 700
@@ -69,7 +72,7 @@ NUM_DRAFTER_STEPS = 1500
 
 
 class Solvers:
-    """Batches of solutions: careful ones, or those of a population."""
+    """Batches of solutions by careful solvers, or by a mixed population."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
         self._rng = Random(seed)
@@ -83,7 +86,7 @@ class Solvers:
         return self._corpus.batches(self._solve_in_some_habits)
 
     def in_stages(self) -> Iterator[Batch]:
-        """First to calculate, then to work in mixed habits."""
+        """Yield batches of careful solutions first, then of mixed ones."""
         yield from islice(self.careful(), NUM_CAREFUL_STEPS)
         yield from islice(self.mixed(), NUM_MIXED_STEPS)
 
@@ -94,7 +97,7 @@ class Solvers:
 def distillation_loss(
     drafter: Qwen3ForCausalLM, model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor
 ) -> Tensor:
-    """Mean divergence KL(model || drafter) over the response's tokens, in nats."""
+    """Return the mean divergence KL(model || drafter) over the response's tokens, in nats."""
     with torch.no_grad():
         wanted = response_logits(model, ids, labels).log_softmax(-1)
     drafted = response_logits(drafter, ids, labels).log_softmax(-1)
@@ -102,7 +105,7 @@ def distillation_loss(
 
 
 def write_drafter(out: Path, seed: int) -> None:
-    """Trains the drafter on the base model's logits and writes it with the same tokenizer."""
+    """Train the drafter on the base model's logits, and write it with the same tokenizer."""
     torch.manual_seed(seed)
     tokenizer = build_tokenizer(CHARACTERS, MAX_POSITIONS)
     model = Qwen3ForCausalLM.from_pretrained(out / "model", local_files_only=True)

@@ -1,18 +1,18 @@
-"""The demo's task: short programs of sums, worked out line by line.
+"""The demo's task: short chains of sums, solved line by line.
 
 A problem names a chain of values and asks for the last one:
 
     a=17 b=a+5 c=b-38 ... c=?
 
-A solution computes the names in order, each line from the line before, and closes with GSM8K's
-answer line. How a line is worked is a matter of `Habits`:
+A solution computes the values in order, each line from the line before, and ends with GSM8K's
+answer line. A solver's `Habits` decide how a line is computed:
 
     b=17+5=22             a plain line: one term, the result at once
-    c=72-38=42-8=34       a split line: the tens first, then the ones (never slips)
-    d=34+20-6=48          a merged line: swallows two terms, and often slips
+    c=72-38=42-8=34       a split line: first the tens, then the ones (never wrong)
+    d=34+20-6=48          a merged line: two terms at once, often wrong
 
-A supervised corpus mixes solvers of all habits, so a model trained on it can work carefully but
-does not always; what reinforcement learning has to find out is that care pays.
+The supervised corpus mixes solvers of all habits. A model trained on it can work carefully but does
+not always do so. Reinforcement learning has to find that care pays.
 """
 
 from collections.abc import Iterator
@@ -24,26 +24,26 @@ from infra.splits import draw_distinct
 
 NAMES = "abcdefghijklmn"
 MAX_VALUE = 99
-"""Every running value lies in 0..MAX_VALUE, so no line needs a third digit or a sign."""
+"""All values are in 0..MAX_VALUE, so no value needs a third digit or a sign."""
 
 STOP_SHARE = 0.25
-"""Chance that a chain ends after each term from the second name on: a geometric length."""
+"""Chance that a chain ends after each term. So the number of terms is geometric."""
 TWO_DIGIT_SHARE = 0.45
-"""Chance that a term is 10..60 rather than 1..9."""
+"""Chance that a term is in 10..60. Otherwise it is in 1..9."""
 SLIPS = (-10, -2, -1, 1, 2, 10)
-"""Errors of a hasty line."""
+"""Errors that a hasty line may make."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A first value and the signed terms that are added to it one after the other."""
+    """A first value, and the signed terms to add to it one by one."""
 
     start: int
     terms: tuple[int, ...]
 
     @property
     def prompt(self) -> str:
-        """The problem as the user states it."""
+        """The text of the problem."""
         lines = [f"a={self.start}"]
         lines += [f"{NAMES[i + 1]}={NAMES[i]}{term:+d}" for i, term in enumerate(self.terms)]
         return " ".join([*lines, f"{NAMES[len(self.terms)]}=?"])
@@ -56,12 +56,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Habits:
-    """Habits of a solver; each share is a probability per line."""
+    """Habits of a solver. Each share is a probability per line."""
 
     merge_share: float
-    """Chance that a line swallows two terms."""
+    """Chance that a line adds two terms at once."""
     split_share: float
-    """Chance that a two-digit term is worked tens first."""
+    """Chance that a line adds the tens of a two-digit term first."""
     merge_slip_share: float = 0.45
     """Chance that a merged line's result is wrong."""
     plain_slip_share: float = 0.2
@@ -70,19 +70,19 @@ class Habits:
 
 CAREFUL = Habits(merge_share=0.0, split_share=1.0)
 CAREFUL_SHARE = 0.25
-"""Share of wholly careful solvers in the population."""
+"""Share of always careful solvers in the population."""
 HASTIEST_MERGE_SHARE = 0.6
 
 
 def draw_habits(rng: Random) -> Habits:
-    """One solver out of the population: anything from careful to hasty."""
+    """Draw the habits of one solver of the population, from careful to hasty."""
     if rng.random() < CAREFUL_SHARE:
         return CAREFUL
     return Habits(merge_share=rng.uniform(0.0, HASTIEST_MERGE_SHARE), split_share=rng.random())
 
 
 def draw_problem(rng: Random) -> Problem:
-    """A problem with a geometric number of terms, all running values within bounds."""
+    """Draw a problem with a geometric number of terms and all values in 0..MAX_VALUE."""
     start = value = rng.randint(1, MAX_VALUE)
     terms: list[int] = []
     while len(terms) < len(NAMES) - 1:
@@ -94,12 +94,12 @@ def draw_problem(rng: Random) -> Problem:
 
 
 def draw_problems(split: str, rng: Random) -> Iterator[Problem]:
-    """Distinct problems of one split, without end."""
+    """Yield distinct problems of one split, without end."""
     return draw_distinct(split, partial(draw_problem, rng))
 
 
 def solve(problem: Problem, habits: Habits, rng: Random) -> str:
-    """A worked solution, which ends with the answer line; wrong where the solver slipped."""
+    """Return a solution that ends with the answer line. It may be wrong, depending on habits."""
     value, done, lines = problem.start, 0, []
     while done < len(problem.terms):
         merged = rng.random() < habits.merge_share and done + 1 < len(problem.terms)
@@ -112,7 +112,7 @@ def solve(problem: Problem, habits: Habits, rng: Random) -> str:
 
 
 def _draw_term(value: int, rng: Random) -> int:
-    """A signed term that keeps the running value within bounds."""
+    """Draw a signed term that keeps the value in 0..MAX_VALUE."""
     while True:
         size = rng.randint(10, 60) if rng.random() < TWO_DIGIT_SHARE else rng.randint(1, 9)
         term = rng.choice((-size, size))
@@ -123,7 +123,7 @@ def _draw_term(value: int, rng: Random) -> int:
 def _work_line(
     value: int, terms: tuple[int, ...], later: tuple[int, ...], habits: Habits, rng: Random
 ) -> tuple[str, int]:
-    """The working of one line and its result, which may have slipped."""
+    """Return the computation of one line and its result, which may be wrong."""
     work = f"{value}" + "".join(f"{term:+d}" for term in terms)
     result = value + sum(terms)
     if len(terms) > 1:
@@ -136,13 +136,13 @@ def _work_line(
 
 
 def _split_tail(value: int, term: int) -> str:
-    """The middle of a split line: the tens are done, the ones are still to do."""
+    """Return the middle of a split line, after the tens are added and before the ones are."""
     ones = abs(term) % 10 * (1 if term > 0 else -1)
     return f"={value + term - ones}{ones:+d}" if ones else ""
 
 
 def _draw_slip(result: int, later: tuple[int, ...], share: float, rng: Random) -> int:
-    """Zero, or with chance `share` a slip after which the later values stay within bounds."""
+    """Return an error with chance `share`, else 0. An error keeps later values in 0..MAX_VALUE."""
     if rng.random() >= share:
         return 0
     values = [result]

@@ -1,8 +1,9 @@
-"""Builds the long-tail task's data sets and base model: `python -m infra.long_tail.build`.
+"""Build the long-tail task's data sets and base model: `python -m infra.long_tail.build`.
 
-Writes `data/{train,validation}.parquet` (veRL's columns) and `model/` (a Qwen3 of under 2 MB with
-a character tokenizer). The model learns from generated solutions, of short chains first and of ever
-longer ones, with bad habits mixed in. One seed gives one result on one kind of CPU.
+This writes `data/{train,validation}.parquet` (veRL's columns) and `model/` (a Qwen3 of under 2 MB
+with a character tokenizer). The model learns from generated solutions: first of short chains, then
+of longer ones. Part of the solutions are hasty. The same seed gives the same result on the same
+kind of CPU.
 """
 
 from collections.abc import Iterator
@@ -33,13 +34,13 @@ MAX_POSITIONS = 2048
 
 @dataclass(frozen=True)
 class Stage:
-    """So many steps on chains of so many terms."""
+    """A stage of the training: a number of steps on chains of a given length."""
 
     num_steps: int
     batch_size: int
     careful_share: float
     max_terms: int | None = None
-    """Terms are 2 to so many, one as likely as another; None: the task's."""
+    """The number of terms is uniform from 2 to this. None: drawn like the task's."""
 
 
 STAGES = (
@@ -48,12 +49,13 @@ STAGES = (
     Stage(num_steps=450, batch_size=8, careful_share=0.7, max_terms=40),
     Stage(num_steps=400, batch_size=8, careful_share=0.3),
 )
-"""Chains grow, as what is learnt on short ones is lost when all of them are long at once; the last
-share of careful solutions is small, as reinforcement learning is to find the rest of the way."""
+"""Chains grow stage by stage. If all were long at once, the model would forget what it learnt on
+short ones. The last stage has few careful solutions, so that reinforcement learning can still
+improve the model."""
 
 
 def batches_in_stages(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Batch]:
-    """Batches of one stage after the other."""
+    """Yield the batches of all stages in order."""
     rng = Random(seed)
 
     def batches(stage: Stage) -> Iterator[Batch]:

@@ -1,20 +1,22 @@
-"""The second task: long chains of sums modulo 100, with a long tail of lengths.
+"""The second task: long chains of sums modulo 100, whose lengths have a long tail.
 
-A problem is a chain as the demo's (`infra.demo.task`), with all numbers of two digits:
+A problem is a chain like the demo's (`infra.demo.task`). All numbers have two digits:
 
     q=50 r=q-07 s=r+38 ... s=?
 
-A solution states each sum, looks its value up, and closes with GSM8K's answer line. There are two
-ways of working, told apart by a response's first token:
+A solution states each sum, looks up its value, and ends with GSM8K's answer line. There are two
+ways to solve a problem. The first token of a response shows which one it uses:
 
-    hasty      r=q-07=50-07=43                    at once, and slips now and then
+    hasty      r=q-07=50-07=43                    result at once, sometimes wrong
     careful    ?
-               r=q-07=50-07=50-7=43;43+07=50      tens, ones and a check: never slips
+               r=q-07=50-07=50-7=43;43+07=50      tens, ones and a check: never wrong
 
-A careful solution is nearly twice as long, and a careful solver starts over now and then. How many
-sums there are is drawn with a long tail, so lengths have two: of prompts, and of one prompt's
-responses. A model that learns mostly from hasty solvers answers shortly at first; as reinforcement
-learning finds that care pays, prompts nearly double their median length from one epoch to the next.
+A careful solution is nearly twice as long, and a careful solver sometimes starts over. The number
+of sums has a long tail. So lengths vary between prompts, and between the responses to one prompt.
+
+A model that learns mostly from hasty solvers gives short responses at first. Then reinforcement
+learning finds that care pays, and the median length of a prompt's responses nearly doubles from one
+epoch to the next.
 """
 
 from collections.abc import Iterator
@@ -25,38 +27,39 @@ from string import ascii_letters
 from infra.splits import draw_distinct
 
 NAMES = ascii_letters
-"""Names follow each other in this order, and the first follows the last."""
+"""Names of the values of a chain, in this order. After the last name comes the first."""
 MODULUS = 100
 
 MIN_TERMS, MAX_TERMS = 12, 40
 MEDIAN_EXTRA_TERMS, EXTRA_TERMS_SIGMA = 6.0, 0.9
-"""Terms beyond the fewest are log-normal: 18 in the median, the most in one problem of fourteen."""
+"""The number of terms above MIN_TERMS is log-normal. The median problem has 18 terms, and one in
+fourteen has MAX_TERMS."""
 
 CARE = "?"
-"""The line with which a careful solver begins, and begins again."""
+"""The line with which a careful solver begins and starts over."""
 SLIP_SHARE = 0.1
 """Chance that the result of a hasty line is wrong."""
 SLIPS = (-10, -2, -1, 1, 2, 10)
 AGAIN_SHARE = 0.008
-"""Chance that a careful solver starts over after a line, where not all is done yet."""
+"""Chance that a careful solver starts over after a line, except the last."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A first value and the signed terms that are added to it one after the other."""
+    """A first value, and the signed terms to add to it one by one."""
 
     first_name: int
-    """Place of the first value's name in NAMES."""
+    """Index of the first value's name in NAMES."""
     start: int
     terms: tuple[int, ...]
 
     def name(self, index: int) -> str:
-        """Name of the value after `index` terms."""
+        """Return the name of the value after `index` terms."""
         return NAMES[(self.first_name + index) % len(NAMES)]
 
     @property
     def prompt(self) -> str:
-        """The problem as the user states it."""
+        """The text of the problem."""
         sums = [self.sum_after(index) for index in range(1, len(self.terms) + 1)]
         start = f"{self.name(0)}={self.start:02d}"
         return " ".join([start, *sums, f"{self.name(len(self.terms))}=?"])
@@ -67,29 +70,29 @@ class Chain:
         return (self.start + sum(self.terms)) % MODULUS
 
     def sum_after(self, index: int) -> str:
-        """The sum that gives the value after `index` terms, by names."""
+        """Return the sum that gives the value after `index` terms, written with names."""
         return f"{self.name(index)}={self.name(index - 1)}{_signed(self.terms[index - 1])}"
 
 
 def draw_num_terms(rng: Random) -> int:
-    """Number of terms of a problem: most are short, a few are long."""
+    """Draw a problem's number of terms. Most problems are short, a few are long."""
     extra = MEDIAN_EXTRA_TERMS * rng.lognormvariate(0.0, EXTRA_TERMS_SIGMA)
     return min(MIN_TERMS + round(extra), MAX_TERMS)
 
 
 def draw_problem(rng: Random, num_terms: int) -> Chain:
-    """A problem of so many terms."""
+    """Draw a problem with `num_terms` terms."""
     terms = [rng.choice((-1, 1)) * rng.randrange(1, MODULUS) for _ in range(num_terms)]
     return Chain(rng.randrange(len(NAMES)), rng.randrange(MODULUS), tuple(terms))
 
 
 def draw_problems(split: str, rng: Random) -> Iterator[Chain]:
-    """Distinct problems of one split, without end."""
+    """Yield distinct problems of one split, without end."""
     return draw_distinct(split, lambda: draw_problem(rng, draw_num_terms(rng)))
 
 
 def solve(problem: Chain, careful: bool, rng: Random) -> str:
-    """A worked solution, which ends with the answer line; wrong where a hasty solver slipped."""
+    """Return a solution that ends with the answer line. A hasty one may be wrong."""
     lines, value, done = [CARE] if careful else [], problem.start, 0
     while done < len(problem.terms):
         if careful and done and rng.random() < AGAIN_SHARE:
@@ -106,7 +109,8 @@ def solve(problem: Chain, careful: bool, rng: Random) -> str:
 
 
 def _careful_tail(value: int, term: int) -> str:
-    """The end of a careful line: the tens are done, then the ones, then the term is taken back."""
+    """Return the end of a careful line: add the tens, then the ones, then check the result by
+    subtracting the term."""
     ones = abs(term) % 10 * (1 if term > 0 else -1)
     sign = "-" if term < 0 else "+"
     tens_done, result = (value + term - ones) % MODULUS, (value + term) % MODULUS
@@ -115,5 +119,5 @@ def _careful_tail(value: int, term: int) -> str:
 
 
 def _signed(term: int) -> str:
-    """A sign and two digits."""
+    """Return a term as a sign and two digits."""
     return f"{term:+03d}"
