@@ -1,1 +1,1 @@
-"""Flows and commands: what a person starts. Read `train.py` and `step.py` first."""
+"""Flows and commands that a user starts. Read `train.py` and `step.py` first."""

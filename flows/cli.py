@@ -209,7 +209,8 @@ def profile(overwrite: bool, draft_models: tuple[dict[str, str], ...], **values:
 @click.option(
     "--config",
     metavar="RUN|FILE",
-    help="Use its data limits, sampling and reward.  [default: the checkpoint's run]",
+    help="Use the data limits, sampling and reward of this run or file.  [default: the "
+    "checkpoint's run]",
 )
 @click.option("--name", help="The evaluation's name.  [default: of checkpoint and data]")
 @click.option("--log-to-run", is_flag=True, help="Add the figures to the checkpoint's MLflow run.")
@@ -284,7 +285,7 @@ def deploy(runs_dir: Path) -> None:
 @options.count("--tp", metavar="T", help="GPUs of one engine.  [default: 1]")
 @click.option("--profile", metavar="PATH", help="Measured latency: a profile, or its name.")
 @click.option("--hardware", metavar="NAME", help="Computed latency: the GPU, for example H100.")
-@click.option("--shape", metavar="NAME", help="With --hardware: the model, e.g. Qwen3-8B.")
+@click.option("--shape", metavar="NAME", help="With --hardware: the model, for example Qwen3-8B.")
 @click.option(
     "--policies",
     default="even,ranked",

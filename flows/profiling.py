@@ -33,7 +33,7 @@ async def profile(config: ProfileConfig, overwrite: bool = False) -> ProfileRepo
     """Measure decode, prefill, verify and draft times and fit the latency model.
 
     Args:
-        config: Which model, and over what range.
+        config: The model, and the range to measure.
         overwrite: Measure everything again. The earlier profile stays in use until then. Without
             this, continue an unfinished profile, or fit a finished one again. An interrupted
             profile always continues at the point where it was stopped.

@@ -159,7 +159,7 @@ def _paper_cases(args: Arguments, policy_sets: Sequence[PolicySet]) -> list[Simu
                 steps=steps,
                 layout=setting.layout,
                 latency=setting.latency,
-                latency_name="straight lines through what the paper prints",
+                latency_name="straight lines through the paper's printed values",
                 measured_s={},
                 facts=setting.facts,
                 # Studies simulate other steps too, so leave them out when --steps is given.

@@ -41,14 +41,14 @@ def known_before(run: Run, step: int) -> int:
 
 
 async def last_known(run: Run, step: int) -> RolloutBatch | None:
-    """Return the rollouts of the last step that a plan of `step` may use. None: there is none."""
+    """Return the rollouts of the last step that a plan of `step` may use, or None."""
     return await run.store("stage", Split.TRAIN, known_before(run, step) - 1)
 
 
 async def index_drawn(run: Run, step: int, prompt_keys: Sequence[str]) -> int:
     """Index the prompts of a training step. Return the number of prompts with an index."""
-    # Use the newest rollouts there are. A resumed run may use others than the first try did, but
-    # drafts change no token. (A plan must not depend on them: see `known_before`.)
+    # Use the newest rollouts. A resumed run may find others than the first try, but drafts change
+    # no token. (A plan must not depend on the newest rollouts: see `known_before`.)
     newest = max(1, step - run.config.max_staleness)
     return await index_prompts(run, Split.TRAIN, newest, prompt_keys)
 

@@ -1,1 +1,1 @@
-"""The run that tasks work on: its directory, its actors, what they share."""
+"""A live run: its directory, its actors and its records. The tasks work on it."""

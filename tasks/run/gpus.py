@@ -1,4 +1,4 @@
-"""The GPUs that each part of a run needs on a machine with GPUs."""
+"""The GPUs that each part of a run needs."""
 
 from dataclasses import replace
 

@@ -150,8 +150,7 @@ def recorded(run: Run) -> Generator[None]:
 
 
 def _fetch_lost(config: TrainConfig, found: Resumption, failures: Failures) -> Path | None:
-    """Fetch a newer checkpoint from the mirror, if there is one. Return the checkpoint to resume
-    from.
+    """Fetch a newer checkpoint from the mirror. Return the checkpoint to resume from, or None.
 
     If the mirror fails, record that and use the run's own checkpoint. Without one, raise the error:
     the run would start from the beginning.

@@ -60,8 +60,8 @@ def names_cluster() -> bool:
 
 @contextmanager
 def ray_cluster(name: str, wanted: Sequence[Wanted] = ()) -> Generator[GpuPlacement]:
-    """Join or start a Ray cluster, and leave it after the block. Yield its GPUs and the placement
-    of what is `wanted`.
+    """Join or start a Ray cluster, and leave it after the block. Yield its number of GPUs and the
+    nodes of each part of the run that is `wanted`.
 
     Raise ValueError when the cluster has GPUs, but too few, or when others use them.
     """
@@ -112,9 +112,11 @@ def _has_token() -> bool:
 
 
 def _placed(wanted: Sequence[Wanted]) -> dict[str, tuple[str, ...]]:
-    """Return nodes for what is wanted, as soon as their GPUs are free. Raise ValueError after
-    `FREE_S` seconds. Without this limit, engines would wait for GPUs during their whole start
-    timeout."""
+    """Return the nodes of each wanted part, as soon as their GPUs are free.
+
+    Raise ValueError after `FREE_S` seconds. Without this limit, engines would wait for GPUs during
+    their whole start timeout.
+    """
     from ray._private import state
 
     place(wanted, _gpus_of(state.total_resources_per_node()))
