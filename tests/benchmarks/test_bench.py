@@ -107,7 +107,7 @@ def test_the_list_says_what_each_measures_and_how_long_it_takes():
             ("speed",),
             "there is no bench 'speed'; known: chaos, dealing, deciding, decoupled, demo, drafting",
         ),
-        (("index", "--fast"), "unrecognized arguments: --fast; `refrain bench index --help` tells"),
+        (("index", "--fast"), "unrecognized arguments: --fast; `refrain bench index --help` lists"),
         (("index", "--repeats", "0"), "--repeats 0: give at least 1"),
         (("index", "--json", "no/where.json"), "--json no/where.json: there is no such directory"),
         (("drafting",), "the following arguments are required: TRACE; `refrain bench drafting -"),

@@ -78,7 +78,7 @@ def test_a_run_does_not_take_anothers_copies_for_its_own(tmp_path):
     changes = check_run_dir(moved, resume=True)
     check_mirror(moved, True, changes)
     Mirror(copies["trainer"]["checkpoint_url"], "it").put(write(tmp_path / "another", 3), keep=1)
-    with pytest.raises(ValueError, match="holds step 3 of another run it"):
+    with pytest.raises(ValueError, match="has step 3 of another run it"):
         check_mirror(moved, True, changes)
     check_mirror(moved, True, [])
 
