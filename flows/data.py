@@ -42,8 +42,7 @@ def launch_data(
     difficulty: Sequence[int] | None,
     overwrite: bool,
 ) -> None:
-    """Convert a public set or your own files, or generate questions. Print the next command. Raise
-    ValueError for bad input."""
+    """Convert a public set or files, or generate questions. Raise ValueError for bad input."""
     made = (size, held_out, seed, difficulty)
     if name == REASONING_GYM:
         if files or revision or question or answer or data_source or instruction:
@@ -83,9 +82,7 @@ def launch_data(
     converted = {split: _rows(public, convert, split, sources, revision) for split in splits}
     for split, found in converted.items():
         if not found.rows:
-            raise ValueError(
-                f"{sources.get(split, name)} has no rows for {split}: give another file"
-            )
+            raise ValueError(f"{sources.get(split, name)} has no rows for {split}: use another")
     written = [_write(found, directory / f"{split}.parquet") for split, found in converted.items()]
     print(f"next: refrain train CONFIG 'data.train=[{written[0]}]' --check")
 

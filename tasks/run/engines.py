@@ -141,10 +141,8 @@ async def make_generation(
 ) -> Engines:
     """Make a run's engines and drafters. Start none.
 
-    `say` receives messages about drafters that die and engines that are lost. `engine_class` does
-    not apply to engines that share GPUs. `learnt`: the drafting state that each engine begins with
-    (`Store.learnt`).
-
+    `say`: receives messages about dead drafters and lost engines. `engine_class`: ignored for
+    engines that share GPUs. `learnt`: each engine's drafting state at the start (`Store.learnt`).
     Raise ValueError when engines of several TP degrees do not fit into memory, or when
     rollout.weights is ipc and there are no GPUs.
     """
