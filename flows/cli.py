@@ -182,9 +182,9 @@ def report(**options: Any) -> None:
     help="A draft model to measure; repeatable.",
 )
 @options.count("--steps", "decode_steps", help="Decode steps per point.  [default: 60]")
-@options.count("--passes", help="Repetitions; use more on a noisy machine.  [default: 1]")
+@options.count("--passes", help="Passes over decode and prefill; more if noisy.  [default: 1]")
 @options.count("--kv-cache-bytes", type=options.BYTES, help="[default: as in a training run]")
-@click.option("--enforce-eager", is_flag=True, default=None, help="Use no CUDA graphs.")
+@click.option("--enforce-eager", is_flag=True, default=None, help="As in a training run.")
 @options.seed(help="[default: 0]")
 @click.option("--overwrite", is_flag=True, help="Measure everything again.")
 def profile(overwrite: bool, draft_models: tuple[dict[str, str], ...], **values: Any) -> None:
@@ -215,7 +215,7 @@ def profile(overwrite: bool, draft_models: tuple[dict[str, str], ...], **values:
 @click.option("--name", help="The evaluation's name.  [default: of checkpoint and data]")
 @click.option("--log-to-run", is_flag=True, help="Add the figures to the checkpoint's MLflow run.")
 @click.option("--resume", is_flag=True, help="Continue an evaluation that was stopped.")
-@click.option("--overwrite", is_flag=True, help="Delete an earlier one of the same name first.")
+@click.option("--overwrite", is_flag=True, help="Delete an earlier evaluation of the same name.")
 @click.option("--json", metavar="FILE", help="Write the figures here; - for standard output.")
 @options.runs_dir
 def evaluate(
