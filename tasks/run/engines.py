@@ -39,7 +39,7 @@ class Engines:
     They stay in the process of the flow, because its event loop watches the engines.
     """
 
-    # Use slots: Prefect serializes a flow's arguments as far as it finds a `__dict__`.
+    # Use slots: Prefect records a flow's arguments, and looks into objects with a `__dict__`.
     __slots__ = (
         "_receivers",
         "_rolled_out_s",

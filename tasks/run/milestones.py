@@ -60,7 +60,7 @@ class Milestones:
     drawn       its pictures and pages are made
     """
 
-    # Use slots: Prefect serializes a flow's arguments as far as it finds a `__dict__`.
+    # Use slots: Prefect records a flow's arguments, and looks into objects with a `__dict__`.
     __slots__ = (
         "_max_staleness",
         "_num_steps",
