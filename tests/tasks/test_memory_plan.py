@@ -259,7 +259,7 @@ def test_the_command_line_prints_the_plan_of_a_named_machine(tmp_path: Path) -> 
     assert done.output.splitlines()[-1] == f"Planned for {H100S}."
     assert "a shared GPU (training)" in done.output
     done = CliRunner().invoke(main, ["train", str(path), "--gpus", H100S])
-    assert (done.exit_code, "for --check" in done.output) == (2, True)
+    assert (done.exit_code, "with --check only" in done.output) == (2, True)
 
 
 def test_this_machine_is_planned_before_a_start(

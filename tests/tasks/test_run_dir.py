@@ -203,7 +203,7 @@ def test_nobody_goes_on_with_a_run_that_is_half_deleted(tmp_path, monkeypatch):
 def test_what_no_whole_run_left_is_not_taken_over(tmp_path):
     (tmp_path / "it").mkdir()
     (tmp_path / "it" / "refrain.duckdb").touch()
-    with pytest.raises(ValueError, match=r"it holds refrain\.duckdb, but no config\.json"):
+    with pytest.raises(ValueError, match=r"it has refrain\.duckdb, but no config\.json"):
         claim_run_dir(config(tmp_path), resume=False)
     assert not (tmp_path / "it" / CONFIG_FILE).exists()
 
