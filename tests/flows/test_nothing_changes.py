@@ -139,7 +139,7 @@ def nothing(_: Path) -> None:
     ("there", "said"),
     [
         (linked, "is a link to"),
-        (file_there, "is no directory"),
+        (file_there, "is not a directory"),
         (model_there, "is not the config of a run"),
         (profile_there, "is not the config of a run"),
         (no_config, "is not a run's directory"),
