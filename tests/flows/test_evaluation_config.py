@@ -150,7 +150,10 @@ def test_files_and_overrides_are_told_apart(runs: Path) -> None:
         ({"checkpoint": str(DEMO / "model")}, "no prompts to evaluate on"),
         ({"checkpoint": str(DEMO / "model"), "log_to_run": True}, "belongs to no run"),
         ({"checkpoint": "mine", "config": "your"}, "no run 'your'"),
-        ({"checkpoint": "mine", "overrides": ("trainer.learning_rate=1",)}, "has no effect on an evaluation"),
+        (
+            {"checkpoint": "mine", "overrides": ("trainer.learning_rate=1",)},
+            "has no effect on an evaluation",
+        ),
         ({"checkpoint": "mine", "overrides": ("model.path=x",)}, "give the model as CHECKPOINT"),
         ({"checkpoint": "mine", "overrides": ("rollout.dragons=1",)}, r"rollout\.dragons"),
         ({"checkpoint": "mine", "name": "a/b"}, "name"),

@@ -106,5 +106,7 @@ def test_tasks_of_a_run_from_another_process(driver: Driver, tmp_path: Path) -> 
     driver.end()
     assert driver.said("VERSION ").strip() == "1", "it trains where the run does"
     driver.process.wait(WAIT_S)
-    with pytest.raises(RunNotLive, match=f"not live: start it with refrain train --resume {run_dir}"):
+    with pytest.raises(
+        RunNotLive, match=f"not live: start it with refrain train --resume {run_dir}"
+    ):
         attach(run)
