@@ -25,7 +25,7 @@ def create_app() -> ASGIApp:
     """Return MLflow's app behind a password. Raise ValueError when the environment has none."""
     user, _, password = os.environ.get(MLFLOW_ASKED, "").partition(":")
     if not (user and password):
-        raise ValueError(f"{MLFLOW_ASKED} is not set: set it to USER:PASSWORD for MLflow's server")
+        raise ValueError(f"set {MLFLOW_ASKED} to USER:PASSWORD, the login of MLflow's server")
     from mlflow.server.fastapi_app import app
     from mlflow.server.fastapi_security import get_allowed_origins
 

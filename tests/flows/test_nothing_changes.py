@@ -179,7 +179,7 @@ REFUSED = [
     ("profile --model {0}/nowhere --runs-dir {0}/runs", "nowhere"),
     ("profile --model {0}/runs/model --runs-dir {0}/runs --max-context 99999999", "max_context"),
     ("profile --model {0}/runs/model --runs-dir {0} --name p --overwrite", "not a run's"),
-    ("data {0}/nowhere.parquet", "nowhere.parquet is no file"),
+    ("data {0}/nowhere.parquet", "nowhere.parquet is neither a file"),
     ("data {0}/train.parquet --out {0}", "exists already"),
     ("data {0}/train.yaml --out {0}/new", "train.yaml"),
 ]
