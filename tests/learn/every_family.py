@@ -1,8 +1,8 @@
-"""Every family of transformers with a tiny configuration, and each optional feature of it in turn.
+"""Tiny models of every family in transformers, with each optional feature switched on in turn.
 
-transformers' causal models ─► defaults, made small ─► one field of the class at a time switched
-                                                       over: flags, windows, caps, scales,
-                                                       dropouts, ropes, sharing of heads, ...
+transformers' causal models ─► defaults, made small ─► one field of the configuration changed at a
+                                                       time: flags, windows, caps, scales,
+                                                       dropouts, ropes, shared heads, ...
 """
 
 import re
@@ -25,9 +25,9 @@ from engines.learn.small_copy import SmallCopy, small_copy
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MAX_TOKENS = 256
-"""Tokens of a sample that a default configuration is made small for."""
+"""Longest sample that the small copies must take, in tokens."""
 WINDOW, SWITCH = 24, 48
-"""Tokens of a window that is switched on, and of a rope's original context."""
+"""Size of a window that is switched on, and a rope's original context, both in tokens."""
 RIGHT, REFUSED, IMPOSSIBLE = "right", "refused", "impossible"
 
 WITHOUT_DEFAULT: dict[str, Any] = {
@@ -43,7 +43,7 @@ WITHOUT_DEFAULT: dict[str, Any] = {
     "topk_group": 1,
     "layer_types": ["full_attention", "full_attention"],
 }
-"""Values of fields that some classes leave empty and their models need."""
+"""Values for fields that some configurations leave empty though their models need them."""
 SWITCHED_ON: tuple[tuple[str, Any], ...] = (
     (r"dropout|pdrop|layerdrop", 0.1),
     (r"jitter", 0.01),
@@ -79,7 +79,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def tiny(family: str) -> SmallCopy | None:
-    """The small copy of a family's defaults, or None where these make no model."""
+    """Return the small copy of a family's defaults, or None if the defaults make no model."""
     for more in ({}, WITHOUT_DEFAULT):
         try:
             config = AutoConfig.for_model(family)
@@ -90,13 +90,13 @@ def tiny(family: str) -> SmallCopy | None:
             copy = small_copy(config, MAX_TOKENS)
             _own_logprobs(_model(copy.config), copy.max_tokens)
             return copy
-        except Exception:  # Each family refuses in its own way what it has no default for.
+        except Exception:  # Each family reports a missing default with another exception.
             continue
     return None
 
 
 def features(config: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Fields of a configuration's class with another value each, that a model may be given."""
+    """Yield a name and the changed fields of each feature that the configuration may have."""
     values, ours = config.to_dict(), set(PretrainedConfig().to_dict()) - {"tie_word_embeddings"}
     for name in sorted(values.keys() - ours):
         value = values[name]
@@ -136,19 +136,20 @@ def _of_many_fields(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, 
 
 
 def verdict(copy: SmallCopy, changed: Mapping[str, Any]) -> tuple[str, str]:
-    """Whether the trainer is right about a model, or refused by what `--check` runs, and why.
-    Raises AssertionError where it is neither."""
+    """Return RIGHT, REFUSED or IMPOSSIBLE, and why. RIGHT: the trainer computes this model as
+    transformers does. REFUSED: `--check` would refuse it. Raise AssertionError if the trainer is
+    wrong and `--check` accepts the model."""
     longest = copy.max_tokens
     try:
         made = type(copy.config).from_dict(copy.config.to_dict() | dict(changed))
         model = _model(made)
         own, filled = _own_logprobs(model, longest), _own_logprobs(model, longest, filled=True)
         causal = _most(own, filled) <= 1e-4
-    except Exception as error:  # Each family refuses values in its own way.
+    except Exception as error:  # Each family refuses a value with another exception.
         return IMPOSSIBLE, str(error)
     try:
         worst, why = _largest(model, made, own, longest), ""
-    except Exception as error:  # Whatever a model does with what the trainer gives it.
+    except Exception as error:  # A model may fail in any way on the trainer's packed rows.
         worst, why = float("inf"), str(error)
     if causal and worst <= 1e-4:
         return RIGHT, f"{worst:.1g}"
@@ -156,7 +157,7 @@ def verdict(copy: SmallCopy, changed: Mapping[str, Any]) -> tuple[str, str]:
         if made.model_type not in KNOWN_HEADS:
             check_head(made)
         check_fidelity(made, longest)
-    except Exception as error:  # `check_head_known` makes one ValueError of them.
+    except Exception as error:  # `check_head_known` turns any of these into a ValueError.
         return REFUSED, str(error)
     raise AssertionError(
         f"{made.model_type} {dict(changed)}: wrong by {worst:.2g}, accepted. {why}"
@@ -184,7 +185,8 @@ def _samples(longest: int) -> list[np.ndarray]:
 
 @torch.no_grad()
 def _own_logprobs(model: Any, longest: int, *, filled: bool = False) -> list[np.ndarray]:
-    """Each sample alone. `filled`: tokens follow, up to the longest, by which a LongRoPE goes."""
+    """Return log-probabilities of each sample, run alone. `filled`: pad it to the longest sample.
+    A LongRoPE chooses its factors by the length of the row, so pad it always."""
     rope = getattr(model.config, "rope_parameters", None) or {}
     filled = filled or "longrope" in str(rope.get("rope_type"))
     own = []

@@ -1,6 +1,6 @@
-"""The loss written again, sample by sample and token by token in float64, to compare with.
+"""A reference loss for tests: a plain loop over samples and tokens, in float64.
 
-Nothing of `engines.learn` is used: rows of a batch and a Hugging Face model go in.
+It uses nothing from `engines.learn`, only rows of a batch and a Hugging Face model.
 """
 
 import math
@@ -19,7 +19,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def logprobs_of(model: Any, row: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of each response token, and the entropy it was drawn with."""
+    """Return log-probability of each response token, and entropy of the distribution there."""
     prompt, response = row["prompt_token_ids"], row["response_token_ids"]
     logits = model(input_ids=torch.tensor([prompt + response])).logits[0].double() / temperature
     distributions = logits[len(prompt) - 1 : -1].log_softmax(-1)
@@ -28,7 +28,7 @@ def logprobs_of(model: Any, row: dict[str, Any], temperature: float) -> tuple[Te
 
 
 def advantages_of(rows: Rows, config: TrainConfig) -> list[float]:
-    """The advantage of each response."""
+    """Return the advantage of each response."""
     algorithm, limit = config.algorithm, config.data.max_response_tokens
 
     def punished(reward: float, length: int) -> float:
@@ -67,7 +67,7 @@ def takes_part(row: dict[str, Any], algorithm: AlgorithmConfig) -> bool:
 
 
 def token_loss(log_ratio: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
-    """Case by case, as figure 1 of PPO draws it."""
+    """Return the clipped loss of a token, case by case as in figure 1 of the PPO paper."""
     rho = log_ratio.clamp(-20.0, 20.0).exp()
     low, high = 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high
     if advantage >= 0.0:
@@ -86,7 +86,7 @@ def token_kl(new: Tensor, reference: Tensor, estimator: str) -> Tensor:
 def weight_of(
     old: Tensor, inference: Tensor, counted: Sequence[bool], algorithm: AlgorithmConfig
 ) -> list[float]:
-    """The weight of each token of one response by importance sampling."""
+    """Return the importance sampling weight of each token of one response."""
     cap = algorithm.tis_cap
     if cap is None:
         return [1.0] * len(old)
@@ -102,7 +102,7 @@ def weight_of(
 
 @dataclass
 class Loop:
-    """Loss of a minibatch and what its metrics should be."""
+    """Loss of a minibatch and its expected metrics."""
 
     loss: Tensor
     metrics: dict[str, float] = field(default_factory=dict)
@@ -117,8 +117,9 @@ def minibatch_loss(
     counted: Sequence[Sequence[bool]],
     config: TrainConfig,
 ) -> Loop:
-    """`rows` are those of the minibatch that take part, `old` the log-probabilities that the
-    trainer's policy before the step gives to their tokens, `counted` whether each counts."""
+    """Return loss and metrics of a minibatch. `rows`: the responses that are trained on. `old`:
+    log-probabilities of their tokens by the policy before the step. `counted`: which tokens
+    count."""
     algorithm, temperature = config.algorithm, config.rollout.temperature
     num_tokens = sum(sum(own) for own in counted)
     policy, kl, bonus = torch.zeros(3, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Adapters that engines or peft would not get right are refused before a run starts."""
+"""A run does not start with adapters that engines or peft would compute wrong."""
 
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,10 @@ def test_what_is_merged_and_read_back_right_passes(kind: str, targets: Any) -> N
     [
         ("llama", ENDS, TIED, "model.embed_tokens.weight is the embedding and the output layer"),
         ("llama", ("norm",), {}, "Target module LlamaRMSNorm"),
-        # It reads this weight itself.
+        # Jamba's layer reads the weight of dt_proj directly, past the adapter.
         ("jamba", "all-linear", {}, r"merged weights give other .* leave out dt_proj: .*=\[down"),
         ("jamba", ("dt_proj",), {}, "merged weights give other .* train without trainer.lora"),
-        # A linear layer that gives two tensors.
+        # The router is a linear layer that returns two tensors.
         ("llama4_text", "all-linear", {}, r"fails with adapters .* leave out router: .*=\[down"),
     ],
 )

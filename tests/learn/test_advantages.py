@@ -1,3 +1,5 @@
+"""Advantages of groups, against hand-computed values and a plain reference; overlong punishment."""
+
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +25,7 @@ samples_of_groups = st.lists(
 def group_relative_advantages(
     rewards: Sequence[float], groups: Sequence[Sequence[float]], *, normalise_by_std: bool
 ) -> NDArray:
-    """The advantage of each response, given the rewards of its group."""
+    """Return the advantage of each response, given the rewards of its group."""
     return np.array(
         [
             group_relative_advantage(reward, np.asarray(group), normalise_by_std=normalise_by_std)
@@ -33,13 +35,13 @@ def group_relative_advantages(
 
 
 def by_keys(rewards: list[float], keys: list[str]) -> list[list[float]]:
-    """The rewards of each sample's group, as an ordinary step has them."""
+    """Return, for each sample, the rewards of all samples with its key."""
     pairs = list(zip(rewards, keys, strict=True))
     return [[reward for reward, other in pairs if other == key] for key in keys]
 
 
 def reference_advantages(rewards_N: NDArray, keys_N: list[str], normalise: bool) -> NDArray:
-    """Group by group over the batch, written for whole groups only."""
+    """Return advantages computed group by group. Correct for complete groups only."""
     advantages = np.zeros_like(rewards_N)
     _, groups = np.unique(np.asarray(keys_N), return_inverse=True)
     for group in range(groups.max() + 1):
@@ -79,7 +81,8 @@ def test_whole_groups_have_the_same_bits_as_group_by_group(
 
 
 def test_the_baseline_is_that_of_all_known_rewards() -> None:
-    """A deferred sample alone in its batch is still compared with those trained before it."""
+    """A deferred sample may be alone in its batch. Its baseline is still the mean of its whole
+    group, trained samples included."""
     group = [0.0, 0.0, 1.0, 3.0]
     (advantage,) = group_relative_advantages([3.0], [group], normalise_by_std=True)
     assert advantage == pytest.approx((3.0 - 1.0) / (np.sqrt(2.0) + 1e-6))
@@ -147,7 +150,8 @@ def test_no_buffer_punishes_nobody() -> None:
 def test_dapos_rewards_of_minus_one_and_one_give_the_same_advantages(
     rewards: list[float], data: st.DataObject
 ) -> None:
-    """The default penalty of 0.5 with rewards of 0 and 1 is the paper's 1 with -1 and 1."""
+    """Our default penalty is 0.5 because our rewards are 0 and 1. The paper has a penalty of 1 with
+    rewards of -1 and 1."""
     lengths = data.draw(st.lists(st.integers(1, 20), min_size=len(rewards), max_size=len(rewards)))
 
     def advantages(scale: float, shift: float, penalty: float) -> NDArray:

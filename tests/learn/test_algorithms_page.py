@@ -1,4 +1,4 @@
-"""docs/algorithms.md says what the code does; metrics of the trainer are described."""
+"""docs/algorithms.md agrees with the code, and each metric of the trainer is described."""
 
 import re
 from collections.abc import Callable
@@ -18,7 +18,7 @@ CODE = re.compile(r"`([^`]+)`")
 
 
 def table(first: str) -> list[list[str]]:
-    """Cells of the rows of the table whose first column is called so, its head among them."""
+    """Return the cells of each row of the table whose first column is `first`, header included."""
     lines = PAGE[PAGE.index(f"| {first} |") :].split("\n\n")[0].splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines]
     return [rows[0], *rows[2:]]
@@ -62,7 +62,7 @@ def test_every_setting_is_on_the_page_and_every_name_there_is_one() -> None:
 
 
 def test_every_metric_of_a_step_is_described(make_config: Callable[..., TrainConfig]) -> None:
-    """And none that a step does not tell."""
+    """No other trainer metric is described."""
     algorithm = {
         "type": "dapo",
         "overlong_filtering": True,
@@ -73,6 +73,6 @@ def test_every_metric_of_a_step_is_described(make_config: Callable[..., TrainCon
     learner = Learner(make_config(algorithm))
     learner.restore(None)
     told = learner.train_step(make_batch()).keys()
-    # Adapters tell of theirs when their weights go to the engines.
+    # The trainer reports this one when it publishes adapters, not in a step.
     described = {name for name in NAMES if name.startswith(OF_TRAINER)} - {"actor/lora_arrived"}
     assert described == told

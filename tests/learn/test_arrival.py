@@ -1,4 +1,4 @@
-"""A run is told how much of what adapters learn reaches its engines."""
+"""The trainer reports how much of the adapters' update survives rounding to the engines' dtype."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from tests.learn.conftest import make_batch
 MakeConfig = Callable[..., TrainConfig]
 IDS = [(7 * index * index + 3) % 64 for index in range(60)]
 LAST_BIT = 2.0**-7
-"""Of 1 in bfloat16."""
+"""Distance from 1 to the next larger bfloat16."""
 
 
 def share(update: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> float | None:
@@ -50,7 +50,8 @@ def test_a_large_weight_is_looked_at_in_all_columns() -> None:
 def make_actor(
     make_config: MakeConfig, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., TrainerActor]]:
-    """A trainer of a model whose weights bfloat16 can hold, for engines in bfloat16."""
+    """Return a function that makes a trainer for engines in bfloat16. The start weights are exact
+    in bfloat16."""
     start = Path(shutil.copytree(model_dir, tmp_path / "start"))
     weights = safetensors.torch.load_file(start / "model.safetensors")
     rounded = {name: weight.bfloat16() for name, weight in weights.items()}
@@ -75,7 +76,7 @@ def make_actor(
 
 
 def by_an_engine(actor: TrainerActor, weights: PolicyWeights) -> np.ndarray:
-    """Log-probabilities by the weights that were published, without further rounding."""
+    """Return log-probabilities with the published weights, without further rounding."""
     model = AutoModelForCausalLM.from_pretrained(
         actor._learner._config.model.path, dtype=torch.float32
     )

@@ -1,4 +1,4 @@
-"""Packed samples through models of many shapes are what each of them is alone."""
+"""Attention over packed samples gives the same as each sample alone, for models of many shapes."""
 
 from itertools import pairwise
 from typing import Any
@@ -38,7 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 FEATURES: dict[str, dict[str, Any]] = {
-    # Their mask alone knows the window.
+    # The layers of these models get the window from the mask only.
     "qwen2_moe": {
         "use_sliding_window": True,
         "sliding_window": 24,
@@ -49,10 +49,10 @@ FEATURES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
     },
     "phimoe": {"sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
-    # Sinks, with a window and without.
+    # Attention sinks, in layers with a window and without.
     "gpt_oss": {"sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite_swa": {"sliding_window": 24},
-    # Chunks.
+    # Chunked attention.
     "llama4_text": {
         "attention_chunk_size": 24,
         "intermediate_size_mlp": 96,
@@ -60,7 +60,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "moe_layers": [],
         "layer_types": ["chunked_attention", "full_attention"],
     },
-    # Layers that hand their attention nothing but the mask.
+    # The layers pass nothing but the mask to their attention.
     "nemotron": {},
 }
 LENGTHS = [700, 130, 60, 58, 57, 30, 8, 1]
@@ -77,7 +77,7 @@ def model_of(kind: str) -> PreTrainedModel:
 
 
 def packed(model: PreTrainedModel, samples: list[torch.Tensor]) -> torch.Tensor:
-    """Hidden states of each sample, one after another."""
+    """Return the hidden states of all samples, packed into one row."""
     model.set_attn_implementation(PACKED)
     with row_of(SampleBounds.of([len(sample) for sample in samples], torch.device("cpu"))):
         return decoder_of(model)(
@@ -107,7 +107,7 @@ def test_hidden_states_and_gradients_are_those_of_each_sample_alone(kind: str) -
 
 
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """Elements of the largest tensor that is made."""
+    """Records the number of elements of the largest tensor that is created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_blocks_are_small_where_many_heads_see_many_keys(monkeypatch: pytest.Mon
 
 
 class Attention(torch.nn.Module):
-    """A layer of a model that nobody has seen."""
+    """An attention layer of an unknown model."""
 
     config = LlamaConfig()
 
@@ -162,7 +162,7 @@ def test_what_attention_does_not_know_is_refused(given: dict[str, Any], message:
 def by_pairs(
     q: Any, k: Any, v: Any, bounds: Any, *_: Any, scale: float, window_size: Any, **__: Any
 ):
-    """`varlen_attn`, from its documentation: one sample after another, by all pairs of tokens."""
+    """Compute what torch documents for `varlen_attn`: each sample alone, all pairs of tokens."""
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[-1] % 8 == 0
     left, parts = window_size[0], []
@@ -199,7 +199,8 @@ def test_a_model_that_makes_masks_of_its_own_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_no_tensor_grows_faster_than_the_tokens(kind: str) -> None:
-    """A mask, or scores of all pairs, would grow four times as much."""
+    """Twice the tokens may need at most 2.1 times the memory. A full mask, or scores of all pairs,
+    would need four times."""
     model, num_elements = model_of(kind), []
     for copies in (1, 2):
         samples = [torch.randint(1, 64, (600,))] * (4 * copies)

@@ -1,4 +1,4 @@
-"""A model that cannot be trained is refused before anything starts, and a good one never is."""
+"""`check_model` refuses a broken model before the run starts, and accepts every good one."""
 
 import json
 import pickle
@@ -78,7 +78,7 @@ def test_what_transformers_saved_is_not_refused(kind: str, tied: bool, tmp_path:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_shards_in_a_cache_of_links_are_not_refused(kind: str, tmp_path: Path) -> None:
-    """As the Hugging Face cache has them: a snapshot's files are links to blobs beside it."""
+    """In the Hugging Face cache, the files of a snapshot are links to blobs beside it."""
     blobs = save(kind, tmp_path / "blobs", max_shard_size="20KB")
     snapshot = tmp_path / "snapshots" / "1234"
     snapshot.mkdir(parents=True)
@@ -90,7 +90,7 @@ def test_shards_in_a_cache_of_links_are_not_refused(kind: str, tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model, one in shards, and one of experts."""
+    """Return a model in one file, one in shards, and one with experts."""
     path = tmp_path_factory.mktemp("models")
     return {
         "one": save("qwen3", path / "one", tied=True),
@@ -104,7 +104,7 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 def rewrite(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    """Damage that changes the tensors of a file."""
+    """Return a function that damages a model by changing the tensors of its file."""
 
     def damage(path: Path) -> None:
         tensors = tensors_of(path)
@@ -161,7 +161,7 @@ def pickled_shards(path: Path) -> None:
 
 
 def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Damage of a file's header, which keeps its length."""
+    """Return a function that damages a model by changing the header of its file."""
 
     def damage(path: Path) -> None:
         file = path / "model.safetensors"
@@ -460,7 +460,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     ),
 }
 GOOD = ("no output layer", "tied", "a generation_config that is not saved")
-"""No damages at all: a tied model may have its output layer too."""
+"""Cases that are no damage. For example, a tied model may have an output layer in its file."""
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -1,4 +1,4 @@
-"""Long canaries: as long as the model's features need, not repetitive, and seldom."""
+"""Long canaries are long enough for the model's features, do not repeat, and are due rarely."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def test_it_is_longer_than_what_the_configuration_names(
     model: dict[str, Any], longest: int
 ) -> None:
     assert LongCanaries(model, 10**6).num_tokens == longest + BEYOND_TOKENS
-    # An engine holds the token that it generates, too.
+    # An engine needs room for the token that it generates, too.
     assert LongCanaries(model, 1000).num_tokens == 999
 
 
@@ -44,14 +44,14 @@ def test_text_that_is_too_short_goes_on_without_copies_of_itself() -> None:
     for shift in range(1, 900):
         assert (long[shift:] == long[:-shift]).mean() < 0.1
     again, _ = LongCanaries({}, 1000).take(given)
-    assert again.tolist() == long.tolist(), "every rank takes the same"
+    assert again.tolist() == long.tolist(), "ranks must take the same canary"
 
 
 def test_they_are_due_at_the_start_and_seldom_later() -> None:
     rollouts = read_rollouts(make_batch())
     num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     canaries = LongCanaries({}, max_model_len=64)
-    assert canaries.take() == [], "there is no text yet"
+    assert canaries.take() == [], "there must be no canary before there is text"
     assert canaries.take([[5, 6, 7]])
     trained, taken_after = 0, []
     for _ in range(100):
@@ -84,10 +84,10 @@ def test_one_lies_behind_a_long_one(
     long, behind = learner.long_canaries(given)
     assert len(long.token_ids) == 63
     shared = [row for row in rows if len(row) == 2]
-    assert len(shared) == 2, "in float32, and in the engines' data type"
+    assert len(shared) == 2, "expected one row in float32 and one in the engines' data type"
     for row in shared:
         assert row[0] >= row[1] == len(behind.token_ids) - 1 >= 31
     for canary in (long, behind):
         (alone,) = learner.logprobs([canary.token_ids])
         np.testing.assert_allclose(canary.trainer_logprobs, alone, atol=1e-5)
-    assert learner.long_canaries() == (), "they are not due"
+    assert learner.long_canaries() == (), "no canary is due yet"

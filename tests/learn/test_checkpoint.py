@@ -1,3 +1,5 @@
+"""Checkpoints: written atomically, verified when read, and never read from outside their folder."""
+
 import json
 import re
 from collections.abc import Callable
@@ -88,14 +90,14 @@ def test_damaged_checkpoints_are_passed_over_and_named(tmp_path: Path, damage: s
 
 
 def flip(file: Path, at: int) -> None:
-    """Flip a bit."""
+    """Flip bit number `at` of a file."""
     content = bytearray(file.read_bytes())
     content[at // 8] ^= 1 << at % 8
     file.write_bytes(content)
 
 
 def test_a_bit_of_the_state_that_was_flipped_is_found(tmp_path: Path) -> None:
-    """In digits, names of fields, checksums; white space may be other white space."""
+    """Flip each bit in turn. Reading must fail unless only white space changed."""
     whole = (write(tmp_path, 2) / "state.json").read_bytes()
     state, ignored = json.loads(whole), 0
     for at in range(8 * len(whole)):
@@ -237,7 +239,7 @@ def test_a_disk_that_becomes_full_is_named_with_the_bytes_missing(
     assert said[1] == str(tmp_path)
     assert room <= 500_000
     assert room + missing == 1_200_000
-    assert is_disk_full(RuntimeError(str(full.value))), "Ray brings the words alone"
+    assert is_disk_full(RuntimeError(str(full.value))), "Ray passes on only the message"
     assert is_disk_full(RuntimeError("Could not write file refrain.duckdb.wal: File too large"))
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
 

@@ -1,4 +1,4 @@
-"""Settings that cannot act are told, those that can are not."""
+"""A run warns of settings that have no effect, and of no others."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Nothing in a policy is random, and layers are still computed again in the backward pass."""
+"""Policies compute without random noise, and gradient checkpointing still recomputes layers."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def test_scoring_twice_gives_the_same(kind: str) -> None:
 
 
 def layer_modes(policy: PolicyModel) -> list[bool]:
-    """Whether each layer is in training mode, whenever it computes."""
+    """Return a list that records, at each forward of a layer, whether it is in training mode."""
     modes: list[bool] = []
     for layer in policy.modules():
         if isinstance(layer, GradientCheckpointingLayer):
@@ -57,7 +57,7 @@ def test_layers_are_computed_again_for_gradients(kind: str) -> None:
         policy = policy_of(kind, gradient_checkpointing=checkpointing)
         modes = layer_modes(policy)
         policy.score(batch, 1.0).logprobs.sum().backward()
-        # No layer sees training mode.
+        # No layer runs in training mode. With checkpointing, each runs twice.
         assert modes == [False] * SMALL["num_hidden_layers"] * (2 if checkpointing else 1)
         found.append([one.grad for one in policy.parameters()])
     torch.testing.assert_close(*found, rtol=0, atol=0)

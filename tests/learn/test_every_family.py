@@ -1,4 +1,4 @@
-"""No family of transformers, with no optional feature, is computed wrong and accepted."""
+"""The trainer computes each family of transformers right, with each feature, or refuses it."""
 
 import os
 import random
@@ -19,9 +19,9 @@ from tests.learn.every_family import (
 
 SEED = int(os.environ.get("REFRAIN_SEED", "1"))
 KEEPS_STATE = {"recurrent_gemma"}
-"""Families that are right the first time, and refused as they keep a state between calls."""
+"""Families whose first forward is right, but which are refused: they keep state between calls."""
 NUM_FAMILIES, NUM_FEATURES = 6, 3
-"""Families that are drawn where not all are tried, and features of each."""
+"""Number of families, and of features of each, that the quick test draws."""
 
 
 def test_a_few_families_are_right_or_refused() -> None:
@@ -35,7 +35,8 @@ def test_a_few_families_are_right_or_refused() -> None:
 
 
 def test_a_wrong_family_that_is_accepted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: Doge's own mask is none that the trainer computes."""
+    """Negative control. Doge makes its own mask, so the trainer computes it wrong. With the check
+    switched off, `verdict` notices."""
     copy = tiny("doge")
     assert copy is not None
     assert verdict(copy, {})[0] == REFUSED

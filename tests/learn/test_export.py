@@ -1,4 +1,4 @@
-"""A directory comes out as it came in, but for what training changed."""
+"""An export keeps every file of the start model as it was, except for what training changed."""
 
 import json
 import os
@@ -34,7 +34,7 @@ IDS = [3, 1, 4, 1, 5]
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
-    """Content of all files but weights, by path."""
+    """Return the content of all files except weights, by path."""
     return {
         path.relative_to(directory).as_posix(): path.read_bytes()
         for path in directory.rglob("*")
@@ -43,7 +43,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def assert_as_it_came_in(start: Path, exported: Path) -> None:
-    """No file is lost, added or another one, and the manifest names them all."""
+    """Assert that no file was lost, added or changed, and that the manifest lists all files."""
     before, after = files_of(start), files_of(exported)
     manifest = json.loads(after.pop(MANIFEST))
     assert after == before
@@ -54,7 +54,7 @@ def assert_as_it_came_in(start: Path, exported: Path) -> None:
 
 
 def save(config: TrainConfig, path: Path | None = None) -> tuple[Learner, Path]:
-    """A learner and its export after a step of training; `path`: of another model."""
+    """Return a learner and its export after one training step. `path`: train this model instead."""
     model = config.model.model_copy(update={"path": path or config.model.path})
     config = config.model_copy(update={"model": model})
     learner = Learner(config)
@@ -77,7 +77,7 @@ def test_every_file_beside_the_weights_is_kept(
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """A mesh of one, as a GPU alone has."""
+    """Yield a mesh of one rank, as on a single GPU."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
@@ -94,7 +94,7 @@ def test_a_model_that_is_made_without_its_files_keeps_them_too(
 def test_weights_that_were_not_trained_come_out_as_they_came_in(
     kind: str, mesh: DeviceMesh, tmp_path: Path
 ) -> None:
-    """Under their names, bit for bit: files have experts one by one, models have them together."""
+    """Names and bits are the same. Files hold experts one by one, the model holds them stacked."""
     start = save_family(kind, tmp_path / "start")
     expected = load_file(start / "model.safetensors")
     for name, place in {"alone": None, "mesh": mesh}.items():
@@ -135,7 +135,7 @@ def test_the_config_names_the_data_type_that_was_written(
 
 
 def test_what_transformers_loads_is_what_was_trained(make_config: MakeConfig, start: Path) -> None:
-    """Weights in float32 would be rounded where the config went on to say bfloat16."""
+    """transformers would round the float32 weights if the config still named bfloat16."""
     file = start / "model.safetensors"
     rounded = {name: one.bfloat16() for name, one in load_file(file).items()}
     save_file(rounded, file, {"format": "pt"})
@@ -221,7 +221,7 @@ def test_foreign_files_come_along_within_reason(start: Path) -> None:
 
 
 def test_links_are_not_followed_blindly(start: Path, tmp_path: Path) -> None:
-    """What loaders read is read through links by them, too."""
+    """Files that loaders need are copied even if they are links out of the directory."""
     elsewhere = tmp_path / "elsewhere"
     write(elsewhere / "secret.txt")
     (start / "tokenizer.json").rename(elsewhere / "tokenizer.json")
@@ -261,7 +261,7 @@ def test_many_files_cost_no_template(start: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_snapshot_of_the_hugging_face_cache_is_whole(
     make_config: MakeConfig, model_dir: Path, tmp_path: Path
 ) -> None:
-    """Each of its files is a link to a blob beside it."""
+    """Each file of a snapshot is a link to a blob beside it. The export holds the contents."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1234"
     write(blobs / "readme", "of the model")
     for number, name in enumerate(path.relative_to(model_dir) for path in model_dir.rglob("*.*")):

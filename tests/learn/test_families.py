@@ -1,4 +1,4 @@
-"""Models of many families are trained, and what is exported computes what was trained."""
+"""Models of many families can be trained, and their export computes what the trainer does."""
 
 import shutil
 from collections.abc import Callable

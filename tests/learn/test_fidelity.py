@@ -1,4 +1,4 @@
-"""A model that the trainer would compute otherwise than transformers is refused, seen or unseen."""
+"""The trainer refuses a model that it computes differently from transformers, known or unknown."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ TYPICAL: dict[str, dict[str, Any]] = {
 
 
 class UnseenConfig(LlamaConfig):
-    """A family that transformers has not."""
+    """Configuration of a family that transformers does not have."""
 
     model_type = "unseen"
     feature: str = "none"
@@ -57,14 +57,14 @@ class LooksAtLength(nn.Module):
 
 
 class CarriesAlong(nn.Module):
-    """A state, as that of a state space model."""
+    """Keeps a running state, as a state space model does."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + hidden.cumsum(1) / torch.arange(1, hidden.shape[1] + 1)[None, :, None]
 
 
 class CountsFromTheRowsStart(nn.Module):
-    """A switch far behind the start, which a look at short samples does not reach."""
+    """Changes its result from position `reach` on, which short test samples do not reach."""
 
     def __init__(self, reach: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class CountsFromTheRowsStart(nn.Module):
 
 
 class HasBuffer(nn.Module):
-    """A buffer that no file has and that nobody computes again."""
+    """Has a buffer that is in no file and is not computed again after loading."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class HasBuffer(nn.Module):
 
 
 class MasksByItself(LlamaAttention):
-    """A window that the mask alone knows."""
+    """Adds a sliding window to the mask that it receives."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
         if (mask := given.get("attention_mask")) is not None:

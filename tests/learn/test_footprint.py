@@ -1,4 +1,4 @@
-"""The plan of a trainer rank's memory beside what FSDP2's memory tracker counts."""
+"""The planned memory of a trainer rank agrees with the count of FSDP2's memory tracker."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def test_the_plan_is_within_a_tenth_of_what_is_tracked(case: str) -> None:
 
 
 def test_the_plan_of_large_models_is_within_a_tenth_of_what_the_bench_tracked() -> None:
-    """Minutes to track: the committed baseline has it."""
+    """Tracking a large model takes minutes, so compare with the committed baseline."""
     file = REPOSITORY / "benchmarks" / "baselines" / "memory.json"
     report = BenchReport.model_validate_json(file.read_text())
     assert report.figures["peak_8b_4_ranks_gb"] < 72

@@ -1,4 +1,4 @@
-"""Trainer processes with FSDP2 over gloo do what one process does."""
+"""Several trainer processes with FSDP2 over gloo compute the same as one process."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -37,11 +37,11 @@ ALGORITHMS = (
 
 
 def train(config: TrainConfig, rank: int, world_size: int, start: Path | None) -> dict:
-    """Two steps and a checkpoint, or one step from a checkpoint."""
+    """Train two steps, or one step from the checkpoint `start`. Then save a checkpoint."""
     learner = Learner(config, rank, world_size)
     learner.restore(start)
     seeds = (0, 1) if start is None else (2,)
-    # Nine samples, cut small: the ranks need different numbers of passes.
+    # Nine samples in small micro-batches: the ranks need different numbers of passes.
     metrics = [
         learner.train_step(make_batch(seed, num_groups=3, group_size=3, policy_version=seed))
         for seed in seeds
@@ -69,8 +69,8 @@ def run_rank(
 def train_on(
     world_size: int, config: TrainConfig, rendezvous: Path, start: Path | None = None
 ) -> list[tuple[dict, ...]]:
-    """What the ranks had at the end of a run and of two continuations of it; or of a continuation
-    of a checkpoint."""
+    """Return the results of each rank: of a run and of two continuations of its checkpoint. With
+    `start`: of one continuation of `start`."""
     mp.spawn(run_rank, args=(config, world_size, start, rendezvous), nprocs=world_size)
     files = [f"{rendezvous}.rank{rank}" for rank in range(world_size)]
     ranks = [torch.load(file, weights_only=False) for file in files]
@@ -117,7 +117,7 @@ def test_processes_update_as_one_and_checkpoints_fit_any_number(
     for result in (*first, alone):
         assert_as_it_came_in(config.model.path, result["path"] / MODEL_DIR)
     assert first[1]["weights"] == b""
-    assert largest_move(first[0], config) > 5e-5  # far more than the tolerance
+    assert largest_move(first[0], config) > 5e-5  # Far more than the tolerance.
     assert resumed[0]["weights"] == again[0]["weights"]
     assert_same(resumed, train(config, 0, 1, first[0]["path"]))
     if algorithm is ALGORITHMS[0]:
@@ -131,7 +131,7 @@ OTHERS = {
     "moments in host memory": (2, {"offload_optimizer": True}),
     "adapters": (2, {"lora": {"rank": 4}, "learning_rate": 3e-4}),
 }
-"""Processes, and settings of theirs that change no update."""
+"""Number of processes, and settings that must not change the update."""
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,8 @@ def load_shards(rank: int, model_dir: Path, rendezvous: Path) -> None:
     ["qwen3_moe", *(pytest.param(kind, marks=SLOW) for kind in ("llama", "qwen3", "gemma2"))],
 )
 def test_each_rank_reads_its_own_share(tmp_path: Path, kind: str) -> None:
-    """Tied weights and not, buffers that are in no file, and experts that files have one by one."""
+    """Covers tied and untied weights, buffers that are in no file, and experts, which the files
+    hold one by one."""
     tied = {"tie_word_embeddings": kind != "llama"}
     config = AutoConfig.for_model(kind, **SMALL | SHAPES[kind] | tied)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
@@ -204,7 +205,7 @@ def test_each_rank_reads_its_own_share(tmp_path: Path, kind: str) -> None:
 
 
 def watch_layers(rank: int, model_dir: Path, rendezvous: Path) -> None:
-    """What is whole, and of which type, while each layer is at work."""
+    """Record, while each layer computes, how many layers are gathered and in which data type."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
@@ -263,7 +264,7 @@ def save_and_load(rank: int, model_dir: Path, rendezvous: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_without_a_share_of_a_tensor_saves_and_loads(tmp_path: Path) -> None:
-    """Four experts on three ranks are two, two and none."""
+    """Three ranks share four experts as two, two and none."""
     config = AutoConfig.for_model("qwen3_moe", **SMALL | SHAPES["qwen3_moe"])
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     mp.spawn(save_and_load, args=(tmp_path / "model", tmp_path / "meet"), nprocs=3)
@@ -284,7 +285,7 @@ def a_group_of_one() -> Iterator[None]:
 def test_one_process_with_a_mesh_updates_as_one_without(
     make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A single GPU is a mesh of one."""
+    """On a single GPU, the trainer uses a mesh of one rank."""
     plain = make_run(make_config, "plain", algorithm=ALGORITHMS[0])
     without = train(plain, 0, 1, None)
     monkeypatch.setattr(Learner, "_mesh", lambda _: init_device_mesh("cpu", (1,)))
@@ -297,7 +298,8 @@ def test_one_process_with_a_mesh_updates_as_one_without(
 @pytest.mark.usefixtures("a_group_of_one")
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_a_mesh_of_one_computes_in_bfloat16(tmp_path: Path, kind: str) -> None:
-    """Under autocast the experts' grouped product would refuse float32 hidden states."""
+    """The trainer does not use autocast: the experts' grouped product would refuse float32 hidden
+    states under it."""
     config = AutoConfig.for_model(kind, **SMALL | SHAPES[kind])
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     (batch,) = pack([TokenSequence(np.arange(1, 40, dtype=np.int32), 5)] * 3, 200)

@@ -1,4 +1,4 @@
-"""What a trainer rank does when engines take the weights from its GPU."""
+"""A trainer rank writes the weights file while engines receive the weights from its GPU."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.learn.conftest import make_batch
 
 
 class Taking:
-    """Receivers that take all, and look at the rank that hands it to them."""
+    """Fake receivers. They take all tensors, and check the state of the rank that sends them."""
 
     def __init__(self, actor: TrainerActor) -> None:
         self.learner = actor._learner
@@ -70,7 +70,7 @@ def test_one_gather_is_for_the_file_and_for_engines(actor):
     found = file_of(weights)
     assert found.keys() == receivers.taken.keys()
     assert all(torch.equal(found[name], receivers.taken[name]) for name in found)
-    # Engines take memory that canaries need.
+    # Canaries come first: the receiving engines take memory that canaries need.
     assert actor.told == ["canaries", "announced"]
     actor.train_step(make_batch(policy_version=1))
 

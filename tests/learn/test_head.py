@@ -1,4 +1,4 @@
-"""Log-probabilities are those of the model's own logits, scaled and capped as they are."""
+"""Log-probabilities agree with the model's own logits, including their scale and cap."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def test_logprobs_are_those_of_the_models_own_logits(name: str) -> None:
 
 
 def test_a_head_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cap that a tiny model's logits stay below is no small matter: it is looked for."""
+    """The check finds a missing cap even though a tiny model's logits stay below it."""
     config = model_of("capped beyond its logits").config
     check_head(config)
     with monkeypatch.context() as patched:

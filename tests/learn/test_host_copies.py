@@ -1,4 +1,4 @@
-"""Tensors whose memory is left to others, and filled again."""
+"""`HostCopies` moves tensors to host memory, frees their own memory, and restores them."""
 
 import pytest
 import torch

@@ -1,3 +1,5 @@
+"""The learner on one process: updates, checkpoints, exports, canaries and skipped updates."""
+
 import json
 import math
 import re
@@ -53,7 +55,7 @@ def test_micro_batches_do_not_change_the_update(make_config: MakeConfig, aggrega
     one, many = whole.train_step(batch), pieces.train_step(batch)
     assert_close(whole, pieces, atol=1e-5)
     assert one == pytest.approx(many, abs=1e-4)
-    # Negative control: the update itself is far larger than the tolerance.
+    # Negative control: the update is far larger than the tolerance.
     moved = max((before[name] - after).abs().max() for name, after in weights(whole).items())
     assert moved > 1e-4
 
@@ -83,7 +85,7 @@ def test_on_policy_the_ratio_starts_at_one(make_config: MakeConfig) -> None:
 
 
 def test_another_temperature_would_be_noticed(make_config: MakeConfig) -> None:
-    """Negative control of the test above."""
+    """Negative control of the test above: another temperature shows in the metric."""
     learner = started(make_config())
     metrics = learner.train_step(on_policy(make_batch(), learner, temperature=1.0))
     assert metrics["actor/rollout_logprob_diff"] > 1e-2
@@ -109,7 +111,7 @@ def test_rewarded_responses_become_more_likely(make_config: MakeConfig) -> None:
         learner.train_step(on_policy(batch, learner, temperature=0.7))["actor/lr"] for _ in range(3)
     ]
     assert margin() > before + 0.1
-    assert rates == [1e-3, 1e-3, 1e-3]  # two minibatches a step: warm-up ends with the first step
+    assert rates == [1e-3, 1e-3, 1e-3]  # Two minibatches a step: warm-up ends in the first step.
 
 
 def test_kl_penalty_holds_the_policy_near_its_start(make_config: MakeConfig) -> None:
@@ -141,7 +143,7 @@ def test_resuming_continues_bit_for_bit(make_config: MakeConfig) -> None:
 
 
 def test_a_learner_takes_no_weights_that_were_damaged(make_config: MakeConfig) -> None:
-    """A bit of any file that is read: the exponent of a weight is one of them."""
+    """Flip a bit near the end of each file. In a weights file, this changes an exponent."""
     config = make_config()
     path = started(config).save(1, {})
     files = [path / name for name in read_state(path).file_bytes]
@@ -168,7 +170,7 @@ def test_a_full_disk_leaves_the_checkpoints_there_are(make_config: MakeConfig) -
 
 
 class RunsCode:
-    """A pickle can name any function to be called when it is read."""
+    """A pickle that calls `Path.touch` when it is loaded."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -188,7 +190,7 @@ def test_a_checkpoint_from_elsewhere_runs_no_code(make_config: MakeConfig, tmp_p
 
 
 def test_without_the_optimiser_the_continuation_differs(make_config: MakeConfig) -> None:
-    """Negative control of the test above: weights alone do not continue a run."""
+    """Negative control of `test_resuming_continues_bit_for_bit`: the weights are not enough."""
     straight = started(make_config())
     straight.train_step(make_batch(0))
     path = straight.save(1, {})
@@ -251,7 +253,7 @@ def test_canaries_are_the_trainers_own_logprobs(make_config: MakeConfig) -> None
 
 
 def poisoned(batch: pa.Table, prompt_key: str) -> pa.Table:
-    """A log-probability of the engine that is no number."""
+    """Return the batch with NaN as one log-probability of the engine."""
     rows = batch.to_pylist()
     at = next(at for at, row in enumerate(rows) if row["prompt_key"] == prompt_key)
     rows[at]["inference_logprobs"][0] = float("nan")
@@ -259,7 +261,7 @@ def poisoned(batch: pa.Table, prompt_key: str) -> pa.Table:
 
 
 def test_an_update_that_is_not_finite_is_left_out_and_counted(make_config: MakeConfig) -> None:
-    """The other minibatch is trained on as if it were alone."""
+    """The learner skips only the minibatch with NaN and trains on the other one."""
     learner = started(make_config(minibatches_per_step=2))
     before = learner.weights_buffer()
     metrics = learner.train_step(poisoned(make_batch(), "prompt0"))
@@ -290,7 +292,7 @@ def test_a_good_update_forgets_the_bad_ones(make_config: MakeConfig) -> None:
 
 
 def test_a_ratio_beyond_any_exponent_trains_on(make_config: MakeConfig) -> None:
-    """Log-ratios of 1000 either way, where exp gives infinity."""
+    """At log-ratios of about +1000 and -1000, exp overflows or gives 0."""
     learner = started(make_config({"kl_coefficient": 0.1, "dual_clip": 3.0}))
     rows = make_batch().to_pylist()
     for row in rows:

@@ -1,4 +1,4 @@
-"""Which tokens count, by their version and by their group, and what a response is worth."""
+"""Lessons: which tokens the trainer counts, and the advantage of each response."""
 
 from collections.abc import Collection, Sequence
 
@@ -21,7 +21,8 @@ def make_rollouts(
     rewards: Sequence[Sequence[float]] | None = None,
     truncated: Collection[int] = (),
 ) -> list[ScoredRollout]:
-    """Samples with these versions of their tokens; the first of `rewards` is the sample's own."""
+    """Return samples whose tokens have these policy versions. `rewards`: the rewards of each
+    sample's group, its own first."""
     origins = origin_steps or [VERSION + 1] * len(versions)
     groups = [list(group) for group in rewards or [[1.0, 0.0]] * len(versions)]
     return [
@@ -45,7 +46,7 @@ def make_rollouts(
 def lessons_of(
     rollouts: list[ScoredRollout], **algorithm: object
 ) -> tuple[list[Lesson], dict[str, float]]:
-    """Lessons in a pipelined run, whose tokens may be one version old."""
+    """Return the lessons of a pipelined run. Its tokens may be one version old."""
     config = {
         "mode": "pipelined",
         "model": {"path": "unused"},
@@ -67,7 +68,7 @@ def trained(lessons: list[Lesson]) -> list[int]:
 def test_tokens_are_as_old_as_the_step_that_drew_their_sample_admits(
     versions: list[int], origin_step: int, max_staleness: int
 ) -> None:
-    """A sample may be deferred once: from the step before this one."""
+    """The limit counts from the step that drew the sample. A sample can be deferred by one step."""
     (rollout,) = make_rollouts([versions], [origin_step])
     admitted = origin_step in (VERSION, VERSION + 1) and all(
         origin_step - 1 - max_staleness <= version <= VERSION for version in versions
@@ -92,7 +93,7 @@ def test_what_is_too_old_is_named() -> None:
 
 
 def test_a_deferred_sample_is_trained_on_whole() -> None:
-    """Its head, generated before it was deferred, was left out once."""
+    """The trainer counts all tokens, including those generated before the sample was deferred."""
     lessons, metrics = lessons_of(make_rollouts([[5, 5, 6], [6, 6]], [VERSION, VERSION + 1]))
     assert [lesson.counted.all() for lesson in lessons] == [True, True]
     assert metrics["actor/staleness_mean"] == pytest.approx((2 + 2 + 1 + 1 + 1) / 5)
@@ -103,7 +104,7 @@ def test_responses_cut_at_the_limit_are_left_out_where_that_is_asked_for() -> No
     lessons, metrics = lessons_of(rollouts, overlong_filtering=True)
     assert trained(lessons) == [0]
     assert metrics["actor/overlong_samples"] == 0.5
-    assert lessons[0].advantage != 0.0, "its group's mean has the reward of both"
+    assert lessons[0].advantage != 0.0, "the group mean needs both rewards"
     lessons, metrics = lessons_of(rollouts)
     assert trained(lessons) == [0, 1]
     assert "actor/overlong_samples" not in metrics
@@ -132,14 +133,14 @@ def test_the_overlong_punishment_comes_before_the_groups_mean() -> None:
     rollouts = make_rollouts([[7] * 9], rewards=[[2.0, 1.0, 0.0]])
     rollouts[0].group_lengths[:] = [9, 10, 1]
     settings = {"overlong_buffer_tokens": 4, "overlong_penalty": 2.0, "normalise_by_std": False}
-    # From 6 tokens on each costs 0.5: rewards 2 - 1.5, 1 - 2 and 0.
+    # Each token beyond 6 costs 0.5: the rewards become 2 - 1.5, 1 - 2 and 0.
     mean = (0.5 - 1.0 + 0.0) / 3
     (lesson,), _ = lessons_of(rollouts, **settings)
     assert lesson.advantage == pytest.approx(0.5 - mean)
 
 
 def test_rewards_before_and_after_the_punishment_are_told() -> None:
-    """`critic/score` has the reward as it was given, `critic/rewards` less its punishment."""
+    """`critic/score` is the reward from the scorer. `critic/rewards` is less by the punishment."""
     rollouts = make_rollouts([[7] * 10, [7] * 2], rewards=[[1.0, 0.0], [0.0, 0.0]])
     _, metrics = lessons_of(rollouts, overlong_buffer_tokens=4)
     figures = {"mean": 0.25, "max": 0.5, "min": 0.0, "std": 0.25}
@@ -155,7 +156,7 @@ def test_spread_of_advantages_is_over_the_tokens_trained_on() -> None:
 
 
 def test_a_batch_is_whitened_over_what_is_trained_on() -> None:
-    """The group of equal rewards is left out of mean and deviation."""
+    """Mean and deviation leave out the group of equal rewards."""
     groups = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
     rollouts = make_rollouts([[7], [7] * 3, [7] * 9], rewards=groups)
     lessons, _ = lessons_of(rollouts, std_over="batch", dynamic_sampling=True)

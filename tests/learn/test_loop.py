@@ -1,4 +1,4 @@
-"""Gradients, updates and metrics are those of a loop over samples and tokens (`loop.py`)."""
+"""Gradients, updates and metrics equal those of a plain loop over samples and tokens, `loop.py`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from tests.learn.loop import advantages_of, logprobs_of, minibatch_loss
 
 MakeConfig = Callable[..., TrainConfig]
 LOOSE = {"clip_low": 0.2, "clip_high": 0.3}
-"""A clip that some of these ratios are within and some beyond."""
+"""A clip range that holds some of the ratios in this batch, but not all."""
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"type": name} for name in SETTINGS},
     "asymmetric clip": {"clip_low": 0.1, "clip_high": 0.5},
@@ -57,9 +57,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 EQUAL = "prompt3"
-"""Prompt whose rewards are all equal, in the minibatch that is compared."""
+"""Prompt with equal rewards. It is in the minibatch that the tests compare."""
 LAYOUTS = [(1, 8192), (2, 64), (3, 96)]
-"""Simulated ranks, and tokens of a micro-batch."""
+"""Number of simulated ranks, and `micro_batch_tokens`."""
 
 
 def perturbed(policy: PolicyModel, seed: int) -> PolicyModel:
@@ -78,7 +78,7 @@ def start(model_dir: Path) -> PolicyModel:
 
 @pytest.fixture(scope="module")
 def in_float64(model_dir: Path) -> Callable[[PolicyModel], Any]:
-    """The same weights as Hugging Face's own model."""
+    """Return a function that copies a policy's weights into Hugging Face's model, in float64."""
 
     def convert(policy: PolicyModel) -> Any:
         model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager")
@@ -90,8 +90,8 @@ def in_float64(model_dir: Path) -> Callable[[PolicyModel], Any]:
 
 @pytest.fixture(scope="module")
 def batch(start: PolicyModel, in_float64: Callable[[PolicyModel], Any]) -> pa.Table:
-    """Engines whose log-probabilities are those of a policy nearby, with noise; rewards of 0 and 1,
-    one group of equal ones."""
+    """Return a batch whose engine was a policy close to the start, with noise added to its
+    log-probabilities. Rewards are 0 or 1. One group has equal rewards."""
     rows, rng = make_batch(num_groups=6).to_pylist(), np.random.default_rng(5)
     engine = in_float64(perturbed(start, 7))
     for row in rows:
@@ -103,7 +103,7 @@ def batch(start: PolicyModel, in_float64: Callable[[PolicyModel], Any]) -> pa.Ta
 
 
 def rows_of(lessons: Sequence[Lesson], batch: pa.Table) -> list[int]:
-    """Where in the batch they are."""
+    """Return the row of each lesson in the batch."""
     keys = {
         (row["prompt_key"], row["sample_index"]): at for at, row in enumerate(batch.to_pylist())
     }
@@ -111,7 +111,7 @@ def rows_of(lessons: Sequence[Lesson], batch: pa.Table) -> list[int]:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """By Hugging Face's names; those of tied weights once."""
+    """Return the gradients by Hugging Face's names, with those of tied weights only once."""
     return {
         name: one.grad.detach().double().clone()
         for name, one in model.named_parameters()
@@ -131,7 +131,7 @@ def update_of_ranks(
     shares: Sequence[Share],
     config: TrainConfig,
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Gradient and metrics of a minibatch whose shares are computed one after another."""
+    """Return gradient and metrics of a minibatch. Compute the ranks' shares one by one."""
     policy.zero_grad()
     parts = [accumulate_gradient(policy, reference, share, config, 1) for share in shares]
     how = dict.fromkeys(PEAKS, max) | dict.fromkeys(LOWS, min)
@@ -149,8 +149,8 @@ def compare(
     in_float64: Callable[[PolicyModel], Any],
     batch: pa.Table,
 ) -> Compare:
-    """Compare gradient and metrics of a minibatch with the loop's. Trained policy, old policy,
-    engine and reference are four different ones."""
+    """Return a function that compares gradient and metrics of a minibatch with the loop's. Trained
+    policy, old policy, engine and reference model have four different sets of weights."""
 
     def compare(name: str, mask: Callable[[Lesson], Lesson]) -> None:
         config = make_config(CASES[name])
@@ -197,7 +197,7 @@ def test_the_gradient_is_the_loops(compare: Compare, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sequence ratio", "kl", "tis of sequences", "all at once"])
 def test_tokens_that_do_not_count_are_nowhere(compare: Compare, name: str) -> None:
-    """Some tokens of each response, and all of some."""
+    """Mask out tokens at random: some of each response, and every token of some."""
     rng = np.random.default_rng(3)
 
     def mask(lesson: Lesson) -> Lesson:
@@ -210,7 +210,7 @@ def test_tokens_that_do_not_count_are_nowhere(compare: Compare, name: str) -> No
 def test_every_case_is_another_gradient(
     make_config: MakeConfig, start: PolicyModel, batch: pa.Table
 ) -> None:
-    """Negative control: what the cases set does act on this batch."""
+    """Negative control: on this batch, each case's settings change the gradient."""
     policy, reference = perturbed(start, 1), Reference(start, own=True)
     plain, seen = None, {}
     for name, given in CASES.items():
@@ -225,7 +225,7 @@ def test_every_case_is_another_gradient(
 
 
 class Watched(Learner):
-    """Keeps each update's share, weights before and after, and raw gradient."""
+    """Records each update: its share, the weights before and after, and the raw gradient."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config)
@@ -261,12 +261,12 @@ TRAINER = {
     "micro_batch_tokens": 96,
 }
 RATES = [2.5e-3, 5e-3, 5e-3, 4.5e-3, 4e-3, 3.5e-3]
-"""Half of it, warm; then an eighth of the way from 5e-3 to 1e-3 an update."""
+"""Two updates of warm-up. Then each update takes an eighth of the way from 5e-3 to 1e-3."""
 
 
 @pytest.fixture
 def step(make_config: MakeConfig, batch: pa.Table) -> tuple[Watched, dict[str, float]]:
-    """A step of six updates, with all that can be in one."""
+    """Return the learner and the metrics after a step of six updates that uses every loss term."""
     algorithm = {
         "tis_cap": 1.3,
         "kl_coefficient": 0.1,
@@ -285,7 +285,8 @@ def test_updates_of_a_step_are_the_loops(
     in_float64: Callable[[PolicyModel], Any],
     batch: pa.Table,
 ) -> None:
-    """Each is compared at the weights it began with; the old policy is that before the first."""
+    """Compare each update at the weights that it began with. The old policy is the one before the
+    first update."""
     learner, metrics = step
     config, rows = learner._config, batch.to_pylist()
     advantages, first = advantages_of(rows, config), in_float64(start)
@@ -313,7 +314,7 @@ def test_updates_of_a_step_are_the_loops(
 
 
 def test_updates_are_those_of_adamw(step: tuple[Watched, dict[str, float]]) -> None:
-    """AdamW by hand on the gradients that the trainer found, clipped; in float64."""
+    """Apply AdamW by hand, in float64, to the clipped gradients that the trainer computed."""
     learner, metrics = step
     beta1, beta2 = TRAINER["adam_beta1"], TRAINER["adam_beta2"]
     names = learner.updates[0]["gradient"]

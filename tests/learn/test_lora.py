@@ -1,4 +1,4 @@
-"""Adapters: trained alone, merged for engines, and read by peft."""
+"""LoRA: the trainer updates only the adapters, sends merged weights, and peft loads the adapter."""
 
 from collections.abc import Callable
 
@@ -40,7 +40,7 @@ def test_adapters_move_the_policy_and_engines_get_them_merged(make_config: MakeC
     sent = safetensors.torch.load(learner.weights_buffer())
     assert sent.keys() == start.keys()
     moved = {name for name in sent if not torch.equal(sent[name], start[name])}
-    assert len(moved) == 2 * 7  # Linear layers of both decoder layers.
+    assert len(moved) == 2 * 7  # Seven linear layers in each of two decoder layers.
     assert all("proj" in name for name in moved)
     engine = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     before = expected_logprobs(engine)
@@ -76,7 +76,7 @@ def test_checkpoints_hold_adapters_alone_and_a_run_goes_on_from_them(
 
 
 def test_the_reference_is_the_policy_without_its_adapters(make_config: MakeConfig) -> None:
-    """No second model: what it gives is what a second one would."""
+    """The reference needs no second model, and gives the log-probabilities of the start model."""
     learner = trained(make_config({"kl_coefficient": 0.1}, lora=LORA, learning_rate=1e-2))
     fresh = Learner(make_config())
     fresh.restore(None)

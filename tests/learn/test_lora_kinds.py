@@ -1,4 +1,4 @@
-"""Adapters on every kind of layer reach engines, the export and peft, or are refused by name."""
+"""Adapters on every kind of layer reach engines, the export and peft, or the run is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "gemma3_text": {"tie_word_embeddings": False},  # Its embedding is scaled.
-    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2},  # Conv1D, some of them square.
+    "gemma3_text": {"tie_word_embeddings": False},  # It scales its embedding.
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2},  # Conv1D layers, some of them square.
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 48},
     "qwen3_moe": EXPERTS | {"num_experts": 4},
@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 ENDS = ("embed_tokens", "lm_head")
 TIED = {"tie_word_embeddings": True}
 EXPERT_WEIGHTS = 2 * 3
-"""Weights of routers and experts, of both layers."""
+"""Number of weights of routers and experts, in both layers."""
 
 
 def made(kind: str, path: Path, **changes: Any) -> Path:
@@ -54,7 +54,7 @@ def made(kind: str, path: Path, **changes: Any) -> Path:
 
 
 def moved(path: Path, lora: LoraConfig) -> PolicyModel:
-    """A policy whose adapters do something."""
+    """Return a policy with random adapters, so that they change its output."""
     policy = load_policy(path, Loading(torch.device("cpu"), lora=lora))
     torch.manual_seed(1)
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_engines_the_export_and_peft_compute_what_the_trainer_does(
 def test_canaries_are_of_the_merged_weights_in_either_data_type(
     tmp_path: Path, kind: str, targets: Any, dtype: torch.dtype
 ) -> None:
-    """As an engine computes them, which holds no adapters."""
+    """An engine holds merged weights and no adapters, so canaries must be computed with those."""
     start, lora = made(kind, tmp_path / "start"), LoraConfig(rank=4, target_modules=targets)
     policy = moved(start, lora)
     before = {name: one.clone() for name, one in policy.named_parameters()}

@@ -1,3 +1,5 @@
+"""Losses, ratios, importance weights and KL estimates, against formulas written by hand."""
+
 import math
 
 import numpy as np
@@ -68,7 +70,7 @@ def test_weights_do_not_depend_on_how_samples_are_cut(aggregation: str) -> None:
 def test_a_token_that_does_not_count_might_as_well_not_be_there(
     aggregation: str, masks: list[list[bool]]
 ) -> None:
-    """Weights of the counted tokens are those of a batch that has no others."""
+    """Counted tokens have the same weights as in a batch without the other tokens."""
     counted = [np.array(mask) for mask in masks]
     rest = [np.ones(sum(mask), bool) for mask in masks if any(mask)]
     totals = {
@@ -93,7 +95,7 @@ def test_sequence_ratio_is_the_geometric_mean_of_its_counted_tokens() -> None:
 
 
 def test_a_sequence_ratio_has_the_gradient_of_equation_5() -> None:
-    """The mean's own gradient, `s_i A_i grad(log s_i)`, by autograd through the mean."""
+    """GSPO's equation 5 is `s_i A_i grad(log s_i)`. Compare with autograd through the mean."""
     new = torch.tensor([0.1, -0.2, 0.3, 0.05, 0.1], requires_grad=True)
     counted, advantages = torch.ones(5, dtype=torch.bool), torch.tensor([1.5] * 3 + [-0.5] * 2)
     weights = torch.tensor([1 / 6] * 3 + [1 / 4] * 2)
@@ -106,7 +108,7 @@ def test_a_sequence_ratio_has_the_gradient_of_equation_5() -> None:
 
 
 def test_weights_of_tokens_weigh_the_gradients_of_tokens() -> None:
-    """Of a sequence ratio too, as in veRL."""
+    """This holds for a sequence ratio too, as in veRL."""
     new = torch.zeros(2, requires_grad=True)
     ratios = sequence_log_ratios(new, torch.ones(2, dtype=torch.bool), [2])
     losses = clipped_policy_losses(ratios, torch.ones(2), **CLIP) * torch.tensor([1.0, 3.0])
@@ -131,7 +133,7 @@ def test_gspo_loss_equals_a_naive_one_per_sequence(tokens: tuple) -> None:
 
 
 def test_gspo_clips_whole_sequences() -> None:
-    """One token far off takes the gradient from all of its sequence, and from no other."""
+    """One token far off the old policy clips its whole sequence, and no other sequence."""
     new = torch.tensor([3.0, 0.0, 0.0, 0.1], requires_grad=True)
     ratios = sequence_log_ratios(new, torch.ones(4, dtype=torch.bool), [3, 1])
     clipped_policy_losses(ratios, torch.ones(4), **CLIP).sum().backward()
@@ -214,7 +216,7 @@ def test_a_dual_clip_bounds_the_loss_of_bad_tokens_alone() -> None:
 
 
 def test_weights_of_sequences_and_rejection() -> None:
-    """Ratios 2 and 3 of one response, 0.5 and 1 of another, and a token that does not count."""
+    """One response has the ratios 2 and 3. Another has 0.5, 1 and a token that does not count."""
     log_ratios = torch.tensor([2.0, 3.0, 0.5, 1.0, 1.0]).log()
     counted = torch.tensor([True, True, True, True, False])
 

@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: here one that is a directory."""
+"""Copies of checkpoints in an object store. Here the store is a local directory."""
 
 import errno
 import json
@@ -128,7 +128,7 @@ def test_an_unknown_url_is_refused() -> None:
 def test_a_step_that_is_done_again_is_copied_again(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy that is cut off while it replaces another is none."""
+    """If copying stops while it replaces an older copy, neither copy counts."""
     own = write(tmp_path / "own", 1)
     mirror.put(own, keep=2)
     state = read_state(own)
@@ -142,7 +142,7 @@ def test_a_step_that_is_done_again_is_copied_again(
     mirror.put(own, keep=2)
     assert mirror._state(1) == again
     monkeypatch.setattr(mirror, "_copy_out", _input_output_error)
-    mirror.put(own, keep=2)  # It is there.
+    mirror.put(own, keep=2)  # The copy is complete, so nothing is copied.
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 def test_copies_are_made_beside_the_run(mirror: Mirror, tmp_path: Path) -> None:
     own = tmp_path / "own"
-    write(own, 1)  # An earlier process left it.
+    write(own, 1)  # A checkpoint of an earlier process.
     copies = CheckpointCopies(mirror, own, 2, Failures(tmp_path))
     for step in (2, 3):
         write(own, step)
@@ -202,7 +202,7 @@ def test_a_copy_that_hangs_holds_up_nobody(
     started_s = time.monotonic()
     copies.close()
     assert time.monotonic() - started_s < 5.0
-    assert len(begun) == MAX_LEFT, "threads that nothing ends are few"
+    assert len(begun) == MAX_LEFT, "expected MAX_LEFT threads that hang"
     assert "resume the run to try once more" in copies.missing()[0]
     record_failures.clear()
     end.set()

@@ -1,4 +1,4 @@
-"""The learner on batches of several policy versions, and with the algorithms' own losses."""
+"""The learner on batches of several policy versions, and with the loss of each algorithm."""
 
 from collections.abc import Callable
 
@@ -39,7 +39,7 @@ def change(batch: pa.Table, edit: Callable[[dict], dict]) -> pa.Table:
 
 
 def spans(row: dict, num_stale: int, stale: int, fresh: int) -> dict:
-    """Deferred, and begun by version `stale`."""
+    """Return the changes that defer a row: version `stale` generated its first tokens."""
     length = len(row["response_token_ids"])
     counts = [(stale, min(num_stale, length)), (fresh, length - min(num_stale, length))]
     return {
@@ -51,14 +51,14 @@ def spans(row: dict, num_stale: int, stale: int, fresh: int) -> dict:
 
 
 def moved_one(config: TrainConfig, batch: pa.Table) -> Learner:
-    """A pipelined learner at policy version 3 after a step on the batch."""
+    """Return a pipelined learner that was at policy version 3 and has trained on the batch."""
     learner = started(config, "pipelined", 3)
     learner.train_step(batch)
     return learner
 
 
 def reference_loss(learner: Learner, rows: list[dict], aggregation: str, ratio: str) -> float:
-    """Of all tokens, in numpy; the clip is 0.2 either way."""
+    """Return the loss over all tokens, computed in numpy, with a clip of 0.2 on both sides."""
     sequences = [row["prompt_token_ids"] + row["response_token_ids"] for row in rows]
     losses = []
     for row, values in zip(rows, learner.logprobs(sequences, 0.7), strict=True):
@@ -110,12 +110,12 @@ def test_the_head_of_a_deferred_sample_is_trained_on_like_its_tail(
             ]
         }
 
-    # Negative control: its head is listened to.
+    # Negative control: other log-probabilities in the head change the update.
     assert moved_one(config, change(deferred, shift)).weights_buffer() != first.weights_buffer()
 
 
 def of_two_policies(older: Learner, newer: Learner, head: int) -> pa.Table:
-    """Deferred samples whose first `head` tokens one policy generated, and the rest another."""
+    """Return deferred samples. One policy generated the first `head` tokens, another the rest."""
     batch = make_batch(policy_version=3)
     by_older, by_newer = (
         on_policy(batch, learner, 0.7)["inference_logprobs"].to_pylist()
@@ -128,8 +128,8 @@ def of_two_policies(older: Learner, newer: Learner, head: int) -> pa.Table:
 
 
 def test_each_token_is_weighed_by_the_policy_that_generated_it(make_config: MakeConfig) -> None:
-    """Truncated importance sampling of a deferred sample: its head by the older policy's
-    log-probabilities, its tail, which is on policy, by 1."""
+    """Truncated importance sampling weighs the head of a deferred sample by the older policy's
+    log-probabilities. The tail is on policy, so its weights are 1."""
     config = make_config({"tis_cap": 2.0}, learning_rate=1e-2)
     older, newer = started(config), started(config, "pipelined", 3)
     older.train_step(make_batch(seed=5))
@@ -155,14 +155,14 @@ def test_a_token_older_than_its_samples_own_step_admits_is_refused(make_config: 
 def test_filtered_responses_are_in_no_denominator(
     make_config: MakeConfig, aggregation: str
 ) -> None:
-    """Those that were cut, where DAPO's overlong filtering is on: as if they were not there."""
+    """DAPO's overlong filtering treats truncated responses as if they were not in the batch."""
     filtering = {"loss_aggregation": aggregation, "overlong_filtering": True}
     batch = make_batch(policy_version=3)
     cut = change(batch, lambda row: {"truncated": row["prompt_key"] == "prompt1"})
     kept = batch.filter(np.array(batch["prompt_key"]) != "prompt1")
     learner = moved_one(make_config(filtering), cut)
     assert_close(learner, moved_one(make_config(filtering), kept))
-    # Negative control: without the setting they teach.
+    # Negative control: without the setting, they change the update.
     plain = moved_one(make_config({"loss_aggregation": aggregation}), cut)
     assert plain.weights_buffer() != learner.weights_buffer()
 
@@ -200,7 +200,7 @@ def test_equal_groups_are_in_no_denominator(make_config: MakeConfig) -> None:
 
 
 def reference_update(learner: Learner, batch: pa.Table, cap: float) -> tuple[float, float, float]:
-    """Loss at the old policy, mean weight and truncated share, token by token in numpy."""
+    """Return loss at the old policy, mean weight and truncated share, computed in numpy."""
     rows = batch.to_pylist()
     sequences = [row["prompt_token_ids"] + row["response_token_ids"] for row in rows]
     losses, ratios = [], []
@@ -269,11 +269,11 @@ def test_later_minibatches_are_held_near_the_policy_before_the_step(
         for sequence, values in zip(share.sequences, share.old_logprobs, strict=True):
             own = expected[tuple(sequence.token_ids.tolist())]
             np.testing.assert_allclose(values, own, atol=1e-5)
-    assert metrics["actor/ratio_max"] > 1.01  # against the policy before the step
+    assert metrics["actor/ratio_max"] > 1.01  # The ratio is to the policy before the step.
 
 
 def test_gspos_clip_acts_as_it_comes(make_config: MakeConfig) -> None:
-    """Of a batch of its own from the second of its four minibatches on; never with one."""
+    """With GSPO's four minibatches, the clip acts from the second one on. With one, never."""
     for given, acts in (({}, True), ({"minibatches_per_step": 1}, False)):
         learner = started(make_config({"type": "gspo"}, **given))
         batch = on_policy(make_batch(), learner, temperature=0.7)

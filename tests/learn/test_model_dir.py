@@ -1,3 +1,5 @@
+"""`check_model_dir` accepts a good model directory and says how to fix a bad one."""
+
 import json
 import shutil
 from collections.abc import Callable

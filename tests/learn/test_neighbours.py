@@ -1,4 +1,4 @@
-"""Samples share a row where the model keeps them apart, and have one each where it does not."""
+"""Samples share a row if the model keeps them apart. Otherwise each has a row of its own."""
 
 import shutil
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def sequences_of(lengths: list[int]) -> list[TokenSequence]:
 
 @torch.no_grad()
 def own_logprobs(policy: PolicyModel, sequence: TokenSequence) -> np.ndarray:
-    """Of the response, by transformers' own forward, with the sequence alone."""
+    """Return log-probabilities of the response by transformers, with the sequence alone."""
     policy.model.set_attn_implementation("eager")
     ids = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
     logprobs = policy.model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
@@ -91,7 +91,7 @@ def test_samples_of_hybrid_models_have_rows_of_their_own(kind: str) -> None:
     policy.alone = True
     for found, own in zip(score_sequences(policy, sequences, 256, 1.0), expected, strict=True):
         np.testing.assert_allclose(found, own, atol=1e-4)
-    # Negative control: in one row the first alone is what it should be.
+    # Negative control: in a shared row, only the first sample comes out right.
     policy.alone = False
     first, *others = score_sequences(policy, sequences, 256, 1.0)
     np.testing.assert_allclose(first, expected[0], atol=1e-4)
@@ -99,7 +99,8 @@ def test_samples_of_hybrid_models_have_rows_of_their_own(kind: str) -> None:
 
 
 def test_a_temperature_by_the_place_in_the_row_has_samples_alone() -> None:
-    """It acts from `floor_scale` tokens on: the tries are shorter."""
+    """The temperature acts from position `floor_scale` on, beyond the samples that the check tries.
+    So the check goes by the setting."""
     policy = policy_of("llama4_text", attn_temperature_tuning=True, floor_scale=8192)
     assert not keeps_samples_apart(policy, torch.float32)
     policy = policy_of("llama4_text", attn_temperature_tuning=False)
@@ -142,7 +143,7 @@ def test_rows_of_one_sample_hold_the_same_samples(alone: bool) -> None:
 
 
 def test_ranks_of_a_hybrid_model_make_as_many_passes(make_config: MakeConfig) -> None:
-    """FSDP waits for every rank in every one of them."""
+    """In every pass, FSDP waits for all ranks."""
     config = make_config()
     lessons, _ = read_lessons(make_rollouts([[0] * 9, [0] * 4, [0] * 3], [1] * 3), config, 0)
     for alone in (True, False):
@@ -190,7 +191,7 @@ def test_a_model_of_attention_alone_packs(make_config: MakeConfig) -> None:
 def test_canaries_share_a_row_as_samples_do(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So they tell of a model that does not keep samples apart."""
+    """So canaries reveal a model that does not keep samples apart."""
     learner = Learner(make_config(micro_batch_tokens=80))
     learner.restore(None)
     rng = np.random.default_rng(0)
@@ -204,7 +205,7 @@ def test_canaries_share_a_row_as_samples_do(
 
     monkeypatch.setattr(PolicyModel, "score", watch)
     canaries = learner.canaries(given)
-    assert rows == [3, 3]  # In float32, and in the engines' data type.
+    assert rows == [3, 3]  # Once in float32, once in the engines' data type.
     assert [list(one.token_ids) for one in canaries] == [given[0][:26], given[1][:26], given[2]]
     for canary in canaries:
         (alone,) = learner.logprobs([canary.token_ids])

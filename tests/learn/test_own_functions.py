@@ -1,4 +1,4 @@
-"""A user's own advantage and loss take the place of the built-in ones."""
+"""`algorithm.file`: a user's advantage and loss functions replace the built-in ones."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ def compute_advantage(reward, group_rewards):
 def trained(
     make_config: Callable[..., TrainConfig], tmp_path: Path
 ) -> Callable[..., tuple[dict, dict]]:
-    """Metrics of a step with such a file, and the weights after it."""
+    """Return a function that trains one step with such a file and returns metrics and weights."""
 
     def train(text: str | None, **algorithm: object) -> tuple[dict, dict]:
         file = tmp_path / f"mine{len(list(tmp_path.iterdir()))}.py"

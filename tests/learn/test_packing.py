@@ -1,3 +1,5 @@
+"""Packing: micro-batches fit their budget, and packed samples score as each one alone."""
+
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,12 +32,12 @@ def policy(model_dir: Path) -> PolicyModel:
 
 @pytest.fixture(scope="module")
 def original(model_dir: Path) -> PreTrainedModel:
-    """The same model as Hugging Face has it."""
+    """Return the same model as Hugging Face loads it."""
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
 
 
 def unpacked_logprobs(original: PreTrainedModel, sequence: TokenSequence) -> torch.Tensor:
-    """Through Hugging Face's own forward, one sequence at a time."""
+    """Return log-probabilities of the response by Hugging Face's forward, the sequence alone."""
     ids = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
     logprobs = (original(input_ids=ids).logits / 0.7).log_softmax(-1)
     return logprobs[0, :-1].gather(-1, ids[0, 1:, None])[sequence.num_prompt_tokens - 1 :, 0]
@@ -99,7 +101,7 @@ def test_packed_logprobs_equal_unpacked_ones(
 
 @torch.no_grad()
 def test_as_one_sample_they_see_each_other(policy: PolicyModel, original: PreTrainedModel) -> None:
-    """Negative control of the test above."""
+    """Negative control of the test above: two samples joined into one get other scores."""
     sequences = make_sequences()
     batch = lay_out([4, 0], sequences)
     num_tokens = sum(batch.num_tokens)

@@ -1,4 +1,4 @@
-"""A policy computes in another data type as its copy in that type does."""
+"""`ComputeIn(dtype)`: a policy gives what the model loaded in that data type gives."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ def largest(one: Sequence[NDArray], other: Sequence[NDArray]) -> float:
 
 @pytest.fixture
 def bfloat16_dir(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A model whose weights bfloat16 can hold."""
+    """Return a model whose weights are exact in bfloat16."""
     model_of(request.param).to(BFLOAT16).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -63,7 +63,7 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.parametrize("bfloat16_dir", ["qwen3", "qwen3_moe", "gemma2"], indirect=True)
 @pytest.mark.usefixtures("one_rank")
 def test_a_sharded_policy_in_mixed_precision_does_so_too(bfloat16_dir: Path) -> None:
-    """As a trainer on a GPU: parameters in float32, gathered and computed with in bfloat16."""
+    """On a GPU, the trainer keeps parameters in float32, and gathers and computes in bfloat16."""
     mesh = init_device_mesh("cpu", (1,))
     mixed = load_policy(bfloat16_dir, Loading(CPU, mesh, compute_dtype=BFLOAT16))
     exact = scores(load_policy(bfloat16_dir, Loading(CPU)))

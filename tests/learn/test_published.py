@@ -1,4 +1,4 @@
-"""The trainer's weights as a file for the engines."""
+"""The trainer publishes its weights as a file, one tensor at a time."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def test_the_file_has_what_the_buffer_has(
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     learner = Learner(config)
     learner.restore(None)
-    for version in range(4):  # The last two are in memory that was written before.
+    for version in range(4):  # The last two reuse memory of earlier versions.
         with torch.no_grad():
             for parameter in learner._policy.parameters():
                 parameter.mul_(1.1)
@@ -52,7 +52,8 @@ def test_the_file_has_what_the_buffer_has(
 
 
 def made(num: int, size: int, alive: list) -> Iterator[tuple[str, Tensor]]:
-    """Tensors as a gather makes them; `alive`: those that are there when the next one is made."""
+    """Yield tensors one by one, as a gather does. Append to `alive` how many of the earlier tensors
+    still exist when the next one is made."""
     made = []
     for i in range(num):
         alive.append(sum(reference() is not None for reference in made))
@@ -120,9 +121,9 @@ time.sleep(60.0)
 
 
 def test_writing_holds_one_tensor_and_a_killed_writer_leaves_nothing() -> None:
-    """256 MB in float32, in 16 tensors."""
+    """The weights are 256 MB in float32, in 16 tensors."""
     command = [sys.executable, "-c", _PUBLISHES]
-    # What is freed is given back at once: else one or two freed tensors are counted now and then.
+    # Make malloc return freed memory at once. Otherwise one or two freed tensors sometimes count.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
     with subprocess.Popen(
         command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True

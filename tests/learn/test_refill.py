@@ -1,4 +1,4 @@
-"""How many prompts a step draws in place of those that teach nothing."""
+"""Dynamic sampling: how many further prompts a step draws to replace groups of equal rewards."""
 
 import pyarrow as pa
 from hypothesis import given
@@ -15,7 +15,7 @@ def test_what_is_missing_is_made_up_for(useful: int, dull: int, wanted: int, bat
     assert 0 <= num <= batch
     assert (num == 0) == (useful >= wanted)
     if 0 < num < batch:
-        # Enough, if as many are useful as before, and no more than that takes.
+        # The smallest number that suffices if the share of useful prompts stays the same.
         missing = wanted - useful
         assert num * useful >= missing * drawn > (num - 1) * useful
 
@@ -30,7 +30,7 @@ def test_half_of_a_batch_teaches_nothing() -> None:
 def test_groups_count_by_their_own_samples() -> None:
     rows = [
         *[("a", 0, 1.0), ("a", 1, 0.0)],
-        *[("b", 0, 1.0), ("b", 1, 1.0), ("b", -1, 0.0)],  # The last was deferred to this step.
+        *[("b", 0, 1.0), ("b", 1, 1.0), ("b", -1, 0.0)],  # The last one was deferred to this step.
         *[("c", 0, 0.0), ("c", 1, 0.5)],
         *[("d", 0, 0.0), ("d", 1, 1.0)],
     ]

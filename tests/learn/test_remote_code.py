@@ -1,4 +1,4 @@
-"""Code that comes with a model runs where it is trusted, and nowhere else."""
+"""Python code in a model's directory runs only with `model.trust_remote_code=true`."""
 
 import json
 import sys
@@ -37,13 +37,13 @@ SENTENCE = r"comes with Python code of its own, .* set model.trust_remote_code=t
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """The file that the model's code writes."""
+    """Return the file that the model's code creates."""
     return tmp_path / "executed"
 
 
 @pytest.fixture
 def model(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model that transformers does not know, with code for it and for its tokenizer."""
+    """Return a model that transformers does not know, with code for it and its tokenizer."""
     modules = tmp_path / "modules"
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(modules))
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -82,7 +82,7 @@ def test_code_that_is_trusted_runs(model: Path, marker: Path) -> None:
 
 
 def test_a_known_model_does_not_need_its_code(model: Path, marker: Path) -> None:
-    """Many models of the Hub still have the code of the time before transformers knew them."""
+    """Many models on the Hub still carry code from before transformers supported them."""
     edit(model / "config.json", model_type="qwen3", architectures=["Qwen3ForCausalLM"])
     assert check_model(ModelConfig(path=model)) == ()
     assert not marker.exists()
@@ -99,7 +99,7 @@ def test_every_command_refuses_it(
         "evaluate": [str(model), str(tmp_path / "validation.parquet")],
         "profile": ["--model", str(model)],
     }[command]
-    # Whoever is asked, answers yes.
+    # Answer yes to any prompt.
     result = CliRunner().invoke(main, [command, *args], input="y\n" * 9)
     assert result.exit_code == 2, result.output
     assert "model.trust_remote_code=true" in result.output

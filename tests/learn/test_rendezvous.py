@@ -1,4 +1,4 @@
-"""Ranks meet at a file on one node, which no other user opens, and at a port over several."""
+"""Ranks on one node meet at a file that other users cannot open. On several, they use a port."""
 
 import stat
 from datetime import timedelta

@@ -1,3 +1,5 @@
+"""Reading a batch of rollouts, and splitting it into minibatches and shares of ranks."""
+
 import pyarrow as pa
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""A rope turns all samples by the engines' rule, whatever else lies in the row."""
+"""A rope treats each sample as the engines do, whatever other samples are in the row."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,8 @@ def test_a_short_sample_is_the_same_beside_a_long_one(kind: str, model_of) -> No
 
 
 def test_engines_choose_factors_by_the_longest_that_they_may_be_given(model_of) -> None:
-    """As vLLM does. transformers would take short ones for this sample."""
+    """vLLM chooses by the longest request that it accepts. transformers chooses by the sample, so
+    it would use the short factors here."""
     path, (sample,) = model_of("phi3", ROPES["phi3"]), samples_of(40)
     by_limit = {
         limit: scored(load_policy(path, Loading(CPU, max_tokens=limit)), [sample])[0]

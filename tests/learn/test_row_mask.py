@@ -1,4 +1,4 @@
-"""A row's mask is what the model's own mask function says, or it is refused."""
+"""`row_mask` recognises the model's mask function as causal, window or chunks, or refuses it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +45,7 @@ def test_masks_are_known_by_what_they_do(longest: int) -> None:
     size_seen = 8 if longest > 8 else None
     for function in (
         sliding_window_causal_mask_function(8),
-        # Without a `local_size`, as where a model adds a window of its own.
+        # A model that adds its own window passes no `local_size`.
         and_masks(causal_mask_function, sliding_window_overlay(8)),
     ):
         for size in (8, None):
@@ -58,8 +58,8 @@ def test_masks_are_known_by_what_they_do(longest: int) -> None:
 @pytest.mark.parametrize(
     "look",
     [
-        lambda _, q, k: (k < 2) | (k > q - 8),  # A window beside first tokens.
-        lambda h, q, k: (h == 0) | (k > q - 8),  # A window for some heads.
+        lambda _, q, k: (k < 2) | (k > q - 8),  # A window, and the first tokens.
+        lambda h, q, k: (h == 0) | (k > q - 8),  # A window in some heads only.
         lambda _, q, k: k > q - 8 - 4 * (q > 30),  # A window that grows.
         lambda _, q, k: (k // 8 == q // 8) | (k // 8 == q // 8 - 1),  # Chunks that overlap.
     ],

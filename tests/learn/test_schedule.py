@@ -1,4 +1,4 @@
-"""The learning rate's course, against torch's own schedulers."""
+"""The learning rate of each update, against torch's own schedulers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A small copy has every feature of its original, and lengths in the same order."""
+"""A small copy of a model keeps each feature, and the order of its lengths by size."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from engines.learn.small_copy import small_copy
 
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "llama": ({"num_hidden_layers": 80}, 2),
-    "gemma3_text": ({"num_hidden_layers": 62}, 6),  # Five with a window, then one without.
-    "deepseek_v3": ({"num_hidden_layers": 61}, 4),  # Three dense ones, then experts.
+    "gemma3_text": ({"num_hidden_layers": 62}, 6),  # Five layers with a window, then one without.
+    "deepseek_v3": ({"num_hidden_layers": 61}, 4),  # Three dense layers, then layers with experts.
     "qwen3_next": ({"num_hidden_layers": 48}, 4),
     "jamba": ({"num_hidden_layers": 32}, 5),
     "llama4_text": ({"num_hidden_layers": 48}, 4),
     "qwen2": ({"num_hidden_layers": 28, "use_sliding_window": True, "max_window_layers": 21}, 2),
 }
-"""Families, more of their configuration, and layers that have every kind among them."""
+"""By family: fields of the configuration, and number of layers that cover each kind of layer."""
 
 
 @pytest.mark.parametrize("family", KINDS)

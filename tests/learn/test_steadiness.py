@@ -1,4 +1,5 @@
-"""A model with noise, a memory or a rope that looks at the row is refused, whoever wrote it."""
+"""`check_steady` refuses models that draw noise, keep state between calls, or have a rope that
+depends on the whole row."""
 
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +52,7 @@ def test_ropes_as_transformers_has_them_are_refused(kind: str) -> None:
 
 
 class Norm(nn.Module):
-    """A norm that someone changed."""
+    """A norm layer that computes `change` instead."""
 
     def __init__(self, change: Callable[["Norm", Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The Ray actors around the learner."""
+"""The trainer's Ray actors: they compute what the learner does, and their errors name the rank."""
 
 import asyncio
 import os
@@ -87,7 +87,7 @@ async def test_two_actors_train_publish_and_save(
     alone.restore(None)
     group = start(make_config(num_processes=2, timeout_s=120.0))
     await group.start(None)
-    # Of each rank one of Ray's and one of gloo's; they meet at a file.
+    # Each rank has one socket of Ray and one of gloo. The rendezvous is a file.
     assert_on_loopback(family(), at_least=4)
     node = ray.get_runtime_context().get_node_id()
     assert await group.nodes() == {node: "trainer rank 0, 1"}
