@@ -1,4 +1,4 @@
-"""Rows that are no rows, each in a file of good ones."""
+"""Data files that hold one malformed row among good ones."""
 
 import json
 import random
@@ -20,7 +20,7 @@ class MalformedRow:
     what: str
     file: Path
     number: int
-    """Of the bad row, or of its line; from 1."""
+    """Number of the bad row, or of its line, from 1."""
 
 
 def good_row(number: int) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def bad_rows(seed: int, num: int, directory: Path) -> Iterator[MalformedRow]:
 
 
 def _write(file: Path, draw: random.Random, bad: str | bytes) -> int:
-    """Number of the bad line among good ones."""
+    """Write the bad line among good ones. Return its number, from 1."""
     before, after = draw.randrange(5), draw.randrange(5)
     lines = [json.dumps(good_row(number)).encode() for number in range(before + after)]
     bad = bad.encode("utf-8") if isinstance(bad, str) else bad
@@ -87,7 +87,7 @@ def _wrong_value(draw: random.Random, file: Path) -> MalformedRow:
     value = draw.choice(WRONG[name])
     row = good_row(99) | {name: value}
     if draw.random() < 0.3:
-        # A list in one piece.
+        # Write one JSON list instead of lines.
         file = file.with_suffix(".json")
         before = draw.randrange(5)
         file.write_text(json.dumps([*map(good_row, range(before)), row, good_row(98)]))

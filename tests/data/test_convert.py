@@ -1,4 +1,4 @@
-"""Public sets of questions as veRL's rows."""
+"""`refrain data` converts public data sets and users' files into veRL's rows."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Data sets: what is read, and what a person is told when a file is wrong."""
+"""Data sets: the prompts that are read, and the errors for files and rows that are wrong."""
 
 import json
 from functools import partial
@@ -131,7 +131,7 @@ def truth(text, ground_truth, **changes):
 
 
 def test_ground_truths_of_a_json_file_are_as_they_are_written(tmp_path, tokenizer):
-    """Of several types, and what could be taken for another type, in one column."""
+    """One column holds several types, and a text that could be taken for a date."""
     truths = ["1", ["a", "b"], 1, 2.5, "2024-01-01"]
     words = ("hello", "world", "hello hello", "hello world", "world world")
     rows = [
@@ -150,7 +150,7 @@ def test_repeated_prompts_are_dropped_and_counted_across_files(tmp_path, tokeniz
     second = write(tmp_path / "b.jsonl", [again, make_row("hello world")])
     dataset = load_dataset([first, second], tokenizer, 10)
     assert (len(dataset.prompts), dataset.num_duplicates) == (3, 1)
-    assert dataset.prompts[0].extra_info["index"] == 0, "the first one stays"
+    assert dataset.prompts[0].extra_info["index"] == 0, "the first row must stay"
     assert [str(row) for row in dataset.rows] == [
         f"{first} row 1",
         f"{first} row 2",
@@ -167,7 +167,7 @@ def test_repeated_prompts_are_dropped_and_counted_across_files(tmp_path, tokeniz
     ],
 )
 def test_repeated_prompts_that_contradict_each_other_are_refused(tmp_path, tokenizer, later, what):
-    """One of the two was taken without a word, for both."""
+    """Otherwise one of the two would silently score the responses of both."""
     first = write(tmp_path / "a.jsonl", [make_row("world"), make_row("hello")])
     second = write(tmp_path / "b.jsonl", [make_row("world"), later])
     with pytest.raises(ValueError, match=rf"a.jsonl row 2 and \S*b.jsonl row 2: {what}") as e:
@@ -176,7 +176,7 @@ def test_repeated_prompts_that_contradict_each_other_are_refused(tmp_path, token
 
 
 def test_rows_of_one_prompt_with_other_extra_info_are_samples_of_their_own(tmp_path, tokenizer):
-    """The second was left out as a repeat: its scorer never saw it."""
+    """If the second row were dropped as a repeat, no scorer would see its `extra_info`."""
     rows = [
         make_row("hello", extra_info={"index": 0, "target": 1}),
         make_row("world"),
@@ -198,8 +198,8 @@ def test_rows_of_one_prompt_with_other_extra_info_are_samples_of_their_own(tmp_p
     assert read["a.jsonl"][3].ground_truth == "777"
     keys = [one.key for one in read["a.jsonl"]]
     assert len(set(keys)) == 4
-    assert [one.key for one in read["b.parquet"]] == keys[:3], "whatever file they are in"
-    # Today's keys: the first row of a prompt has that of its tokens.
+    assert [one.key for one in read["b.parquet"]] == keys[:3], "a key must not depend on the file"
+    # Keys must not change between releases. The first row's key depends on its tokens only.
     assert keys[:2] == [prompt_key((1, 3, 2)), prompt_key((1, 4, 2))]
     assert keys[2] == "2928da19a9b39e3a6f31c59c2a831af4"
     both = load_dataset([tmp_path / "b.parquet", tmp_path / "a.jsonl"], tokenizer, 10)
@@ -249,7 +249,7 @@ def test_what_is_trained_on_and_validated_is_named(tmp_path, tokenizer):
 
 
 def test_a_validation_prompt_with_another_truth_in_training_is_refused(tmp_path, tokenizer):
-    """A training row with truth 2 was scored against 777."""
+    """Otherwise a training row with truth 2 would be scored against 777."""
     train = load_dataset([write(tmp_path / "t.jsonl", [truth("hello", "2")])], tokenizer, 10)
     held_out = write(tmp_path / "v.jsonl", [make_row("world"), truth("hello", "777")])
     with pytest.raises(ValueError, match=r"t.jsonl row 1 and \S*v.jsonl row 2: .*'2' and '777'"):
@@ -370,7 +370,7 @@ def test_a_byte_order_mark_and_blank_space_are_no_fault(tmp_path, tokenizer, fil
 
 def test_bytes_of_a_parquet_file_that_are_not_utf8_name_the_row(tmp_path, tokenizer):
     texts = pa.array([b"a", b"\xff"] * 700)
-    # pyarrow does not look at the bytes.
+    # pyarrow does not check that the bytes are UTF-8.
     strings = pa.StringArray.from_buffers(1400, *texts.buffers()[1:], texts.buffers()[0])
     rows = pa.Table.from_pylist([make_row(data_source=...)] * 1400)
     path = tmp_path / "rows.parquet"

@@ -1,4 +1,4 @@
-"""The shipped drafter: the model's tokens, a fraction of its size, and drafts that are accepted."""
+"""The drafter of the demo has the model's tokens, is far smaller, and most drafts are accepted."""
 
 from itertools import islice
 
@@ -13,9 +13,9 @@ from tests.conftest import DEMO
 
 NUM_PROMPTS = 12
 NUM_TOKENS = 40
-"""Of each response, at most."""
+"""Length of each response, in tokens."""
 OTHER_NOISE = 1000
-"""Added to a key: noise of its own."""
+"""Added to a key to draw with other noise."""
 
 
 def load(name):
@@ -34,14 +34,15 @@ def drafter():
 
 @torch.no_grad()
 def draws(model: Qwen3ForCausalLM, ids: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
-    """The token drawn at each of a row's positions after those before it, [rows, positions]."""
+    """Draw the token at each position of each row, given the tokens before it. Return them as
+    [rows, positions]."""
     logits = model(ids, use_cache=False).logits[torch.arange(len(ids))[:, None], positions - 1]
     noise = (keys[:, None].expand_as(positions).flatten(), positions.flatten())
     return perturbed_argmax(logits.flatten(0, 1), *noise).view_as(positions)
 
 
 def respond(model: Qwen3ForCausalLM, prompts: list[list[int]], keys: Tensor) -> tuple[Tensor, ...]:
-    """Prompts and responses, right-padded, and the positions of the responses' tokens."""
+    """Return prompts with sampled responses, right-padded, and the positions of the responses."""
     ids = torch.zeros(len(prompts), max(map(len, prompts)) + NUM_TOKENS, dtype=torch.long)
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
@@ -66,7 +67,8 @@ def test_the_drafter_is_small_and_vllm_runs_it_on_a_cpu(model, drafter):
 
 
 def test_shared_noise_makes_more_drafts_right(model, drafter):
-    """On the model's own responses to prompts that neither was trained on."""
+    """Draft the model's responses to prompts that neither model was trained on. Drafts with the
+    model's noise are right more often than drafts with other noise."""
     tokenizer = load_tokenizer(DEMO / "model")
     rows = islice(read_rows(DEMO / "data" / "validation.parquet"), NUM_PROMPTS)
     prompts = [

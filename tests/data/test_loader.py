@@ -1,4 +1,4 @@
-"""The loader: every prompt once an epoch, and the same again after a restart."""
+"""The loader visits each prompt once an epoch, in an order that a restart repeats."""
 
 import pytest
 from hypothesis import given
@@ -136,8 +136,8 @@ def test_no_prompts_are_refused():
 def test_a_step_can_draw_every_prompt_that_is_not_its_own(
     num_prompts, prompts_per_step, shuffle, seed
 ):
-    """In an order that nothing but the seed and the step decide, and that leaves the steps as they
-    are."""
+    """Only the seed and the step decide the order of the drawn prompts. Drawing does not change the
+    step's own prompts."""
     loader = make_loader(num_prompts, prompts_per_step, shuffle=shuffle, seed=seed)
     again = make_loader(num_prompts, prompts_per_step, shuffle=shuffle, seed=seed)
     for step in range(loader.num_steps, 0, -1):

@@ -1,5 +1,5 @@
-"""The second shipped task: solutions that work out, lengths with a long tail, and a model that has
-learnt both ways of working."""
+"""The task `long_tail`: careful solutions are right, lengths have a long tail, and the shipped
+model has learnt both careful and hasty solutions."""
 
 import re
 from itertools import islice
@@ -32,7 +32,7 @@ NUM_PROBLEMS = 600
 NUMBER = re.compile(r"[+-]?\d+")
 NUM_PROMPTS = 16
 NUM_TOKENS = 400
-"""Enough for the fewest terms, worked with care."""
+"""Enough for a careful solution of a problem with `MIN_TERMS` terms."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def problems():
 
 
 def works_out(line: str) -> bool:
-    """Whether all that a line says to be equal is, after the names."""
+    """Return whether all equations of a line hold, after the names."""
     work, *check = line.split("=", 2)[2].split(";")
     for part in (work, *check):
         values = {sum(map(int, NUMBER.findall(side))) % 100 for side in part.split("=")}
@@ -114,13 +114,14 @@ def model():
 
 @pytest.fixture(scope="module")
 def short_problems():
-    """Of as many terms each: their prompts need no padding."""
+    """Return problems with equally many terms, so that their prompts need no padding."""
     rng = Random(0)
     return [draw_problem(rng, MIN_TERMS) for _ in range(NUM_PROMPTS)]
 
 
 def encode(problems: list[Chain], careful: bool | None = None) -> torch.Tensor:
-    """Prompts, and the first token of a response that works so."""
+    """Return the encoded prompts. `careful`: append the first token of a response that is careful,
+    or hasty."""
     begun = [f"{USER}{p.prompt}{END}{ASSISTANT}" for p in problems]
     if careful is not None:
         first = [CARE if careful else p.name(1) for p in problems]
@@ -129,7 +130,8 @@ def encode(problems: list[Chain], careful: bool | None = None) -> torch.Tensor:
 
 
 def share_solved(model: Qwen3ForCausalLM, problems: list[Chain], careful: bool) -> float:
-    """Of one response a problem at temperature 1, begun as told."""
+    """Return the share of problems solved by one response each, sampled at temperature 1.
+    `careful`: begin each response as careful, or as hasty."""
     torch.manual_seed(0)
     ids = encode(problems, careful)
     full = model.generate(

@@ -1,4 +1,4 @@
-"""A bad row is refused by its file and number, in plain words."""
+"""`load_dataset` refuses each malformed row with an error that names the file and the row."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Questions of reasoning-gym, made and scored by it."""
+"""refrain makes questions with reasoning-gym and scores the answers as reasoning-gym does."""
 
 import json
 import sys
@@ -46,11 +46,11 @@ def test_the_last_answer_counts(response, answer):
 
 
 def assert_scored_as_by_its_own(rows) -> None:
-    """With the same values as reasoning-gym gives to the entry that it made."""
+    """Assert that each row's scorer gives the score that reasoning-gym gives to its own entry."""
     for row in rows:
         scorer = builtin_scorer(row["data_source"])
         truth = row["reward_model"]["ground_truth"]
-        # Some sets have no right answer of their own, and accept any that keeps their rules.
+        # Some sets have no single right answer: they accept any that follows the rules.
         answer = str(json.loads(truth)["answer"])
         own = reasoning_gym().get_score_answer_fn(row["data_source"].partition("/")[2])
         expected = own(answer, read_entry(truth))
@@ -83,7 +83,7 @@ def test_every_set_is_made_and_scored():
 
 @pytest.mark.usefixtures("with_reasoning_gym")
 def test_what_json_cannot_hold_is_held_or_refused():
-    """Tuples of a grid, and fractions of a price, survive; a scorer that wants more is told of."""
+    """Tuples survive. If a scorer needs more than JSON can hold, writing the entry fails."""
     entry = {"question": "?", "answer": "1", "metadata": {"grid": ((1, 2), (3,))}}
 
     def wants_tuples(answer, entry):

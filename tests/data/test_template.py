@@ -1,4 +1,4 @@
-"""A chat template takes bounded time and memory, and makes of a prompt what transformers makes."""
+"""Chat templates run with bounded time and memory, and give the same tokens as transformers."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def test_a_template_sees_the_date_that_it_is_given(tokenizer, monkeypatch) -> No
         monkeypatch.setattr(tokenizer, "chat_template", template)
         return tokenizer.decode(tokenize(MESSAGES, tokenizer, {}, date))
 
-    # As Granite has it, and within a macro.
+    # Granite calls it directly. A macro must see the same date.
     direct = "{{ strftime_now('%d.%m.%Y %H:%M') }}"
     macro = "{% macro day() %}" + direct + "{% endmacro %}{{ day() }}"
     expected = tokenizer.decode(tokenizer("24.12.1999 18:30", add_special_tokens=False).input_ids)
@@ -104,7 +104,7 @@ def test_a_template_sees_the_date_that_it_is_given(tokenizer, monkeypatch) -> No
 
 
 def test_a_template_draws_the_same_again_and_another_for_another_prompt(tokenizer) -> None:
-    """By the filter `random`, from nothing but the messages."""
+    """The filter `random` depends on nothing but the messages."""
 
     def drawn() -> list[tuple[int, ...]]:
         process = TemplateProcess()
@@ -123,7 +123,7 @@ def test_a_template_draws_the_same_again_and_another_for_another_prompt(tokenize
 
 
 def test_the_first_row_that_stops_it_ends_the_reading(tmp_path, tokenizer, monkeypatch) -> None:
-    """Each row would take as long."""
+    """Otherwise each further row would take as long."""
     row = {"data_source": "s", "prompt": MESSAGES, "reward_model": {"ground_truth": "3"}}
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for _ in range(50)))
@@ -196,7 +196,7 @@ def test_a_tokenizer_is_tried_before_it_is_loaded(changes, message, tmp_path: Pa
 
 
 def test_it_does_not_load_torch() -> None:
-    """It would take seconds, and gigabytes of addresses."""
+    """Loading torch would take seconds and gigabytes of address space."""
     code = "import engines.data.template_process, sys; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
     templates.close()

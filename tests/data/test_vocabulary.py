@@ -1,4 +1,4 @@
-"""Which tokenizers mean the same by their ids."""
+"""A drafter's tokenizer must give each token id the meaning that the policy's tokenizer gives."""
 
 import json
 import shutil
@@ -83,7 +83,7 @@ def test_an_ending_token_that_is_never_sampled_is_refused(ids):
 
 
 def test_models_that_differ_in_padding_share_the_noise():
-    """The rows that both have draw the same token, whatever the number of rows."""
+    """Logits with and without padding columns draw the same tokens."""
     policy = torch.randn(64, 48, generator=torch.Generator().manual_seed(0))
     policy[:, 36:] = -30.0
     drawn = [_drawn(policy[:, :num_rows].contiguous()) for num_rows in (36, 48)]
