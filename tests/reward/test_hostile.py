@@ -1,5 +1,5 @@
-"""Scorers that fork, forge, flood or return what no record can hold: refrain's process is neither
-fooled nor harmed, and the fault has a name."""
+"""Hostile scorers that fork, forge replies, flood the socket or return bad values. They must not
+harm or fool refrain's process, and the error names the fault."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def score(config: FunctionReward, num: int) -> list[tuple[float, dict]]:
 
 
 def holding(pid: int, target: str) -> list[str]:
-    """Files of a process that begin so."""
+    """Return the open files of a process whose names begin with `target`."""
     links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
     return [link for link in links if link.startswith(target)]
 
@@ -76,7 +76,7 @@ def holding(pid: int, target: str) -> list[str]:
     ],
 )
 def test_a_function_that_forks_and_returns_twice_scores_each_response_once(tmp_path, fork, define):
-    """The child is slow, so that its replies would come while other chunks are scored."""
+    """The child is slow, so its replies arrive while the scorer works on later chunks."""
     body = f"if {fork} == 0:\n    time.sleep(0.05)\nreturn float(solution_str)"
     assert score(write(tmp_path, body, define), 70) == [(float(i), {}) for i in range(70)]
 
@@ -121,11 +121,11 @@ FORGED_TOO = {
     "a flood of scores": "while True: reply()",
 }
 ACCEPTED = ("twice", "a response's that is done", "a flood of scores")
-"""What may count as a score of the forger's own response."""
+"""Forgeries that may count as a score of the forger's own response."""
 
 
 def rare(cases: dict[str, Any]) -> list[Any]:
-    """What `make test` alone tries."""
+    """Return the cases as slow parameters, which only `make test` runs."""
     return [
         pytest.param(name, case, id=name, marks=pytest.mark.slow) for name, case in cases.items()
     ]
@@ -133,7 +133,7 @@ def rare(cases: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize(("name", "body"), [*FORGED.items(), *rare(FORGED_TOO)])
 def test_what_a_scorer_forges_harms_nobody_else(tmp_path, name, body):
-    """Of three responses the second is the forger's; nothing of it reaches the others."""
+    """The scorer forges replies for the second of three responses. The others keep their scores."""
     body = f"if solution_str == '1':\n    {body}\nreturn 1"
     config = write(tmp_path, body, on_error="zero", timeout_s=3.0)
     before = psutil.Process().memory_info().rss
@@ -145,7 +145,7 @@ def test_what_a_scorer_forges_harms_nobody_else(tmp_path, name, body):
 
 
 def test_a_pickle_from_a_scorer_runs_nothing(tmp_path):
-    """Sent as multiprocessing would; on refrain's side it would be a command."""
+    """The scorer sends a pickle as multiprocessing does. Loading it would run a command."""
     mark = tmp_path / "mark"
     body = (
         "from multiprocessing.connection import Connection\n"
@@ -160,7 +160,7 @@ def test_a_pickle_from_a_scorer_runs_nothing(tmp_path):
 
 
 def test_what_comes_late_reaches_no_other_chunk(tmp_path):
-    """A thread writes after its call has been scored."""
+    """A thread of the scorer writes garbage after its call has returned a score."""
     late = "threading.Timer(0.2, write, [b'garbage\\n']).start()"
     one = ScorerProcess(write(tmp_path, f"{late}\nreturn float(solution_str)"))
     call = dict.fromkeys(worker.ARGUMENTS, "4")
@@ -221,7 +221,8 @@ BAD = {
 
 
 def test_what_no_record_can_hold_fails_by_its_rule(tmp_path):
-    """Named, worth 0 with `on_error: zero`, and never in the record itself."""
+    """With `on_error: zero`, a bad result scores 0, the record names the reason, and it does not
+    hold the bad value."""
     results = ", ".join(f"lambda: {result}" for result in ["1", *BAD, "1"])
     body = f"return [{results}][int(solution_str)]()"
     first, *bad, last = score(write(tmp_path, body, on_error="zero"), len(BAD) + 2)
@@ -246,7 +247,7 @@ def test_nothing_is_unpickled_from_a_scorer():
 
 
 def test_what_a_scorer_is_given_is_what_the_rows_hold(tmp_path):
-    """Of each type that Parquet and JSON have."""
+    """Values of each type of Parquet and JSON arrive unchanged."""
     given = {
         "plain": [None, True, 1, 2**80, 0.5, "text", "\ud800", "line\nline", {}, []],
         "of Parquet": [b"\xff", Decimal("1.10"), date(2024, 1, 2), clock(3, 4, 5, 6)],
@@ -267,7 +268,7 @@ def test_what_a_scorer_is_given_is_what_the_rows_hold(tmp_path):
 
 
 def test_a_pid_that_a_scorer_sends_is_not_killed(tmp_path):
-    """The guard names the group: a file that replies while it is imported changes nothing."""
+    """The guard reports the process group. A fake reply at import, with another pid, is ignored."""
     config = write(tmp_path, "return 1")
     config.path.write_text(
         "import json, os, sys\n"

@@ -1,4 +1,4 @@
-"""Figures of a validation: mean, best and majority over the samples of each prompt."""
+"""Metrics of a validation: mean, best, majority and pass@k over the samples of each prompt."""
 
 import json
 from itertools import combinations
@@ -35,7 +35,7 @@ def test_figures_by_data_source():
             "math/mean@3": 0.5,
             "math/best@3": 1.0,
             "math/maj@3": 0.5,
-            "math/std_error@3": 1 / 6,  # of 2/3 and 1/3
+            "math/std_error@3": 1 / 6,  # The prompts' means are 2/3 and 1/3.
             "math/pass@2": (1.0 + 2 / 3) / 2,
             "code/mean@3": 0.5,
             "code/best@3": 0.75,
@@ -44,11 +44,13 @@ def test_figures_by_data_source():
 
 
 def test_majority():
-    assert majority_of([(0.0, {"pred": "5"}), (1.0, {"pred": "4"})]) == 0.0, "the first of a tie"
+    assert majority_of([(0.0, {"pred": "5"}), (1.0, {"pred": "4"})]) == 0.0, (
+        "the first of a tie wins"
+    )
     none, right = (0.0, {"pred": None}), (1.0, {"pred": "4"})
-    assert majority_of([none, right, none, none]) == 0.0, "no answer is an answer of its own"
+    assert majority_of([none, right, none, none]) == 0.0, "a missing answer must count as an answer"
     assert majority_of([none, right, right, none, right]) == 1.0
-    assert majority_of([none, right]) == 0.0, "of a tie too"
+    assert majority_of([none, right]) == 0.0, "a missing answer must win a tie if it comes first"
     assert majority_of([none, none]) == 0.0
 
 
@@ -56,7 +58,8 @@ def test_majority():
     st.lists(st.sampled_from(["4", "5", None]), min_size=1, max_size=9),
 )
 def test_the_majority_is_that_of_a_count_by_hand(answers):
-    """As veRL's `calc_maj_val` counts: every sample votes, the first of those at the top wins."""
+    """veRL's `calc_maj_val` counts like this: every sample votes, and the first answer wins a
+    tie."""
     group = [(float(at), {"pred": answer}) for at, answer in enumerate(answers)]
     most = max(answers.count(answer) for answer in answers)
     winner = next(answer for answer in answers if answers.count(answer) == most)
@@ -73,7 +76,8 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_one(num_right: int, k: int
 
 
 def test_figures_that_need_more_are_left_out() -> None:
-    """One prompt has no error bar; a reward between 0 and 1 neither passes nor fails."""
+    """One prompt gives no standard error. A reward between 0 and 1 neither passes nor fails, so it
+    gives no pass@k."""
     figures = sample_figures(make_rewards({"a": [(0.5, {})] * 4}), {"a": "math"})
     assert figures.keys() == {"math/mean@4", "math/best@4"}
     right = sample_figures(make_rewards({"a": [(1.0, {})] * 8}), {"a": "math"})

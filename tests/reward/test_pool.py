@@ -1,4 +1,5 @@
-"""The scorer in its Ray actor: rows in, rows out, errors as the user should see them."""
+"""The scorer's Ray actor: it decodes and scores rows, and passes errors on as the user's scorer
+raised them."""
 
 import asyncio
 import os
@@ -90,7 +91,7 @@ async def test_a_users_error_arrives_as_it_is(tokenizer_path, tmp_path, monkeypa
 def test_the_actor_tells_how_far_it_is(tokenizer_path):
     actor = pool.RewardActor(ModelConfig(path=tokenizer_path), BuiltinReward())
     for num_done in (0, 4, 8):
-        assert actor.num_done() == num_done, "two responses decoded, and two scored"
+        assert actor.num_done() == num_done, "a call decodes two responses and scores two"
         actor.score(TABLE, PROMPTS)
 
 

@@ -1,4 +1,4 @@
-"""The process of a user's scorer: what it sees, what it may use, and that nothing of it stays."""
+"""The process of a user's scorer: its environment, its limits, and that no process is left over."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def write(directory: Path, body: str, **changes) -> FunctionReward:
 
 
 def scores(config: FunctionReward) -> Any:
-    """What the function says of one call."""
+    """Return the value that the function reports for one call."""
     process = ScorerProcess(config)
     try:
         return process.score([CALL])[0][1]["is"]
@@ -76,7 +76,8 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
 
 @pytest.fixture
 def mark(tmp_path):
-    """An argument of every process that the function starts; they are gone in the end."""
+    """Yield a mark for the command line of each process that the function starts. Kill these
+    processes at the end."""
     mark = f"mark-{tmp_path}"
     yield mark
     for process in marked(mark):
@@ -105,7 +106,7 @@ def test_what_is_closed_leaves_nothing_running(tmp_path, mark):
 
 @pytest.mark.parametrize("then", ["time.sleep(600)", "return 1"])
 def test_nothing_outlives_a_parent_that_was_killed(tmp_path, mark, then):
-    """While the function hangs, and while it has nothing to do."""
+    """This holds while the function hangs, and while it is idle."""
     starter(tmp_path, mark, then)
     code = (
         "import sys, time; from pathlib import Path;"
@@ -117,7 +118,7 @@ def test_nothing_outlives_a_parent_that_was_killed(tmp_path, mark, then):
     parent = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     wait_until(lambda: len(marked(mark)) == 4, "all four run")
     children = psutil.Process(parent.pid).children(recursive=True)
-    assert len(children) >= 6, "guard, scorer and the four"
+    assert len(children) >= 6, "expected the guard, the scorer and the four sleepers"
     parent.kill()
     parent.wait(WAIT_S)
     _, alive = psutil.wait_procs(children, timeout=WAIT_S)
@@ -174,7 +175,7 @@ def test_a_scorer_that_was_killed_while_idle_is_started_again(tmp_path):
     ],
 )
 def test_a_scorer_that_takes_nothing_is_named(tmp_path, sent, message):
-    """Calls that are too large for the pipe, so that sending them waits for the other side."""
+    """The call is too large for the socket's buffer, so sending it waits for the scorer."""
     process = ScorerProcess(write(tmp_path, function("1"), timeout_s=1.0))
     process.start()
     worker = worker_of(process)
@@ -200,7 +201,8 @@ def test_a_scorer_sees_the_variables_that_are_named_and_no_others(tmp_path, monk
 
 
 def test_a_users_modules_are_the_users(tmp_path, monkeypatch):
-    """Beside the file, and with the names of refrain's own and of the standard library's."""
+    """A module beside the user's file wins over a refrain package of the same name. It does not
+    replace a module of the standard library."""
     for name in ("schemas", "tasks", "engines", "token", "json"):
         (tmp_path / f"{name}.py").write_text("WHOSE = 'mine'\n")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Scoring with a user's function: what it may return, and how each failure is reported."""
+"""Scoring with a user's function: which results count as a score, and how failures are reported."""
 
 import math
 import os
@@ -19,7 +19,7 @@ SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **kwargs
 
 @pytest.fixture
 def user_file(tmp_path) -> Callable[..., FunctionReward]:
-    """Writes a scorer with this body and gives its config."""
+    """Return a function that writes a scorer with this body and returns its config."""
 
     def write(body: str, *, define="def", head="", timeout_s=20.0, **changes) -> FunctionReward:
         path = tmp_path / "my_reward.py"
@@ -84,7 +84,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 
 @pytest.fixture
 def flaky(tmp_path, monkeypatch):
-    """Writes a scorer that fails some times for some responses, and gives its config."""
+    """Return a function that writes a scorer and returns its config. The scorer fails the first
+    `fails[response]` times."""
     monkeypatch.setattr("engines.reward.scorer.FIRST_WAIT_S", 0.01)
 
     def write(fails: dict[str, int], how: str, **changes) -> FunctionReward:
@@ -105,7 +106,7 @@ def test_what_fails_is_scored_again_alone_and_the_record_says_how_often(flaky, t
         (1.0, {}), (1.0, {"num_retries": 2}), (1.0, {}), (1.0, {"num_retries": 1}), (1.0, {}),
     ]  # fmt: skip
     if "exit" not in how:
-        assert (tmp_path / "tries-4").read_text() == "x", "what has a score is not asked again"
+        assert (tmp_path / "tries-4").read_text() == "x", "a scored response is not scored again"
 
 
 def test_what_hangs_is_scored_again(flaky):
@@ -245,7 +246,7 @@ def test_a_function_that_hangs_is_killed(user_file, tmp_path, define, hang):
         assert time.monotonic() - started < 5.0
         with pytest.raises(ProcessLookupError):
             os.kill(int(note.read_text()), 0)
-        assert scorer.score([make_response()]) == [(1.0, {})], "a fresh process takes over"
+        assert scorer.score([make_response()]) == [(1.0, {})], "a new process must take over"
 
 
 def test_the_time_limit_is_per_response(user_file):
