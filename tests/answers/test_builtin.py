@@ -1,4 +1,4 @@
-"""Built-in scorers: right answers, wrong ones, and near misses that must stay wrong."""
+"""Built-in scorers: right answers score 1, wrong ones 0, and near misses stay wrong."""
 
 import pytest
 

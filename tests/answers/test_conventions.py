@@ -1,4 +1,4 @@
-"""Pairs of answers in the conventions of public mathematics sets, right and wrong."""
+"""In the conventions of public mathematics sets, equal answers score as right, others as wrong."""
 
 import pytest
 from math_verify import parse, verify
