@@ -1,5 +1,5 @@
-"""Opens the run of a config file, rolls out its first step, and waits until its input ends. Prints
-the rollouts and, at the end, the policy version that the trainer holds."""
+"""Open the run of a config file, roll out its first step, and wait until stdin ends. Print the
+rollouts, and at the end the policy version that the trainer holds."""
 
 import asyncio
 import sys

@@ -1,5 +1,5 @@
-"""Rewards and trains on rollouts of a live run, and indexes them for the next step, in a process
-that knows nothing of it but its directory. Prints what the tasks return."""
+"""Reward rollouts of a live run, train on them, and index them for the next step. This process gets
+only the run's directory. Print the results of the tasks."""
 
 import asyncio
 import sys

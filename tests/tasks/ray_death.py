@@ -1,5 +1,5 @@
-"""Kills a process of a Ray of its own, or a node of a cluster that is needed, and prints after how
-long that was known, and how."""
+"""Start Ray and kill one of its processes, or kill a node that a cluster needs. Print the error
+that the run raised, and how many seconds after the kill."""
 
 import asyncio
 import json
@@ -34,7 +34,8 @@ async def wait_for_death(name: str, signal_number: int) -> dict[str, object]:
 
 
 def kill_nodes() -> dict[str, object]:
-    """Kill a node that is not needed and, once that would be known, one that is."""
+    """Kill a node that the run does not need. Wait until Ray must have noticed, then kill one that
+    it needs."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False})
@@ -73,7 +74,7 @@ async def drive(node_id: str) -> dict[str, object]:
 
 
 def kill(node: Any, *, with_all: bool = False) -> None:
-    """Kill the raylet of a node; `with_all`: and what it has started."""
+    """Kill the raylet of a node, and with `with_all` every process that it has started."""
     (started,) = node.all_processes["raylet"]
     raylet = psutil.Process(started.process.pid)
     children = raylet.children(recursive=True) if with_all else []

@@ -1,4 +1,4 @@
-"""What Prefect shows of a task that failed names what helps."""
+"""When a task fails, Prefect shows how to fix the error and how to resume."""
 
 import errno
 import re
@@ -51,7 +51,9 @@ def test_errors_that_users_meet_say_what_helps(error, setting, tmp_path):
     assert advice is not None
     assert setting in advice
     advised = re.findall(r"\b(?:rollout|trainer|reward)\.\w+|runs_dir", advice)
-    assert all(SETTINGS[name].on_resume is not OnResume.KEPT for name in advised), "not to be done"
+    assert all(SETTINGS[name].on_resume is not OnResume.KEPT for name in advised), (
+        "advises a setting that a resumed run cannot change"
+    )
 
 
 def test_a_full_disk_is_found_behind_other_errors(tmp_path):

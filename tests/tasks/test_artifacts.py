@@ -1,4 +1,4 @@
-"""Prefect's artifacts: their keys, and a page that Prefect refuses."""
+"""Keys of Prefect's artifacts. A page that Prefect refuses does not end a run."""
 
 from pathlib import Path
 from typing import Any, Never

@@ -1,4 +1,4 @@
-"""A query has a process of its own: what it does there reaches nobody."""
+"""Each query has a process of its own, so that it cannot harm the run or the caller."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def test_a_query_ends_in_time(run_dir: Path) -> None:
         ask_run(
             run_dir, "SELECT sum(a.range * b.range) FROM range(1e7::INT) a, range(1e7::INT) b", 0.5
         )
-    # Its plan doubles with each step: DuckDB does not come to execute it.
+    # The plan doubles with each step: DuckDB runs out of time before it executes the plan.
     steps = (
         f"c{i + 1} AS NOT MATERIALIZED (SELECT a.x + b.x AS x FROM c{i} a, c{i} b)"
         for i in range(25)
@@ -68,7 +68,7 @@ def test_an_odd_query_is_refused_in_a_sentence(run_dir: Path, query: str, why: s
 def test_a_query_cannot_take_the_memory_of_a_run(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A limit of 1 GiB here, so that it is soon reached."""
+    """The limit is 1 GiB here, so that the query reaches it soon."""
     monkeypatch.setattr(
         asking,
         "_COMMAND",

@@ -1,4 +1,4 @@
-"""What a task needs is in its type; what it says where there is no run."""
+"""The signature of a task names all that it needs. Without a live run, a task raises at once."""
 
 import inspect
 import socket
@@ -49,7 +49,7 @@ NEEDS = {
     report_validation: (RolloutBatch, RewardedBatch),
     report_evaluation: (RolloutBatch, RewardedBatch),
 }
-"""What each task is given besides the run."""
+"""Types of each task's parameters after the run."""
 
 
 @pytest.mark.parametrize("task", NEEDS, ids=lambda task: task.name)
@@ -64,7 +64,7 @@ async def test_a_task_has_what_it_needs_and_says_when_its_run_has_ended(task, tm
 
 @pytest.fixture
 def live_dir(tmp_path: Path) -> Iterator[Path]:
-    """Directory of a run that this process holds."""
+    """Return the directory of a run that this process holds."""
     values = {"model": {"path": "m"}, "data": {"train": ["d"]}, "runs_dir": tmp_path, "name": "it"}
     lock = claim_run_dir(TrainConfig.model_validate(values), resume=False)
     yield tmp_path / "it"

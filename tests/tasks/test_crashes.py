@@ -1,4 +1,4 @@
-"""Failures that a run goes on after by itself, and those that end it."""
+"""After a crash a run resumes by itself; other errors end it."""
 
 import asyncio
 import errno
@@ -28,7 +28,7 @@ from tasks.run.ray_cluster import RayDied
 
 
 def caused(error: Exception, *causes: BaseException) -> Exception:
-    """The error, which the first has caused, which the second has caused ..."""
+    """Return `error` with a chain of causes: each is caused by the next."""
     told: BaseException = error
     for cause in causes:
         told.__cause__ = cause
@@ -91,7 +91,7 @@ def test_what_would_come_again_ends_it(what: str) -> None:
 
 
 class Tries:
-    """Tries of a run that end so, one after the other."""
+    """Replaces the runs of a flow: each try ends with the next of `ends`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: BaseException | None) -> None:
         self.ends, self.made = list(ends), []
@@ -155,7 +155,7 @@ async def test_others_are_raised_at_once(
 async def test_a_crash_on_the_way_out_is_not_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal to all of a run's processes has ended Ray, too."""
+    """The signal reaches all processes of the run, so Ray dies too."""
     tries = Tries(monkeypatch, None, None)
 
     async def cancelled(*given: Any) -> None:

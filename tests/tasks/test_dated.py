@@ -1,4 +1,4 @@
-"""A run keeps the date and the locale of its start, whenever and wherever it goes on."""
+"""A resumed run keeps the date and the locale of its start, on any day and any machine."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ START = datetime(2026, 11, 25, 23, 59, 58)
 
 
 class Clock(datetime):
-    """A clock that a test sets."""
+    """A clock that the test sets."""
 
     at = START
 
@@ -33,7 +33,7 @@ class Clock(datetime):
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    """The demo's model with the minute in its chat template."""
+    """Return the demo's model with a chat template that prints the minute."""
     directory = tmp_path / "model"
     shutil.copytree(DEMO / "model", directory, copy_function=lambda a, b: Path(b).symlink_to(a))
     file = directory / "tokenizer_config.json"
@@ -73,7 +73,7 @@ def given(config: TrainConfig, **data: Any) -> TrainConfig:
 
 
 def begun(config: TrainConfig) -> TrainConfig:
-    """A run that has begun with this config."""
+    """Begin a run with this config and return its dated config."""
     config = dated(config, resume=False)
     claim_run_dir(config, resume=False).release()
     return config

@@ -1,4 +1,4 @@
-"""A step is drawn after its report, and that is not lost with the process that was to do it."""
+"""A step is drawn after its report. If the process dies before that, a resumed run draws it."""
 
 import asyncio
 import errno
@@ -27,12 +27,12 @@ BREAKABLE = (
     "tasks.report.saving_metrics",
     "tasks.run.timeline.step_requests",
 )
-"""Functions that only show what a step did."""
+"""Functions that only show a step. None of them may end a run."""
 FOLDERS = ("timelines", "distributions", "rollouts")
 
 
 def two_steps(directory: Path) -> tuple[TrainConfig, LocalStore]:
-    """Of 64 rollouts."""
+    """Return the config and the store of a run of two steps, of 64 rollouts each."""
     config = made_up_config(directory, "hollow", 64, 16)
     config.run_dir.mkdir()
     return config, LocalStore(config.run_dir / "refrain.duckdb")
@@ -118,4 +118,4 @@ async def test_nothing_that_only_shows_a_step_ends_a_run(
         counts = live.run.failures.counts
     assert len(await store.call("steps")) == len(BREAKABLE)
     warnings = [text for text in said if "failed, the run goes on" in text]
-    assert len(warnings) == len(counts), "one a kind"
+    assert len(warnings) == len(counts), "more than one warning for a kind of failure"

@@ -1,4 +1,4 @@
-"""Generation stages that end together, and steps without an engine that is gone."""
+"""Generation stages that end at the same time, and steps after the loss of an engine."""
 
 import asyncio
 from pathlib import Path
@@ -13,7 +13,7 @@ from schemas.rollout import Split
 
 
 async def test_stages_that_end_at_once_have_timelines_in_their_order(tmp_path: Path) -> None:
-    """As when a run is resumed whose rollouts are there already."""
+    """This happens when a run is resumed and the store has all rollouts of both stages."""
     config = made_up_config(tmp_path, "hollow", 64, 16)
     config.run_dir.mkdir()
     store = LocalStore(config.run_dir / "refrain.duckdb")
@@ -21,7 +21,7 @@ async def test_stages_that_end_at_once_have_timelines_in_their_order(tmp_path: P
         engines, weights = live.engines, live.milestones.published.last
 
         async def nothing(*_: object) -> None:
-            raise AssertionError("there is nothing to finish")
+            raise AssertionError("a stage without requests has finished one")
 
         async def stage(label: str) -> float:
             running = engines.coordinator.roll_out([], nothing, weights=weights, label=label)

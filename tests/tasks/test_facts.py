@@ -1,4 +1,4 @@
-"""What MLflow is told of a run as such."""
+"""MLflow gets the checkpoints, the profile and the changed settings of a run."""
 
 import pytest
 

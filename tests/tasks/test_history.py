@@ -1,4 +1,4 @@
-"""What a step waits for, and which prompts it has indexed."""
+"""A step waits a limited time for its indexes, and knows which prompts have one."""
 
 import asyncio
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from tasks.reward import last_rolled_out
 
 
 class Slow:
-    """History workers that take their time."""
+    """History workers that take a minute."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task | None = None
@@ -34,7 +34,7 @@ async def test_a_step_waits_no_longer_and_the_work_goes_on(monkeypatch):
     run = SimpleNamespace(store=store, history=slow, progress=progress)
     assert await history.index_prompts(run, Split.TRAIN, 2, ["a"]) == 0
     assert "some prompts have no drafts" in said[0]
-    # A worker that hangs is found out by who waits for it.
+    # The task goes on: whoever awaits it next notices a worker that hangs.
     assert slow.task is not None
     assert not slow.task.done()
     slow.task.cancel()
@@ -46,5 +46,5 @@ def test_a_prompt_is_indexed_when_its_last_sample_is_there():
 
     own = pa.table({"prompt_key": ["a", "a", "b", "d"]})
     outcome = RolloutOutcome(deferred=names(("b", 1)), carried=names(("c", -1), ("d", -2)))
-    # What b left to the next step is missing; of d a later rollout is there.
+    # The sample of b that was deferred is missing. The store has a later rollout of d.
     assert last_rolled_out(5, own, outcome) == {"a": 5, "c": 4, "d": 5}

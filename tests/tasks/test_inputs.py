@@ -1,4 +1,4 @@
-"""What is said before a run starts of prompts that stand in several rows."""
+"""Prompts that are in several rows or files: what a run refuses, and what it warns of."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ MODEL = Path("infra/demo/model")
 
 
 def write(path: Path, *rows: tuple[str, str, str]) -> Path:
-    """A file with rows of (data source, question, ground truth)."""
+    """Write a file with rows of (data source, question, ground truth)."""
     lines = [
         json.dumps(
             {
@@ -43,7 +43,7 @@ def config_of(train: Path, validation: Path) -> TrainConfig:
 
 
 def test_a_truth_is_never_taken_from_the_other_file(tmp_path: Path) -> None:
-    """A training row with truth 2 was scored against the 777 of validation."""
+    """The files disagree about the ground truth of one prompt, so the run is refused."""
     train = write(tmp_path / "train.jsonl", ("openai/gsm8k", "1 + 1", "2"))
     held_out = write(tmp_path / "held_out.jsonl", ("openai/gsm8k", "1 + 1", "777"))
     with pytest.raises(ValueError, match=r"train.jsonl row 1 and .*held_out.jsonl row 1.*'777'"):
@@ -61,7 +61,7 @@ def test_prompts_in_both_files_are_said_once(tmp_path: Path) -> None:
         f"1 of 2 validation prompts are trained on, the first is {train} row 1 and {held_out} "
         "row 2: the validation is not fully held out",
     )
-    # Each split has its own row for what scores it.
+    # Each split keeps its own row of the shared prompt for the scorer.
     (shared,) = inputs.prompts_of(Split.TRAIN).keys() & inputs.prompts_of(Split.VALIDATION).keys()
     for split, source, file in (
         (Split.TRAIN, "openai/gsm8k", "train.jsonl"),

@@ -1,4 +1,4 @@
-"""One profile serves whatever is switched on, and what is off leaves it alone."""
+"""All techniques use one profile. A technique that is off does not use it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ DRAFTED = StepRequest(
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
-    """The demo's, with an engine of TP 2 and a draft model that were not measured."""
+    """Return the demo's profile with made-up points: engines of TP 2 and a draft model."""
     baseline = REPOSITORY / "benchmarks" / "baselines" / "profile_demo.json"
     measured = Profile.model_validate_json(baseline.read_bytes())
     more = [
@@ -62,7 +62,7 @@ ENGINES: Any = SimpleNamespace(
 
 @dataclass
 class StandIn:
-    """The parts of a run that are asked."""
+    """The parts of a run that the code under test reads."""
 
     config: TrainConfig
     inputs: Inputs
@@ -71,7 +71,7 @@ class StandIn:
         return DrafterHealth()
 
     last: Any = None
-    """The last step's rollouts."""
+    """Rollouts of the last step."""
 
     async def store(self, method: str, *_: Any) -> Any:
         return {"length_history": {}, "stage": self.last}[method]
@@ -146,7 +146,7 @@ async def test_what_is_off_leaves_it_alone(tmp_path: Path, profile: Path) -> Non
 
 
 def measuring(*costs: tuple[float, ...]) -> Any:
-    """A step whose engines measured this."""
+    """Return a batch whose engines measured these step costs."""
     shares = [SimpleNamespace(drafting=DraftingCounts(step_costs=each)) for each in costs]
     return SimpleNamespace(shares=shares, speculation=(2.0, 3))
 
@@ -156,7 +156,7 @@ async def test_without_one_engines_are_allocated_by_what_they_measured(tmp_path:
     costs = (0.01, 0.001, 0.001, 1e-7, 0.0, 0.0)
     rollout_time = _rollout_time(run, measuring((), costs, costs, (9.0, *costs[1:])))
     assert rollout_time is not None
-    # The samples of two prompts, on an engine each, then on one: 50 passes.
+    # Two prompts, 50 passes: each on its own engine, then both on one.
     lengths, two = np.full((2, 4), 100), np.full((2, 4), 2.0)
     seconds = rollout_time(lengths, 2, tokens_per_pass=two)
     assert seconds == pytest.approx(50 * (0.01 + 4 * 0.001), rel=0.02)

@@ -1,4 +1,4 @@
-"""Runs that do not fit on this machine are refused before anything starts, with the arithmetic."""
+"""A run that does not fit on the machine is refused before the start. The error shows why."""
 
 from pathlib import Path
 

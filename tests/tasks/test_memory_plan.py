@@ -1,4 +1,4 @@
-"""The memory plan of a run: what must fit fits, what does not names the setting to change."""
+"""The memory plan of a run. A run that does not fit is refused with the setting to change."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def an_8b_model(tmp_path: Path) -> Path:
 
 
 def write_model(directory: Path, name: str) -> Path:
-    """A model directory without weights."""
+    """Write a model directory without weights."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(qwen3_config(SHAPES[name])))
     return directory
@@ -78,7 +78,7 @@ def test_the_example_of_the_readme_fits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_cluster_has_room_for_the_presets(name: str, model: Path) -> None:
-    """Its files name no card: 80 GB, as the presets do."""
+    """The cluster's files name no GPU model. Assume 80 GB, as the presets do."""
     files = REPOSITORY / "infra" / "cluster" / "kubernetes"
     (ray,) = yaml.safe_load_all((files / "ray.yaml").read_text())
     workers = ray["spec"]["workerGroupSpecs"][0]
@@ -165,7 +165,7 @@ def test_adapters_and_moments_elsewhere_leave_room(model: Path) -> None:
     few = "trainer.num_processes=2"
     refusal(preset(model, few))
     lora = needs(preset(model, "trainer.num_processes=1", 'trainer.lora={"rank": 32}'))
-    # Weights in float32 remain.
+    # The weights in float32 are still on the GPU.
     assert 33e9 < lora["the GPU of a trainer rank"].bytes < 60e9
     away = needs(preset(model, few, "trainer.offload_optimizer=true"))
     here = needs(preset(model, "trainer.num_processes=4"))
@@ -208,7 +208,7 @@ def test_a_drafter_has_its_gpu_and_room_for_a_sample_at_least(model: Path) -> No
 
 
 def test_a_drafter_that_holds_too_few_is_told_of(model: Path) -> None:
-    """Four engines of 256 requests each, and a drafter whose cache holds 80 of them."""
+    """Four engines run 256 requests each; the drafter's cache holds only 80 of them."""
     models = 'specactor.draft_models=[{"name": "small", "path": "%s", "num_engines": %d}]'
     own = SHAPES["Qwen3-8B"]
     halfway = 1024 + 8192 / 2

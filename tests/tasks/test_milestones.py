@@ -1,4 +1,4 @@
-"""Steps wait for each other, and for what others leave them."""
+"""Steps wait for each other, and for the results of earlier steps."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Who decides on moves, in a run and in a simulation: one controller, or each for itself."""
+"""A run and a simulation build the same policies: one controller, or one policy per technique."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, fields
@@ -47,7 +47,7 @@ DRAFTER = {"name": "small", "path": str(DEMO / "drafter")}
 
 @dataclass
 class StandIn:
-    """The parts of a run that are asked."""
+    """The parts of a run that the code under test reads."""
 
     config: TrainConfig
     latency: Any = LATENCY
@@ -124,7 +124,8 @@ async def test_with_one_a_controller_has_all_that_is_switched_on():
 
 
 async def test_a_tail_goes_to_a_higher_tp_degree():
-    """One response of 1,000 tokens is left, of at most 16K; 100 are not worth it."""
+    """One response is left, at 1,000 of at most 16K tokens: reshape. Negative control: with at most
+    1,010 tokens a switch does not pay."""
     (controller,) = await step_policies(run_of(), ENGINES, plan())
     engines = tuple(
         EngineView(i, {RequestId(Split.TRAIN, 4, "a", 0): 1000} if i == 0 else {}) for i in range(4)
@@ -141,7 +142,7 @@ async def test_a_tail_goes_to_a_higher_tp_degree():
 
 
 async def test_what_the_run_s_switches_took_is_what_they_cost():
-    """Before any, and for another policy's rollouts, what the settings say."""
+    """Before the first switch, and for validation, the costs come from the settings."""
     seen = SwitchCounts((0.2, 0.4, 0.3), (3e9, 5e9, 4e9))
     last: Any = SimpleNamespace(sync_s=0.0, switches=seen, speculation=(1.0, 0))
     run = run_of()
@@ -184,7 +185,7 @@ CONFIGS = {
 
 
 def simulated(run: StandIn, plan: StepPlan) -> Scene:
-    """A scene with the config and the knowledge of this run."""
+    """Return a scene with the same config and facts as this run."""
     row = {"step": 4, "epoch": 1, "prompt_key": "a", "sample_index": 0}
     rows = Trace(pa.Table.from_pylist([row | {"prompt_tokens": 100, "response_tokens": 9}]), "test")
     return Scene(
@@ -202,7 +203,7 @@ def simulated(run: StandIn, plan: StepPlan) -> Scene:
 
 
 def described(what: Any) -> Any:
-    """Types and settings, all the way down."""
+    """Return types and settings of an object and of all that it holds."""
     if isinstance(what, Mapping):
         return {described(key): described(value) for key, value in what.items()}
     if isinstance(what, Set):
@@ -236,7 +237,7 @@ async def test_the_same_config_gives_the_same_techniques_in_a_run_and_in_the_sim
 
 
 def test_switches_are_made_and_counted_as_in_a_run_in_every_scene_of_a_paper():
-    """All but what depends on machine and model: how keys and values go, and what is waited for."""
+    """Only costs of the machine and the model may differ. Transfers and waits work the same way."""
     scene = Steps.draw(machine(BEST), lengths(BEST), 0).scene(STEPS[0], 2)
     of_run, of_scene = _costs(run_of(), LATENCY, ENGINES, None), scene.costs
     depends = {"latency", "kv_bytes_per_token", "num_kv_heads", "link_bytes_per_s", "wake_s"}
@@ -246,7 +247,7 @@ def test_switches_are_made_and_counted_as_in_a_run_in_every_scene_of_a_paper():
         assert getattr(of_run, name) == getattr(of_scene, name), name
     happens, batch = switch_times(of_scene, 2), [300.0, 700.0]
     assert happens.ahead == of_run.ahead
-    # What is forecast is what an engine of a scene takes, ahead and to load.
+    # The forecast equals the time that an engine of the scene takes to save and to load.
     assert of_scene.ahead_s(2, [batch, [1.0]]) == happens.save_s(1000) > 0.0
     assert of_scene.move_s(2, 2, [batch], [batch]) == happens.load_s(1000)
     assert of_scene.move_s(2, 2, [batch], [batch], 10.0) > happens.load_s(1000)
@@ -278,4 +279,4 @@ async def test_races_have_the_window_that_the_ladder_says():
     _, races = await step_policies(run, ENGINES, plan())
     assert races._settings["small"].window > 4
     assert not races._settings["small"].coupled
-    assert races._settings["ngram"].window > 4, "as the others, as nothing is known of it"
+    assert races._settings["ngram"].window > 4, "unknown acceptance: take that of the others"

@@ -1,4 +1,4 @@
-"""A Ray of its own: what its workers import, and its death. The others' tests share one."""
+"""Each test here starts its own Ray, or fakes one: imports of workers, free GPUs, Ray's death."""
 
 import asyncio
 import json
@@ -72,7 +72,7 @@ def test_packages_of_a_users_directory_are_not_taken_for_refrains(tmp_path):
 
 
 class Watch:
-    """A look at Ray that the test answers."""
+    """A fake Ray watch. The test sets its answers."""
 
     died, gone, killed = "", "", False
 
@@ -147,7 +147,7 @@ def test_gpus_that_others_keep_are_noticed(monkeypatch):
     with pytest.raises(ValueError, match=r"free are 1 by node.* Other jobs use"):
         begin(3)
     assert begin(1) == GpuPlacement(4, {"the trainer": ("a",)})
-    # Somebody's run has just ended.
+    # Another run ends while this one waits.
     monkeypatch.setattr(ray_cluster, "FREE_S", 60.0)
     monkeypatch.setattr(state, "available_resources_per_node", lambda: nodes(free.pop(0)))
     assert begin(3) == GpuPlacement(4, {"the trainer": ("a",) * 3})
@@ -162,7 +162,7 @@ time.sleep(60)
 
 
 def test_what_engines_hold_is_cleared_when_they_have_ended(tmp_path, monkeypatch):
-    """They end some time after Ray was told to."""
+    """Engines end some time after `ray.shutdown` returns, so the cleanup must wait for them."""
     import ray
 
     raylet = tmp_path / "raylet"
@@ -197,7 +197,7 @@ async def test_a_node_that_the_run_needs_is_missed_and_no_other(monkeypatch):
 
 @pytest.mark.parametrize("num_failures", [1, 2])
 def test_a_node_that_is_late_is_started_once_more(monkeypatch, tmp_path, num_failures):
-    """Ray gives its own processes 30 s, which a busy machine may need."""
+    """Ray waits 30 s for its own processes. On a busy machine that may not be enough."""
     import ray
 
     starts = []

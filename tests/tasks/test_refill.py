@@ -1,5 +1,6 @@
-"""Steps draw other prompts in place of those whose samples are all worth the same. All but engines,
-trainer and scorer is real; here a scorer gives some prompts the same reward for every sample."""
+"""A step draws other prompts in place of those whose samples all have the same reward. Engines,
+trainer and scorer are fakes, the rest is real. The scorer makes some prompts dull: all of their
+samples get the same reward."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping
@@ -33,12 +34,12 @@ names = (f"run-{number}" for number in count())
 
 @pytest.fixture(scope="module")
 def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all runs: MLflow's file in it takes seconds to make."""
+    """Return one directory for all runs: to create MLflow's database takes seconds."""
     return tmp_path_factory.mktemp("runs")
 
 
 class Scorers:
-    """Every other sample of a prompt is right; of a dull one all are."""
+    """Reward every other sample of a prompt with 1, and every sample of a dull prompt."""
 
     def __init__(self, dull: Collection[str]) -> None:
         self.dull = dull
@@ -66,7 +67,7 @@ def config_of(directory: Path, mode: str = "sync", **algorithm: Any) -> TrainCon
 async def opened(
     config: TrainConfig, store: LocalStore, dull: Collection[str]
 ) -> AsyncGenerator[Any]:
-    """A run over `NUM_PROMPTS` prompts, of whose groups `dull` ones teach nothing."""
+    """Open a run over `NUM_PROMPTS` prompts. The groups of `dull` prompts teach nothing."""
     prompts = made_up_prompts(config.model_copy(update={"prompts_per_step": NUM_PROMPTS}), 1000)
     loader = PromptLoader(
         list(prompts), prompts_per_step=PER_STEP, num_epochs=1, shuffle=True, seed=0
@@ -79,7 +80,7 @@ async def opened(
 
 
 def orders(step: int = 1) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """A step's own prompts, and those that it draws beyond them."""
+    """Return a step's own prompts, and the prompts that it draws next."""
     loader = PromptLoader(
         [f"{i:032x}" for i in range(NUM_PROMPTS)],
         prompts_per_step=PER_STEP,
@@ -91,7 +92,7 @@ def orders(step: int = 1) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def some_dull(step: int = 1) -> set[str]:
-    """Of the step's own 8 prompts 5, of those it draws next every third."""
+    """Return 5 of the step's own 8 prompts, and every third of those that it draws next."""
     own, more = orders(step)
     return {*own[:5], *more[::3]}
 
@@ -101,13 +102,13 @@ async def plan_of(store: LocalStore, step: int = 1) -> StepPlan:
 
 
 def drawn_by(plan: StepPlan) -> list[str]:
-    """Prompts that were drawn in place of others."""
+    """Return the prompts that were drawn in place of others."""
     keys = [group.prompt_key for group in plan.groups]
     return keys[len(keys) - plan.num_refills :]
 
 
 async def trained_share(store: LocalStore, config: TrainConfig, step: int) -> tuple[int, int]:
-    """Groups of a step's batch that are trained on, and all of them."""
+    """Return how many groups of a step's batch are trained on, and how many it has."""
     rollouts = read_rollouts(await store.call("training_rows", step))
     lessons, _ = read_lessons(rollouts, config, step - 1)
     groups = {lesson.rollout.prompt_key for lesson in lessons}
@@ -128,7 +129,7 @@ async def test_a_step_trains_on_as_many_groups_as_it_wants(runs_dir: Path) -> No
     plan = await plan_of(store)
     drawn = drawn_by(plan)
     assert {group.prompt_key for group in plan.groups[:PER_STEP]} == set(own)
-    # 5 are missing, and 3 of 8 were useful: a batch of 8, of which every third is dull.
+    # 5 groups are missing and 3 of 8 were useful: draw 8 more, of which every third is dull.
     assert set(drawn) == set(more[:8])
     assert await trained_share(store, config, 1) == (3 + 5, 16)
     assert batch.num_refills == report.metrics["rollout/num_refills"] == 8
@@ -144,7 +145,7 @@ async def test_what_a_later_batch_lacks_is_drawn_too(runs_dir: Path) -> None:
     store, (own, more) = make_store(config), orders()
     async with opened(config, store, {*own[:2], *more[:3]}) as live:
         await take_step(live, 1)
-    # 2 are missing of 8: 3 are drawn, all dull; then of 11 drawn 6 are useful, and 4 are drawn.
+    # 2 of 8 are missing: draw 3, all dull. Now 6 of 11 are useful: draw 4 more.
     assert set(drawn_by(await plan_of(store))) == set(more[:7])
     assert await trained_share(store, config, 1) == (6 + 4, 15)
 
@@ -186,8 +187,8 @@ async def test_the_next_steps_have_their_own_prompts(runs_dir: Path) -> None:
 async def ended_in_the_second_batch(
     config: TrainConfig, store: LocalStore, dull: Collection[str]
 ) -> set[tuple[str, int, float]]:
-    """What a process leaves that ended when the first three prompts that it drew were there in
-    part, and a sample of each of its own was not: its rollouts."""
+    """Leave the database of a process that ended in the second batch of step 1, and return its
+    rollouts. Each of the step's own groups lacks a sample. Three refills have half of theirs."""
     async with opened(config, store, dull) as live:
         await take_step(live, 1)
     own, more = orders()
@@ -222,7 +223,7 @@ async def test_a_resumed_step_draws_the_same_and_loses_nothing(runs_dir: Path) -
 
 
 async def test_what_was_begun_is_finished_where_rewards_are_others_now(runs_dir: Path) -> None:
-    """As in a pipeline, which resumes a step with a newer policy version."""
+    """This happens in a pipeline, which resumes a step with a newer policy version."""
     config = config_of(runs_dir)
     store = make_store(config)
     before = await ended_in_the_second_batch(config, store, some_dull())

@@ -1,5 +1,5 @@
-"""A step that begins a resumed run is planned as if nothing had happened: by the database alone,
-and by no more of it than is certain to be there whenever the step is planned."""
+"""The first step of a resumed run gets the same plan as in a run that was not interrupted. The plan
+depends on the database only, and only on rows that are always there when the step is planned."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -41,7 +41,7 @@ def config_of(directory: Path, mode: str, drafter: str = "histospec") -> TrainCo
 
 
 async def planned(config: TrainConfig, store: LocalStore) -> tuple[Any, Any]:
-    """Plan and policies of the step, in a process that knows nothing else."""
+    """Return the plan and the policies of the step, made in a new process from the database."""
     async with hollow_run(config, store, NUM_STEPS, 1000.0, None) as (live, _):
         return await plan_in(live)
 
@@ -58,7 +58,7 @@ async def plan_in(live: Any) -> tuple[Any, Any]:
 
 
 def contents(value: Any) -> Any:
-    """All that an object holds, whatever the order of its dictionaries."""
+    """Return all that an object holds, independent of the order of dictionaries."""
     if isinstance(value, Mapping):
         return sorted((str(key), contents(own)) for key, own in value.items())
     if isinstance(value, list | tuple):
@@ -74,8 +74,8 @@ def contents(value: Any) -> Any:
 
 
 async def databases(config: TrainConfig, steps: Sequence[int]) -> tuple[list[Path], Any]:
-    """Copies of a run's database when each of these steps was finished; what the run itself planned
-    for the next one."""
+    """Return copies of a run's database after each of these steps, and the run's own plan of the
+    next step."""
     config.run_dir.mkdir(parents=True)
     store, copies = LocalStore(config.run_dir / "refrain.duckdb"), []
     async with hollow_run(config, store, NUM_STEPS, 1000.0, None) as (live, _):
@@ -91,10 +91,10 @@ async def databases(config: TrainConfig, steps: Sequence[int]) -> tuple[list[Pat
 @pytest.mark.parametrize(
     ("mode", "drafter", "planned_after"),
     [
-        # When the step before is trained.
+        # Planned when the step before is trained.
         ("sync", "histospec", (3,)),
         ("sync", "ngram", (3,)),
-        # When that one is queued, while the one before it may be at its very beginning.
+        # Planned when the step before is queued. The one before that may just have begun.
         ("pipelined", "histospec", (1, 2, 3)),
         ("pipelined", "ngram", (1, 2, 3)),
     ],
@@ -102,7 +102,7 @@ async def databases(config: TrainConfig, steps: Sequence[int]) -> tuple[list[Pat
 async def test_a_step_is_planned_as_in_the_run_that_went_on(
     tmp_path: Path, mode: str, drafter: str, planned_after: Sequence[int]
 ) -> None:
-    """Drafts from history are off: with n-grams plans go by passes, else by tokens."""
+    """Drafts from history are off. With n-grams the plan counts passes, otherwise tokens."""
     config = config_of(tmp_path, mode, drafter)
     copies, went_on = await databases(config, planned_after)
     by_passes = [g["expected_passes"] != g["expected_tokens"] for g in went_on[0]["groups"]]
@@ -113,7 +113,7 @@ async def test_a_step_is_planned_as_in_the_run_that_went_on(
 
 
 async def test_what_is_known_decides(tmp_path: Path) -> None:
-    """The control: one step less, and the plan is another."""
+    """Negative control: with one step less in the database, the plan differs."""
     config = config_of(tmp_path, "sync")
     (fewer,), went_on = await databases(config, (2,))
     assert await planned(config, LocalStore(fewer)) != went_on

@@ -1,4 +1,4 @@
-"""What a run that is resumed goes on from, with parts of it gone or damaged."""
+"""The checkpoint and files from which a run resumes when parts of it are lost or damaged."""
 
 import shutil
 from collections.abc import Callable
@@ -29,7 +29,7 @@ NUM_STEPS = 3
 
 @pytest.fixture
 def run(tmp_path: Path) -> TrainConfig:
-    """Three steps, with checkpoints of the second and the third."""
+    """Return a run of three steps, with checkpoints of the second and the third."""
     given = config(tmp_path)
     claim_run_dir(given, resume=False).release()
     steps = [report(step, 0.5) for step in range(1, NUM_STEPS + 1)]
@@ -212,7 +212,7 @@ def test_a_line_that_a_crash_cut_is_no_damage(run: TrainConfig) -> None:
 
 
 def test_an_empty_store_takes_the_place_of_a_lost_one(run: TrainConfig) -> None:
-    """What is left of the former is kept; the reports of steps are, too."""
+    """The damaged store is kept under another name, and the reports of steps survive."""
     cut("refrain.duckdb")(run.run_dir)
     (run.run_dir / "refrain.archive" / "000001").mkdir(parents=True)
     damaged = (run.run_dir / "refrain.duckdb").read_bytes()
@@ -241,7 +241,7 @@ def test_an_older_copy_of_the_store_is_told_and_can_be_used(run: TrainConfig) ->
 
 
 def test_steps_that_the_store_forgot_to_do_them_again_are_not_lost(run: TrainConfig) -> None:
-    """As when a run is killed that had just gone back to its checkpoint."""
+    """This happens when a run is killed just after it went back to its checkpoint."""
     shutil.rmtree(run.run_dir / "checkpoints" / "global_step_3")
     with Store(run.run_dir / "refrain.duckdb") as store:
         store.truncate_after(2, 2)

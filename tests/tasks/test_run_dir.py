@@ -1,4 +1,4 @@
-"""The directory of a run, when something goes wrong with it."""
+"""The run directory, when something goes wrong with it."""
 
 import fcntl
 import os
@@ -87,7 +87,7 @@ def test_a_run_does_not_take_anothers_copies_for_its_own(tmp_path):
 def test_a_place_of_copies_that_does_not_answer_ends_no_run(
     tmp_path, monkeypatch, record_failures, why
 ):
-    """A new run is refused, in a sentence; one that has a checkpoint of its own goes on."""
+    """A new run is refused with a clear error. A run with its own checkpoint goes on."""
     copies = config(tmp_path, trainer={"checkpoint_url": (tmp_path / "copies").as_uri()})
     end = threading.Event()
 
@@ -120,7 +120,7 @@ def test_another_key_to_the_same_place_is_no_move(tmp_path):
     claim_run_dir(with_key("old"), resume=False).release()
     changes = check_run_dir(with_key("new"), resume=True)
     assert [change.name for change in changes] == ["trainer.checkpoint_url"]
-    # Were it a move, it would be looked there for another run's copies.
+    # If this were a move, `check_mirror` would look there for copies of another run, and fail.
     check_mirror(with_key("new"), True, changes)
 
 
@@ -128,7 +128,7 @@ def test_another_key_to_the_same_place_is_no_move(tmp_path):
 def test_what_a_killed_driver_left_running_is_gone_before_anything_else(tmp_path, begin):
     claim_run_dir(config(tmp_path), resume=False).release()
     environment = os.environ | {"REFRAIN_RUN_DIR": str(tmp_path / "it")}
-    # The shell ends at once: what it started is nobody's child.
+    # The shell ends at once and leaves an orphan.
     script = "sleep 600 >/dev/null 2>&1 & echo $!"
     told = subprocess.run(["sh", "-c", script], env=environment, stdout=subprocess.PIPE, check=True)
     left = psutil.Process(int(told.stdout))
@@ -143,7 +143,7 @@ def test_what_a_killed_driver_left_running_is_gone_before_anything_else(tmp_path
 
 @pytest.mark.parametrize("pid", ["12 clears up", "12"])
 def test_a_driver_waits_for_who_clears_up_behind_an_earlier_one(tmp_path, pid):
-    """The cleaner of a run that was killed has the lock for some seconds; a live run keeps it."""
+    """The cleaner of a killed run holds the lock for a few seconds; a live run keeps it."""
     claim_run_dir(config(tmp_path), resume=False).release()
     other = (tmp_path / "it" / ".lock").open()
     fcntl.flock(other, fcntl.LOCK_EX)

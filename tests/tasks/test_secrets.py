@@ -1,4 +1,4 @@
-"""Keys that a config holds are in no record of the run, and a resumed run still has them."""
+"""No record of a run shows the keys of its config, and a resumed run still has them."""
 
 import json
 import stat
@@ -44,7 +44,7 @@ def assert_hidden(text: str) -> None:
 
 
 def test_no_record_shows_them(tmp_path: Path) -> None:
-    """What MLflow's parameters, files, Prefect's pages and messages are made from."""
+    """Check MLflow's parameters, the files of the run, Prefect's parameters and messages."""
     from pydantic_core import to_json
 
     from flows.train import train
@@ -56,7 +56,7 @@ def test_no_record_shows_them(tmp_path: Path) -> None:
     assert_hidden(to_json(train.serialize_parameters({"config": given, "resume": False})).decode())
     reaches = train.validate_parameters({"config": given, "resume": False})["config"]
     assert arguments(reaches) == ARGUMENTS
-    assert "bucket/folder" in str(given.trainer.checkpoint_url), "where it is may be known"
+    assert "bucket/folder" in str(given.trainer.checkpoint_url), "hides the address too"
     claim_run_dir(given, resume=False).release()
     for file in given.run_dir.iterdir():
         if file.name != SECRETS_FILE:

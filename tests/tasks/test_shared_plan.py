@@ -1,4 +1,4 @@
-"""The memory plan of GPUs that engines and trainer have in turn, phase by phase."""
+"""The memory plan of GPUs that engines and trainer use in turn, phase by phase."""
 
 import re
 from contextlib import nullcontext
@@ -35,7 +35,7 @@ IPC = "rollout.weights=ipc"
 HOLDER = RemoteActor.of("holder", None)
 ONE_H100, ONE_4090 = "1xH100-80GB", "1xRTX4090-24GB"
 SMALL_GPU = ("rollout.gpu_memory_utilization=0.9", "trainer.micro_batch_tokens=5120")
-"""Changes that the preset names for 24 GB."""
+"""Changes that the preset recommends for 24 GB."""
 TRAINER_PROCESS = CONTEXT_BYTES + NCCL_BYTES
 
 
@@ -54,7 +54,7 @@ def shared(config: TrainConfig, model: str, gpu_bytes: float = 80e9) -> SharedGp
     ("preset", "gpus"), [("one_gpu", 1), ("shared_8", 8), ("sync", 8), ("pipelined", 8)]
 )
 def test_each_gpu_of_a_run_is_counted_once(preset: str, gpus: int, tmp_path: Path) -> None:
-    """Also where engines and trainer have it in turn; throughput is divided by them."""
+    """Engines and trainer may share a GPU. Count it once, since throughput is divided by GPUs."""
     assert num_devices(one_gpu(tmp_path, "Qwen3-8B", name=preset)) == gpus
 
 
@@ -90,7 +90,7 @@ def test_what_24_gb_hold(
 
 
 def test_phases_by_hand(tmp_path: Path) -> None:
-    """1.7B parameters on one GPU, with room for both, and with none."""
+    """1.7B parameters on one GPU: with room for engine and trainer state, and without."""
     shape, kv = SHAPES["Qwen3-1.7B"], 20e9
     config = one_gpu(tmp_path, shape.name, f"rollout.kv_cache_bytes={kv:.0f}")
     at_work = trainer_footprint(shape, training_of(config, shape)).bytes
@@ -191,7 +191,7 @@ def test_too_little_host_memory_is_refused(tmp_path: Path) -> None:
 
 
 async def test_a_run_does_as_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state stays where both fit, and engines that start again ask for their own share."""
+    """The trainer's state stays if both fit. Engines that start again ask for their own share."""
     total = 80 * 10**9
     held = {"rollout engine 0": HeldGpus("n", (0,), total, total, RemoteActor.of("holder", None))}
 
@@ -207,14 +207,14 @@ async def test_a_run_does_as_the_plan_says(tmp_path: Path, monkeypatch: pytest.M
         (engine,) = made.coordinator._engines.values()
         rollout = engine.engine._config.rollout
         assert rollout.gpu_memory_utilization == pytest.approx(share, abs=0.001)
-    # Stand-ins have no memory that is known.
+    # Stand-ins do not know the memory of the GPU.
     held["rollout engine 0"] = HeldGpus("n", (0,), 0, 0, RemoteActor.of("holder", None))
     made = await make_generation(config, None, 0, GpuPlacement(num_gpus=1), print)
     assert made.trainer_leaves
 
 
 def test_both_copies_of_the_weights_are_planned_where_they_stay_on_the_gpu(tmp_path: Path) -> None:
-    """1.7B parameters, whose embedding is larger than the buffer."""
+    """A model of 1.7B parameters, whose embedding is larger than the buffer."""
     shape = SHAPES["Qwen3-1.7B"]
     by_file = one_gpu(tmp_path, shape.name)
     assert HANDING_OVER not in needs(by_file, ONE_H100)
@@ -223,7 +223,7 @@ def test_both_copies_of_the_weights_are_planned_where_they_stay_on_the_gpu(tmp_p
     assert planned[HANDING_OVER].bytes == pytest.approx(
         shape.weight_bytes + WORKING_BYTES + TRAINER_PROCESS + 12 * shape.num_params + 5 * embedding
     )
-    # Whoever dies takes them as before.
+    # An engine that restarts loads weights from the file, as before.
     assert planned[TAKING_WEIGHTS] == needs(by_file, ONE_H100)[TAKING_WEIGHTS]
     assert list(planned)[:4] == [GENERATING, TRAINING, HANDING_OVER, TAKING_WEIGHTS]
 
@@ -271,7 +271,7 @@ async def test_weights_do_not_stay_on_a_gpu_that_is_not_there(
 async def test_the_trainer_hands_weights_to_the_engines_that_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not to those of other layouts, which have no memory for them then."""
+    """Engines of other layouts get nothing: they have no memory for weights at that time."""
     total, gpus = 80 * 10**9, (0, 1)
     held = {"pool 0 (pat.gpus_per_node)": HeldGpus("n", gpus, total, total, HOLDER)}
 

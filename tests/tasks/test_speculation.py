@@ -1,4 +1,4 @@
-"""Who drafts for a step, by a draft ladder and by what earlier steps have shown."""
+"""A step's drafter is chosen by the draft ladder and by the acceptance of earlier steps."""
 
 from dataclasses import dataclass, field
 
@@ -41,7 +41,7 @@ def config(**specactor) -> TrainConfig:
 
 @dataclass
 class StandIn:
-    """The parts of a run that are asked."""
+    """The parts of a run that the code under test reads."""
 
     config: TrainConfig
     inputs: Inputs
@@ -90,14 +90,14 @@ def test_without_a_ladder_the_drafter_is_the_one_that_was_said():
 
 def test_with_a_ladder_it_is_the_best_of_the_last_steps():
     run = run_of(LADDER)
-    assert drafting_of(run) is None, "nothing is known yet"
+    assert drafting_of(run) is None, "drafts before any acceptance is known"
     run.saw(0, "small", 0.85)
     chosen = drafting_of(run)
     assert chosen is not None
     assert (chosen.drafter, chosen.coupled) == ("small", False)
     assert 1 <= chosen.window <= 8
     run.saw(1, "small", 0.1)
-    assert drafting_of(run) is None, "it has collapsed"
+    assert drafting_of(run) is None, "drafts after the acceptance has collapsed"
     run.saw(1, "ngram", 0.9)
     assert drafting_of(run).drafter == "ngram"
 
@@ -135,8 +135,7 @@ def test_policies_are_there_for_draft_models_alone():
 
 
 def test_a_freed_engine_races_with_what_is_expected_to_be_the_fastest():
-    """With the ladder's windows; history takes part, and an n-gram comes first where nothing is
-    better alone."""
+    """The ladder sets the windows. History takes part. An n-gram comes first if it is the best."""
 
     def raced(run: StandIn, **acceptances: float) -> list[DraftSetting]:
         facts = StepFacts(plan=plan(), ladder=run.inputs.ladder, acceptances=acceptances)

@@ -1,4 +1,4 @@
-"""GPUs that engines and drafters share out are planned before anything starts, and kept."""
+"""A run plans before its start how engines and drafters share the GPUs, and keeps that split."""
 
 from collections import Counter
 from pathlib import Path
@@ -25,7 +25,7 @@ SPLIT = "specactor.split_gpus=6"
 
 @pytest.fixture
 def profile(tmp_path: Path) -> str:
-    """The demo's, with a drafter whose token takes half of a step of an engine."""
+    """Return the demo's profile with a drafter whose token takes half an engine step."""
     baseline = REPOSITORY / "benchmarks" / "baselines" / "profile_demo.json"
     measured = Profile.model_validate_json(baseline.read_bytes())
     step_s = next(p.seconds for p in measured.points if p.kind is PointKind.DECODE)
@@ -99,7 +99,7 @@ def test_other_draft_models_keep_their_gpus(tmp_path: Path, profile: str) -> Non
 async def test_drafters_of_a_model_share_the_engines_evenly(
     monkeypatch: pytest.MonkeyPatch, num_engines: int, num_drafters: int
 ) -> None:
-    """As they are planned for: each engine has one, and none has more of them than it must."""
+    """Each engine has one drafter, and no drafter has more engines than it must."""
     reached: dict[int, list[str]] = {index: [] for index in range(num_engines)}
 
     class Engine:
@@ -171,7 +171,7 @@ def test_a_run_goes_on_with_its_split_and_takes_another(
     recorded = read_config(config.run_dir)
     assert recorded.rollout.num_engines == config.rollout.num_engines
     assert recorded.specactor == config.specactor
-    # By its name, and by its config file.
+    # Resume by the run's name, then by its config file.
     for resumed in (recorded, given):
         checked = check_training(resumed, resume=True, overwrite=False)
         assert (checked.changes, checked.config.specactor) == ([], config.specactor)

@@ -1,4 +1,4 @@
-"""Tasks of a run in a process that does not drive it."""
+"""A process that does not drive a run can run its tasks."""
 
 import json
 import os
@@ -39,9 +39,9 @@ class Driver:
         threading.Thread(target=self._read, daemon=True).start()
 
     def said(self, word: str) -> str:
-        """What it says after this word."""
+        """Wait for a line that starts with this word and return the rest of it."""
         while not (line := self._lines.get(timeout=WAIT_S)).startswith(word):
-            assert line, f"ended without {word}"
+            assert line, f"the driver ended before it printed {word}"
         return line.removeprefix(word)
 
     def end(self) -> None:
@@ -56,13 +56,14 @@ class Driver:
 
 
 def environment() -> dict[str, str]:
-    """Without a cluster, and without a Prefect server: pages wait in the run's directory."""
+    """Return the environment without a cluster and without a Prefect server. Pages wait in the
+    run's directory."""
     kept = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return kept | {"PREFECT_API_URL": "http://127.0.0.1:9/api"}
 
 
 def elsewhere(run_dir: Path, batch: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    """From another working directory."""
+    """Run `tests.tasks.elsewhere` in another working directory."""
     command = [sys.executable, "-m", "tests.tasks.elsewhere", str(run_dir), batch]
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
@@ -104,7 +105,7 @@ def test_tasks_of_a_run_from_another_process(driver: Driver, tmp_path: Path) -> 
     assert trained["num_tokens"] == json.loads(batch)["num_tokens"]
 
     driver.end()
-    assert driver.said("VERSION ").strip() == "1", "it trains where the run does"
+    assert driver.said("VERSION ").strip() == "1", "trained another trainer than the run's"
     driver.process.wait(WAIT_S)
     with pytest.raises(
         RunNotLive, match=f"not live: start it with refrain train --resume {run_dir}"

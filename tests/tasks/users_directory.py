@@ -1,4 +1,4 @@
-"""Prints from where a worker of a Ray of its own has refrain's packages, and its `sys.path`."""
+"""Start Ray, and print the files of refrain's packages and the `sys.path` of one of its workers."""
 
 import importlib
 import json
