@@ -1,4 +1,4 @@
-"""`refrain bench` from the command line, and what the drafting bench makes of known traces."""
+"""`refrain bench` from the command line, and the figures of the drafting bench for known traces."""
 
 import importlib
 import json
@@ -38,7 +38,7 @@ def a_directory(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_arctic(monkeypatch):
-    """Whether it is installed or not."""
+    """Hide arctic-inference, so that tests do not depend on whether it is installed."""
     for module in ("benchmarks.arctic", "benchmarks.drafting", "benchmarks.index"):
         monkeypatch.setattr(f"{module}.find_cache_class", lambda: None)
 
@@ -58,7 +58,7 @@ def measured(*args: str | Path) -> dict:
 
 
 def write(epochs, path="t.parquet", **columns) -> str:
-    """A step an epoch; an epoch is {prompt's last token: responses}."""
+    """Write a trace with one step an epoch. Each epoch maps a prompt's last token to responses."""
     rows = [
         (epoch, key, i, response)
         for epoch, groups in enumerate(epochs)
@@ -81,7 +81,7 @@ def write(epochs, path="t.parquet", **columns) -> str:
 
 
 def drawn(num_epochs=3):
-    """Responses of few tokens, so that all kinds of matches occur."""
+    """Return responses over three tokens, so that all kinds of matches occur."""
     rng = np.random.default_rng(0)
     return [
         {key: [rng.integers(0, 3, rng.integers(1, 40)).tolist() for _ in "ab"] for key in (5, 6)}
@@ -166,8 +166,8 @@ def test_only_the_json_goes_to_standard_output():
 
 
 def test_the_same_answers_again():
-    """11 tokens: the paper drafts 2, 4 and 2, each with a token of the pass; a draft of 10 and its
-    token are all at once. A run of distinct tokens has nothing to look up."""
+    """The answer has 11 tokens. The paper drafts 2, 4 and 2 tokens, and each pass adds one. A draft
+    of 10 and its token are the whole answer. Prompt lookup finds nothing in distinct tokens."""
     write([{7: [ANSWER, ANSWER]}] * 6)
     figures = measured("drafting", "t.parquet")["figures"]
     assert (figures["first_epoch"], figures["last_epoch"]) == (5, 6)
@@ -184,8 +184,8 @@ def test_the_same_answers_again():
 
 
 def test_the_paper_waits_for_a_match_of_three():
-    """11 tokens, the first of them new: it and two more alone, then all; or it and three more
-    alone, then drafts of 2 and 3."""
+    """The first of the 11 tokens is new. A match of two: 3 passes without drafts, then the rest at
+    once. The paper's match of three: 4 passes without, then drafts of 2 and 3."""
     figures = measured("drafting", write([{7: [ANSWER]}, {7: [[99, *ANSWER[1:]]]}]))["figures"]
     names = ("paper", "doubling", "fixed")
     lengths = [figures[f"histospec_{name}_acceptance_length"] for name in names]
@@ -194,7 +194,7 @@ def test_the_paper_waits_for_a_match_of_three():
 
 
 def test_without_rewards_the_most_frequent_answer_is_drafted():
-    """Both begin alike; the first is the one that was rewarded, the other is given three times."""
+    """Both answers begin alike. The first has the reward, the other occurs three times."""
     rewarded, frequent = [*ANSWER[:5], *range(30, 40)], [*ANSWER[:5], *range(50, 60)]
     write([{7: [rewarded, frequent, frequent, frequent]}, {7: [frequent]}])
     figures = measured("drafting", "t.parquet")["figures"]
@@ -212,7 +212,7 @@ def test_only_the_last_earlier_group_is_history():
 
 
 def drafting_profile(path: Path) -> Path:
-    """A step of 10 ms and 10 us for each row, 1 ms for a row's draft token, 100 us to draft it."""
+    """Write a profile: 10 ms a step, 10 us a row, 1 ms to verify a draft token, 100 us to draft."""
     points = [
         point(kind, batch=batch, seconds=seconds + 1e-5 * batch * (kind != "draft"), **fields)
         for batch in (1, 128)
@@ -231,7 +231,7 @@ def drafting_profile(path: Path) -> Path:
 
 
 def test_rollout_time_is_the_sum_over_passes(directory):
-    """Two rows together: 11 passes, or those with drafts of 2, 4 and 2."""
+    """Two rows run together: 11 passes without drafts, or 3 passes with drafts of 2, 4 and 2."""
     write([{7: [ANSWER, ANSWER]}] * 2)
     drafting_profile(directory / "p.json")
     figures = measured("drafting", "t.parquet", "--profile", "p.json")["figures"]
@@ -260,8 +260,8 @@ def test_between_whole_windows_time_is_linear():
 
 
 def test_what_ships_is_the_longest_window_where_there_is_no_gate(monkeypatch):
-    """No profile, so its gate keeps everything: an engine's drafter does what the replay does, as
-    far as the longest match alone drafts."""
+    """Without a profile the gate keeps every draft. Then an engine's drafter equals the replay, as
+    long as only the longest match drafts."""
     monkeypatch.setattr(Acceptance, "worth", LONGEST_ALONE)
     write(drawn(6))
     for row in (rows := measured("drafting", "t.parquet", "--max-num-seqs", "3")["rows"]):
@@ -273,7 +273,7 @@ def test_what_ships_is_the_longest_window_where_there_is_no_gate(monkeypatch):
 
 
 def test_the_gate_of_what_ships_learns_from_the_profile(directory):
-    """Always right, so more and more is worth a millisecond; always wrong, so nothing is."""
+    """Drafts that are always right grow longer. Drafts that are always wrong stop."""
     answers = [[1, 2, 3, *range(i, i + 11)] for i in range(10, 170, 20)]
     drafting_profile(directory / "p.json")
     write([{7: [ANSWER]}] * 12, "right.parquet")
@@ -289,7 +289,7 @@ def test_the_gate_of_what_ships_learns_from_the_profile(directory):
 
 
 class FakeCache:
-    """Suffix decoding by the last token alone; remembers how it was used."""
+    """Suffix decoding by the last token alone. It records its requests."""
 
     made = []
 
@@ -329,7 +329,7 @@ class Draft:
 
 
 def test_arctic_is_fed_with_history_and_with_what_runs(monkeypatch):
-    """Two prompts of two samples. The first pass has no match in it and yields a token; the next
+    """Two prompts of two samples. The first pass finds no match and yields one token. The next
     drafts the other 9 and yields the last."""
     monkeypatch.setattr(FakeCache, "made", [])
     monkeypatch.setattr("benchmarks.drafting.find_cache_class", lambda: FakeCache)
@@ -382,7 +382,7 @@ def test_a_name_imports_only_its_own_bench():
 
 
 def test_the_environment_is_set_before_ray_is_imported():
-    """Ray reads its token mode as it is imported; set later, its processes refuse each other."""
+    """Ray reads its token mode on import. If it is set later, Ray's processes refuse each other."""
     code = """
 import os, sys
 from flows.bench import launch_bench
@@ -405,7 +405,7 @@ NUMBERS = ["nan", "inf", "-1", "1e9", "1" + "0" * 30, "9" * 5000, "", "0x10", "1
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_each_option_of_a_bench_refuses_what_is_none(name: str, directory: Path) -> None:
-    """Numbers without bounds, pipes and links to nothing, before anything is measured."""
+    """Numbers out of bounds, pipes and dangling links are refused before the bench measures."""
     os.mkfifo(directory / "pipe")
     (directory / "link").symlink_to("nothing")
     for option, kind in options_of(name):

@@ -1,4 +1,4 @@
-"""Dealing by tokens and by passes, on runs made by hand."""
+"""Prompts dealt to engines by tokens and by passes, on made-up runs."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ COSTS = (1e-2, 1e-3, 1e-3, 1e-7, 1e-4, 1e-5)
 
 
 def make_run(path: Path, num_epochs: int = 3, costs: tuple[float, ...] = COSTS) -> Path:
-    """Responses of 100 tokens; those of every other prompt are hardly drafted."""
+    """Make a run with responses of 100 tokens. Every other prompt accepts few drafts."""
     with Store(path) as store:
         for epoch in range(num_epochs):
             rollouts = [
@@ -67,7 +67,7 @@ def test_by_passes_nobody_waits_where_acceptance_differs(tmp_path):
     found = json.loads(out.read_text())
     figures = found["figures"]
     assert {row["epoch"] for row in found["rows"]} == {2, 3}
-    # Every prompt has the same tokens: where the slow ones are is luck.
+    # All prompts have the same number of tokens, so tokens cannot tell the slow ones apart.
     assert figures["tokens_sums_2"] > 0.05
     assert figures["tokens_correlation"] == 0.0
     for by in ("passes", "known"):

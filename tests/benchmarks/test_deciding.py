@@ -1,4 +1,4 @@
-"""`refrain bench deciding` at reduced size: a whole round of a run's controller is timed."""
+"""`refrain bench deciding` at reduced size: it times each round of a run's controller."""
 
 from argparse import Namespace
 
@@ -20,7 +20,7 @@ def test_every_pool_is_looked_at_in_a_round(monkeypatch):
 
     monkeypatch.setattr(Controller, "decide", decides)
     figures, rows = deciding.measure(Namespace(rounds=1), Console(quiet=True))
-    assert {row["round"] for row in rows} == {1}, "the first one is left out"
+    assert {row["round"] for row in rows} == {1}, "the first round is not left out"
     for num_engines, num_decisions in ((16, 4), (32, 2)):
         own = [row for row in rows if row["num_engines"] == num_engines]
         assert len(own) == num_decisions

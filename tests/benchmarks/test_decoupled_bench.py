@@ -1,4 +1,4 @@
-"""What the bench of draft models does around its engines."""
+"""Helpers of the bench of draft models, without engines."""
 
 import os
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def rollout(key: str, index: int) -> Rollout:
 
 
 def test_one_core_is_not_split(monkeypatch):
-    """Which is told before anything is read."""
+    """The error comes before the bench reads anything."""
     monkeypatch.delattr(one_step, "first_step")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
     with pytest.raises(ValueError, match="a drafter with cores of its own needs at least 2 cores"):

@@ -1,4 +1,4 @@
-"""Prompt lookup against a slow one."""
+"""Prompt lookup equals a slow reference implementation."""
 
 import numpy as np
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""The bench of the driver: a loop that is held up is seen."""
+"""The bench of the driver notices when something blocks the event loop."""
 
 import asyncio
 import time

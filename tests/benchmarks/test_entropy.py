@@ -1,4 +1,4 @@
-"""The synthetic policy has the entropy that it says, learns, and draws with an engine's noise."""
+"""The synthetic policy has the requested entropy, learns, and samples with an engine's noise."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_it_learns_what_is_rewarded(drawn, monkeypatch):
 
 
 def test_tokens_are_drawn_with_the_noise_of_an_engine():
-    """With logits that are all alike, the token is the one with the largest noise."""
+    """With equal logits, the sampled token is the one with the largest noise."""
     prompt = np.array([3, 1, 0, VOCABULARY - 1], np.int32)
     key = sample_key(SEED, 2, Split.TRAIN, "prompt-19", 1)
     flat = np.zeros((VOCABULARY,) * 3)

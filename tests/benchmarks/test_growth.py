@@ -1,4 +1,4 @@
-"""`refrain bench growth` in small: late steps cost what early ones did."""
+"""`refrain bench growth` at reduced size: late steps cost as much as early ones."""
 
 import json
 
@@ -19,7 +19,7 @@ def test_late_steps_leave_and_keep_no_more_than_early_ones(tmp_path, monkeypatch
     assert result.exit_code == 0, result.output
     found = json.loads(report.read_text())
     assert len(found["rows"]) == 10
-    # Every second step four files of old steps; what varies else is MLflow's.
+    # Every second step adds four archive files. The other files that vary are MLflow's.
     assert 0.5 < found["figures"]["files_growth"] < 1.5
     assert found["figures"]["query_s_growth"] < 5
     assert "last stretch / second stretch" in result.output

@@ -1,4 +1,4 @@
-"""`refrain bench learning`: which runs it makes, and what it tells of them."""
+"""`refrain bench learning`: the runs that it makes, and its figures."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def test_figures_are_the_least_rises_and_the_difference_paired_by_seed():
     assert found["rise_mean_gspo"] == pytest.approx(0.04)
     assert found["clipped_max_gspo"] == 0.3
     assert found["pipelined_less_sync"] == pytest.approx(-0.03)
-    # t of one degree of freedom is 12.706, and the deviation 0.01 * sqrt(2).
+    # With one degree of freedom t is 12.706. The deviation is 0.01 * sqrt(2).
     assert found["pipelined_less_sync_high"] == pytest.approx(-0.03 + 12.706 * 0.01, abs=1e-4)
 
 

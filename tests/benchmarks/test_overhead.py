@@ -1,4 +1,4 @@
-"""`refrain bench overhead`: what it counts, and what it refuses."""
+"""`refrain bench overhead`: its stopwatch, and the arguments that it refuses."""
 
 import pytest
 from click.testing import CliRunner

@@ -1,4 +1,4 @@
-"""What the pipeline bench makes of known runs, and of runs that fail. Without a run."""
+"""The pipeline bench computes its figures from made-up runs. Runs that fail show their output."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ STEPS = [
     step(4, 1, 8.0, 7.0, 2, 1),
     step(5, 1, 50.0, 80.0, 9, 9),
 ]
-"""The first epoch and the last step do not count."""
+"""Only steps 3 and 4 count: the first epoch and the last step are left out."""
 LENGTHS = {1: [999] * 4, 2: [999] * 4, 3: [10, 30], 4: [10, 20, 30, 20], 5: [999] * 4}
 
 
@@ -66,7 +66,8 @@ def row(mode, samples_per_s, num_engines=2, lap=1, idle_share=0.5):
 
 
 def test_time_between_steps_counts():
-    """Step 2 ends at 170 s; 3 is planned 2 s and 4 is planned 4 s after the one before."""
+    """Step 2 ends at 170 s. Step 3 is planned 2 s after that, and step 4 is planned 4 s after
+    step 3 has ended."""
     found = stretch_row(STEPS, {1: 100.0, 2: 160.0, 3: 172.0, 4: 184.0, 5: 200.0}, LENGTHS, 2)
     assert found["stretch_s"] == 2.0 + 8.0 + 4.0 + 8.0
     assert found["samples_per_s"] == 6 / 22
@@ -235,15 +236,15 @@ def test_a_run_that_fails_shows_what_it_printed_last(monkeypatch):
 
 
 def burns(seconds, before="", after=""):
-    """Code that uses a core for so long."""
+    """Return code that uses one core for this many seconds."""
     burn = f"while time.process_time() < {seconds}: pass"
     return f"import os, subprocess, sys, time\n{before}\n{burn}\n{after}"
 
 
 def test_cores_that_processes_use_are_counted(tmp_path, monkeypatch):
-    """One that uses a core for 2 s, and one that it has started, for 1 s; then it sleeps.
+    """A process uses a core for 2 s and its child for 1 s. Then the process sleeps.
 
-    What an ended process used after the last look at it is missing.
+    The watch misses CPU time of an ended process after the last look at it.
     """
     monkeypatch.setattr(cores, "LOOK_S", 0.1)
     child = f"child = subprocess.Popen([sys.executable, '-c', {burns(1)!r}])"
@@ -269,7 +270,7 @@ def test_the_trainer_has_cores_of_its_own(tmp_path, monkeypatch):
 
 
 def test_one_core_is_not_split(monkeypatch):
-    """Which is told before anything runs."""
+    """The error comes before any run starts."""
     monkeypatch.delattr(pipeline, "run_once")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
     with pytest.raises(ValueError, match="needs at least 2 cores: there is 1"):
@@ -277,7 +278,7 @@ def test_one_core_is_not_split(monkeypatch):
 
 
 def test_a_run_stops_with_the_bench(tmp_path, monkeypatch):
-    """Interrupted while it waits."""
+    """The bench is interrupted while it waits for the run."""
     started = []
 
     class Interrupted(subprocess.Popen):

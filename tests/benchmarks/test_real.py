@@ -1,4 +1,4 @@
-"""Drafting with a real model's bench: its arguments, its figures, and a run of it on engines."""
+"""The bench that drafts with a real model: its arguments, its figures, and one run on engines."""
 
 import json
 from argparse import ArgumentParser, Namespace
@@ -30,7 +30,7 @@ def lap(engine: str, temperature: float, epoch: int, number: int, speed: float) 
 
 
 def test_a_lap_is_compared_with_the_one_beside_it() -> None:
-    """The machine is twice as fast in the second lap, and the third is disturbed."""
+    """In the second lap the machine is twice as fast. The third lap is disturbed."""
     speeds = {"stock": (90.0,), "off": (100.0, 200.0, 100.0), "on": (95.0, 190.0, 30.0)}
     rows = [lap(name, 1.0, 1, i, one) for name, own in speeds.items() for i, one in enumerate(own)]
     rows += [lap(name, 1.0, 2, 0, 100.0) for name in speeds]

@@ -1,4 +1,4 @@
-"""The bench of a real model that learns: what it makes of a run's rows."""
+"""The figures of the bench in which a real model learns, from made-up rows."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ def rewards(version: int, *of: float) -> list[dict[str, Any]]:
 
 
 def test_the_error_of_a_rise_is_of_differences_by_prompt() -> None:
-    """Prompts differ more than the rise: pairing leaves that out."""
+    """Prompts differ more than they rise. Pairs by prompt remove that difference."""
     first, last = (0.0, 0.25, 0.5, 0.75), (0.25, 0.5, 0.75, 0.75)
     one, other = held_out_rows([*rewards(0, *first), *rewards(12, *last)])
     assert one == {"version": 0, "held_out": 0.375, "rise": 0.0, "rise_error": 0.0}
@@ -56,7 +56,7 @@ def test_figures_and_a_plot(tmp_path: Path) -> None:
 
 
 def test_a_policy_that_stood_still_has_not_moved() -> None:
-    """And one whose log-probabilities are higher by a tenth has moved by that."""
+    """Zero for the policy's own logprobs. Logprobs that are higher by 0.1 give 0.1."""
     model = AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype=torch.float32)
     tokens = torch.randint(model.config.vocab_size, (1, 12), generator=torch.manual_seed(0))
     with torch.no_grad():

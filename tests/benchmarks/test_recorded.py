@@ -1,4 +1,4 @@
-"""History of a recorded step, as the run had it then, and another way of dealing it."""
+"""A recorded step gets the history that the run had at that time, and can be dealt by tokens."""
 
 from benchmarks.recorded import engines_by_tokens, write_history
 from engines.histospec.index import END
@@ -11,11 +11,11 @@ from schemas.step import PromptGroup
 from tests.store.test_store import make_plan, make_rewards, make_rollout
 
 KEYS = {step: ("a", "b") if step % 2 else ("c", "d") for step in range(1, 9)}
-"""Prompts of each step; an epoch has two."""
+"""Prompts of each step. An epoch has two steps."""
 
 
 def texts(index) -> set[int]:
-    """Tokens of its responses; all of one step are the step's number, 10 and more."""
+    """Return the tokens of an index's responses. All tokens of a step are 10 + its number."""
     return {token for token in index.text.tolist() if token >= 10 and token != END}
 
 
@@ -38,8 +38,8 @@ def test_history_is_of_the_steps_before_and_of_two_epochs_at_most(tmp_path):
 
 
 def test_dealing_by_tokens_does_not_look_at_passes():
-    """The longest, of few passes, is alone on its engine by tokens; one that is new is of mean
-    length."""
+    """By tokens, the longest prompt is alone on its engine, although it takes few passes. A new
+    prompt counts as one of mean length."""
     expected = {"long": (300.0, 20.0), "slow": (100.0, 90.0), "short": (80.0, 10.0), "new": None}
     groups = [
         PromptGroup(prompt_key=key, engine=0, expected_tokens=None)

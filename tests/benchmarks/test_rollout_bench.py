@@ -1,4 +1,4 @@
-"""Seconds said to be saved over those saved, of the laps of the rollout bench."""
+"""The rollout bench compares the predicted savings of drafts with the measured ones."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A round of a real draft model after a short and a long text."""
+"""One round of a real draft model, after a short and after a long text."""
 
 import json
 import subprocess
@@ -19,5 +19,5 @@ def test_what_a_round_sends_and_hashes_does_not_grow_with_the_text(tmp_path):
     subprocess.run(command, cwd=REPOSITORY, check=True, timeout=500)
     figures = json.loads(file.read_text())["figures"]
     assert figures["num_hashed_tokens_1k"] == figures["num_hashed_tokens_16k"] == 0
-    # Larger positions take a byte more or two.
+    # Larger positions take one or two bytes more.
     assert figures["num_bytes_1k"] <= figures["num_bytes_16k"] < 1.1 * figures["num_bytes_1k"]

@@ -1,4 +1,4 @@
-"""`refrain bench sql` in small: questions are answered while steps go on."""
+"""`refrain bench sql` at reduced size: the store answers queries while steps go on."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from tests.conftest import REPOSITORY
 def test_questions_are_answered_while_steps_go_on(tmp_path: Path) -> None:
     report = tmp_path / "sql.json"
     arguments = ["--steps", "4", "--rollouts", "64", "--tokens", "16"]
-    # A process of its own, as it starts a Ray of its own.
+    # Run it in another process, because it starts its own Ray.
     command = [sys.executable, "-m", "flows.cli", "bench", "sql", *arguments]
     done = subprocess.run(
         [*command, "--json", report], cwd=REPOSITORY, capture_output=True, text=True, timeout=300.0

@@ -1,4 +1,4 @@
-"""Copies of weights, as the bench of the same name counts them."""
+"""Copies of weights, counted as the bench `sync` counts them."""
 
 import torch
 from safetensors import safe_open

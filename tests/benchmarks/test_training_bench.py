@@ -1,4 +1,4 @@
-"""What a training step is spent on: operations by kind, and shares of all of them."""
+"""The training bench sorts operations by kind, and computes the share of each kind."""
 
 import pyarrow as pa
 import pytest

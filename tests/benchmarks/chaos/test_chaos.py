@@ -1,4 +1,4 @@
-"""A campaign goes on where it stopped, its runs suit what is struck, and a part of it is run."""
+"""A campaign continues where it stopped. Each of its runs has a valid config for its faults."""
 
 import json
 from argparse import Namespace
@@ -48,11 +48,11 @@ def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path) -> None:
         "pairs_drawn": len({(s.target, s.fault) for s in draw(9, 0)}),
     }
     assert figures(rows) == {"faults": 9, "failures": 1, "runs": 9, "resumes": 9} | pairs
-    # What it knows is still there when it is stopped again.
+    # When the campaign is stopped again, the file still has all known rows.
     with pytest.raises(KeyboardInterrupt):
         go_on(draw(12, 0), strike_run, file)
     assert len(json.loads(file.read_text())["rows"]) == 9
-    # Of another seed nothing is known.
+    # A campaign with another seed reuses none of them.
     other = [strike for strike in draw(5, 1) if strike not in draw(5, 0)]
     assert all("later" in row for row in go_on(other, strike_later, file))
 
@@ -81,7 +81,7 @@ def test_the_undisturbed_run_has_as_many_steps(tmp_path: Path, capsys: Any) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_part_of_the_campaign(tmp_path: Path) -> None:
-    """An engine's death in mid-rollout, and the store's disk full while it takes rewards."""
+    """An engine dies during the rollout, and the store's disk is full while it takes rewards."""
     given = {"only": [28, 17], "apart": False, "dir": tmp_path, "json": None}
     args = Namespace(faults=60, seed=0, **given)
     found, rows = measure(args, Console())

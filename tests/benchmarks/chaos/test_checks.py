@@ -1,4 +1,4 @@
-"""What is found in a run that was spoiled on purpose, and nothing in a good one."""
+"""The checks find each fault of a made-up run, and none in a good run."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_a_good_run_has_no_complaints() -> None:
     ("values", "complaint"),
     [
         ({"samples": (*SAMPLES, SAMPLES[5])}, "1 samples in the store twice: train step 2 a/1"),
-        # Deferred, and generated in its own step all the same.
+        # A deferred sample that was generated in its own step as well.
         (
             {"samples": (*SAMPLES, sample(1, "a", 0, step=2))},
             "in the store twice: train step 1 a/0",
@@ -88,8 +88,8 @@ def test_what_is_wrong_is_found(values: dict[str, Any], complaint: str) -> None:
 
 
 def test_versions_that_learnt_from_other_samples_are_not_compared() -> None:
-    """One sample came a step later, so that version 1 is another: its samples differ, and those of
-    version 0 must not."""
+    """A sample came a step later, so version 1 learned from other samples and is another policy.
+    Its samples may differ. Those of version 0 must not."""
     late = sample(1, "a", 0, step=2, versions=(0, 1))
     others = [
         one.model_copy(update={"token_ids": (9,)}) if one.versions != (0,) else one

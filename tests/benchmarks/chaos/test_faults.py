@@ -1,4 +1,4 @@
-"""What a campaign draws."""
+"""The faults that a campaign draws, and how it deals them to runs."""
 
 from argparse import ArgumentParser
 from collections import Counter
@@ -34,7 +34,7 @@ def test_sixty_faults_have_each_target_and_kind_three_times(seed: int) -> None:
         assert min(counts[kind] for kind in kinds) >= 3, (column, counts)
     assert min(Counter(strike.mode for strike in drawn)[mode] for mode in RunMode) >= 20
     pairs = {(strike.target, strike.fault) for strike in drawn}
-    assert len(pairs) >= 28, "a target meets the same again and again"
+    assert len(pairs) >= 28, "too few different pairs of target and fault"
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,4 +1,4 @@
-"""Faults on stand-ins: processes that sleep, write or tell the time, marked as a run's."""
+"""Faults strike small processes that stand in for those of a run."""
 
 import os
 import subprocess
@@ -56,7 +56,7 @@ def run(tmp_path: Path) -> Iterator[SmallRun]:
 
 
 def process(run: SmallRun, code: str, *arguments: str) -> subprocess.Popen[str]:
-    """A process of the run, titled as its store."""
+    """Start a process that belongs to the run and has the title of its store."""
     environment = os.environ | {"REFRAIN_RUN_DIR": str(run.run_dir)}
     environment |= {"REFRAIN_CHAOS_CLOCK": str(run.clock)}
     environment["PYTHONPATH"] = str(CHECKOUT / "benchmarks" / "chaos" / "clock")
@@ -138,7 +138,7 @@ def test_a_file_in_shared_memory_that_nobody_holds_is_found() -> None:
 
 @pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="has no /dev/shm")
 def test_what_neighbours_leave_in_shared_memory_is_not_the_runs(run: SmallRun) -> None:
-    """Both leave a file behind while the run goes on; a neighbour's is named as the run's is."""
+    """Both leave a file while the run goes on, and both names look like those of a run."""
     ours, theirs = (SHARED_MEMORY / f"refrain-{name}-{os.getpid()}" for name in ("ours", "theirs"))
     try:
         with theirs.open("wb"):
@@ -156,7 +156,7 @@ def test_what_neighbours_leave_in_shared_memory_is_not_the_runs(run: SmallRun) -
 
 
 def test_a_process_without_memory_is_killed(run: SmallRun) -> None:
-    """By the kernel, where this user may make a cgroup."""
+    """The kernel kills it if this user may make a cgroup. Otherwise the bench does."""
     store = process(run, GROWS)
     assert store.stdin is not None
     store.stdin.write("\n")
@@ -199,7 +199,7 @@ def test_a_moment_of_a_step_comes_in_a_later_one_too_but_not_before_it_is_waited
 
 
 class EndingRun:
-    """A run whose driver ends with these statuses, one after the other; None: it goes on."""
+    """A run whose driver ends with these exit statuses in turn. None: it does not end in time."""
 
     def __init__(self, *ends: int | None, said: str = "go on by --resume") -> None:
         self.ends, self.num_starts, self._said = list(ends), 1, said
@@ -217,7 +217,7 @@ class EndingRun:
         return self._said
 
     def find(self, _: Target) -> list[psutil.Process]:
-        self.ends.insert(0, -9)  # Killed, and waited for.
+        self.ends.insert(0, -9)  # `see_through` kills the driver and waits for it.
         return []
 
 

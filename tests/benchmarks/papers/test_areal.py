@@ -1,4 +1,4 @@
-"""AReaL in virtual time: what is drawn, how old it gets, what an interruption costs."""
+"""AReaL in virtual time: how much is drawn, how stale samples get, the cost of an interruption."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ from tests.benchmarks.papers.test_pipeline import EIGHT, LATENCY, TWO, script_of
 from tests.simulate.latencies import LinearLatency
 
 DEAR_PREFILL = LinearLatency(1.0, prefill_step_s=5.0)
-"""Every token takes a second, those of a prefill 5 s."""
+"""Every token takes 1 s. The token after a prefill takes 5 s."""
 ONE_LONG = [{"a": 60, "b": 3}, *[{"a": 3, "b": 4}] * 9]
 
 
@@ -54,7 +54,7 @@ def test_every_sample_is_trained_on_once_in_its_length(seed, eta, kept):
 
 @pytest.mark.parametrize("eta", [0, 1, 2, 4])
 def test_no_more_are_drawn_than_the_bound_lets(eta):
-    """Equation 3, with which one more would be too many; without staleness all of them are."""
+    """Equation 3 of the paper allows no more. Without staleness all that it allows are drawn."""
     run = run_asynchronous(small_script(0), EIGHT, LATENCY, way(eta), train_s=5.0)
     assert all(drawn <= 64 * (i + eta + 1) for i, drawn in enumerate(run.most_drawn))
     if eta == 0:
@@ -80,7 +80,7 @@ def test_a_long_sample_outlives_the_bound_on_what_is_drawn():
 
 
 def test_an_interruption_costs_the_keys_and_values_of_what_goes_on():
-    """5 s for a token in place of one, with the first version and with each that comes."""
+    """Each version, the first one too, needs a prefill: its token takes 5 s in place of 1 s."""
     run = run_asynchronous(script_of(ONE_LONG), TWO, DEAR_PREFILL, way(4))
     (long,) = (s.rollout for s in samples(run) if len(s.rollout.generated.token_ids) == 60)
     num_versions = len(long.generated.spans)
@@ -110,7 +110,7 @@ def test_what_is_measured_is_the_tokens_of_these_steps_at_its_rate():
     assert sum(step.num_rollouts for step in found.of_window) == 3 * 64
     whole = run_asynchronous(small_script(0, 12), EIGHT, LATENCY, way(1), train_s=5.0)
     tokens = sum(len(s.rollout.generated.token_ids) for s in samples(whole))
-    # With a beginning in which all are short, and an end in which few are left.
+    # Approximately: at the start all samples are short, and at the end few are left.
     assert found.tokens_per_s == pytest.approx(tokens / whole.taken_s[-1], rel=0.4)
 
 

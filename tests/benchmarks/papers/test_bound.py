@@ -1,4 +1,4 @@
-"""Seconds that no schedule beats, against cases reckoned by hand and schedules that were run."""
+"""The lower bound on seconds of any schedule: cases by hand, and simulated schedules."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def test_one_response_alone_takes_its_steps():
 
 
 def test_responses_that_are_alike_are_best_divided_evenly():
-    """Then the bound is what happens: 4 engines, 50 on each, all as long."""
+    """Here the bound is reached: 4 engines with 50 responses each, all equally long."""
     bound = bound_rollout(COSTS, *alike(200, 500), [], num_engines=4)
     assert bound.seconds == pytest.approx(500 * (0.01 + 50 * 1e-4), rel=0.01)
     assert bound.seconds > 1.4 * max(bound.alone_s, bound.work_s)
@@ -54,7 +54,7 @@ def test_the_context_is_read_at_every_token():
 
 @pytest.mark.parametrize("p", [0.5, 0.8, 0.95])
 def test_alone_no_setting_of_a_drafter_is_faster(p):
-    """Coupled and drafted for meanwhile, at every pace."""
+    """Coupled drafting, and drafting at the same time as verification, at every pace."""
     draft_s = 3e-3
     bound = bound_rollout(COSTS, *alike(1, 1000), [drafter(draft_s, p)], num_engines=1)
     speeds = []
@@ -87,7 +87,7 @@ def test_nothing_that_is_simulated_is_faster(case):
     seconds = [case.simulate(v).step.step_s for v in variants(case) if v.name in names]
     assert len(seconds) == 4
     assert bound.seconds < min(seconds)
-    assert bound.alone_s > 0.3 * min(seconds), "a bound that is far off shows nothing"
+    assert bound.alone_s > 0.3 * min(seconds), "the bound is too loose to show anything"
 
 
 def test_drafts_that_are_right_more_often_lower_the_bound(case):

@@ -1,4 +1,4 @@
-"""SpecActor's drafters against what the paper prints of them."""
+"""The model of SpecActor's drafters gives the figures that the paper prints."""
 
 from collections import Counter
 from dataclasses import replace
@@ -29,7 +29,7 @@ def test_one_seed_one_result():
 
 
 def test_which_drafter_is_the_best_differs_and_most_often_it_is_a_model():
-    """Fig. 7."""
+    """Fig. 7 of the paper."""
     best = Counter(max(of, key=of.get) for of in draw_acceptances(IDS, 0).values())
     assert set(best) == set(DRAFTERS)
     assert best[LARGE] > best[SMALL] > best[NGRAM] > 0
@@ -51,12 +51,12 @@ def test_a_hard_request_is_hard_for_all():
 
 
 def test_decoding_one_request_takes_less_than_13_ms():
-    """5.1."""
+    """Section 5.1 of the paper."""
     assert LATENCY.decode_s(4, 1, 1000.0) < 0.013
 
 
 def test_coupled_speculation_costs_at_256_and_pays_for_one():
-    """3, Fig. 6b: no or negative speed-up."""
+    """Section 3 and Fig. 6b of the paper: no speedup, or a slowdown, at 256 requests."""
     case = Case.draw(SETTING.spec, SETTING.layout, 200, 0)
     assert coupled_speedup(case, 256) < 1.1
     assert coupled_speedup(case, 1) > 1.2
@@ -65,7 +65,7 @@ def test_coupled_speculation_costs_at_256_and_pays_for_one():
 
 @pytest.mark.parametrize("window", [0, 1, 5])
 def test_verifying_is_affine_in_the_batch(window):
-    """4.1."""
+    """Section 4.1 of the paper."""
     one, two, three = (LATENCY.verify_s(4, b, 1000.0, window) for b in (10, 20, 30))
     assert two - one == pytest.approx(three - two)
     assert two - one == pytest.approx(10 * (window + 1) * LATENCY.sequence_s)

@@ -1,4 +1,4 @@
-"""The baseline facts that the papers print, on virtual engines with the papers' settings."""
+"""Virtual engines with the papers' settings reproduce the baseline facts that the papers print."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def baseline(setting, seed):
 
 @pytest.mark.parametrize("setting", RUNAWAYS, ids=lambda setting: setting.name)
 def test_pat_a_single_sample_is_left_for_46_to_82_percent(setting):
-    """On average over seeds; single seeds give 39 to 47 % at 6K and 76 to 79 % at 16K."""
+    """Take the mean over seeds: one seed gives 39 to 47 % at 6K and 76 to 79 % at 16K."""
     shares = [baseline(setting, seed)[1].last_alone_share for seed in (0, 1, 2)]
     assert 0.43 <= np.mean(shares) <= 0.82
 
@@ -33,7 +33,7 @@ def test_pat_the_share_grows_with_the_maximum():
 
 
 def test_pat_but_not_with_its_printed_lengths():
-    """The contradiction described at `pat_runaway`: figure 3b does not give figure 3a's share."""
+    """`pat_runaway` describes the contradiction: figure 3b does not give figure 3a's share."""
     assert baseline(PRINTED, 1)[1].last_alone_share < 0.1
 
 

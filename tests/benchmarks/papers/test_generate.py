@@ -1,4 +1,4 @@
-"""Generated traces have the figures that the papers print."""
+"""Generated traces have the statistics that the papers print."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""All techniques of a run on virtual engines: the same tokens, no slower, and what they are."""
+"""All techniques together on virtual engines: the same tokens as without, and faster than each."""
 
 from collections import Counter
 from dataclasses import replace
@@ -56,7 +56,7 @@ def test_every_technique_generates_the_same_tokens(scene, runs):
 
 def test_all_together_are_faster_than_each(runs):
     best_s = min(run.step_s for name, run in runs.items() if name != ALL)
-    assert runs[ALL].step_s < best_s / 1.1, "it both reshapes and drafts"
+    assert runs[ALL].step_s < best_s / 1.1, "all together are not faster than the best alone"
     assert runs[ALL].outcome.moves.num_switches > 0
 
 
@@ -105,7 +105,7 @@ def test_what_is_left_out_is_switched_off():
 
 
 def test_a_scene_places_prompts_as_a_run_does():
-    """Where engines race, so that they end together; with nothing on, as they come."""
+    """If engines race, they are to end together. HistoPipe alone places prompts by rank."""
     (setting,) = SETTINGS["specactor"]
     small = {"num_prompts": 32, "prompts_per_step": 16, "group_size": 4, "num_steps": 4}
     spec = setting.spec.model_copy(update=small)
@@ -117,7 +117,7 @@ def test_a_scene_places_prompts_as_a_run_does():
     assert sum(map(len, ranked.values())) == sum(map(len, ending.values())) == 16
     most = max(scene.lengths, key=lambda key: scene.lengths[key].median_tokens)
     (beside,) = (own for own in ending.values() if most in own)
-    assert len(beside) < evenly, "the longest prompt has few beside it"
+    assert len(beside) < evenly, "the longest prompt has too many prompts on its engine"
     assert ranked != ending
 
 
@@ -140,7 +140,7 @@ def test_prompts_of_a_scene_may_be_placed_by_their_lengths():
     evenly = replace(evenly, placement=even)
 
     def longest(scene):
-        """Expected tokens of the engine that has most."""
+        """Return the expected tokens of the fullest engine."""
         tokens = Counter()
         for engine, request in scene.placed():
             tokens[engine] += scene.lengths[request.id.prompt_key].median_tokens
@@ -171,7 +171,7 @@ def test_the_same_seed_gives_the_same_rows(runs):
     assert once == again
     seconds = {row.technique: row.seconds for row in once}
     for name, run in runs.items():
-        # Steps go on to begin where those before them came to.
+        # Each step begins in the layout in which the step before ended.
         if run.scene.config.pat.tp_degrees:
             settled = replace(run.scene, forgone=Forgone()).settled()
             run = run_scene(settled, settled.policies())
@@ -191,7 +191,7 @@ def test_another_tp_degree_shares_what_can_be_shared():
 
 
 def test_overlapping_steps_go_on_with_pools():
-    """A small cut of RhymeRL's: all samples are there, and nothing runs on a parked engine."""
+    """A small part of RhymeRL's setting. The simulation asserts that all samples are there."""
     (setting,) = SETTINGS["rhymerl"]
     changes = {"prompts_per_step": 64, "num_prompts": 512, "group_size": 8}
     small = replace(

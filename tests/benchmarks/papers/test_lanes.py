@@ -1,4 +1,4 @@
-"""Pictures of lanes: who drafts when, and which TP degree has which GPUs."""
+"""Plots of lanes: the drafter of each engine over time, and the TP degree of each GPU."""
 
 from matplotlib.image import imread
 
@@ -52,7 +52,7 @@ def test_a_row_is_as_long_as_its_slowest_engine_and_the_picture_is_drawn(tmp_pat
     draw_lanes([row], tmp_path / "one.png", "SIMULATION")
     two, one = (imread(tmp_path / name) for name in ("two.png", "one.png"))
     assert two.shape[0] > one.shape[0]
-    # Blue, orange and green are there.
+    # The picture has blue, orange and green.
     assert len({tuple(pixel) for pixel in one.reshape(-1, one.shape[-1])[::7].round(1)}) > 4
     assert empty.end_s == 0.0
 

@@ -1,4 +1,4 @@
-"""The points at which PAT is measured, and what is simulated there."""
+"""The points at which the paper measures PAT, and their simulation."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def compared(a40):
 
 @pytest.mark.parametrize("hardware", [None, PRESET])
 def test_what_is_printed_of_the_best_static_degree_is_what_tp_2_takes(hardware):
-    """With nothing fitted to it, too: lengths and the data sheet give it."""
+    """This also holds without fitted parameters: lengths and the data sheet suffice."""
     steps = Steps.draw(machine(BEST, hardware), lengths(BEST), 0)
     assert steps.static(2).seconds == pytest.approx(BEST.static_s, rel=0.03)
     assert steps.num_tokens == pytest.approx(172.5 * 2570.6, rel=0.1)
@@ -97,7 +97,7 @@ def test_the_epoch_before_has_the_same_prompts(a40):
 
 
 def test_switching_saves_what_the_paper_says_over_its_base_and_little_over_the_best(compared):
-    """Printed: 1.27 of an iteration."""
+    """The paper prints a speedup of 1.27 for an iteration."""
     assert compared.best_static == 4
     assert compared.over_printed.speedup == pytest.approx(1.27, abs=0.06)
     assert 0.0 <= compared.over_best.reduction < 0.05
@@ -113,8 +113,8 @@ def test_the_same_seed_gives_the_same_seconds(compared):
 
 
 def test_where_the_highest_degree_is_the_best_pat_begins_there_and_is_computed():
-    """By the data sheet alone; the layout is there from the step before, so that it costs nothing.
-    One that begins in TP 2 loses what the switch costs at least."""
+    """This uses the data sheet only. The layout is kept from the step before, so it costs nothing.
+    A step that begins in TP 2 loses at least the cost of the switch."""
     steps = Steps.draw(machine(BEST, PRESET), lengths(BEST), 0, STEPS[:1])
     found = compare(steps)
     assert found.best_static == 8
@@ -128,7 +128,7 @@ def test_where_the_highest_degree_is_the_best_pat_begins_there_and_is_computed()
 
 
 def test_a_change_of_layout_is_paid_for_once():
-    """A step after one that began in TP 2, and a step after one like it."""
+    """The first step begins with a change from TP 2. The next step keeps the layout."""
     steps = Steps.draw(machine(BEST, PRESET), lengths(BEST), 0, STEPS[:1])
     scene = steps.scene(STEPS[0], PRINTED_BASE)
     changed = run_scene(scene, scene.policies())
@@ -149,7 +149,7 @@ def test_free_switches_take_no_time(a40, compared):
     one = replace(a40, steps=a40.steps[:1])
     free = one.switched(PRINTED_BASE, replace(PAT, free=True))
     assert free.runs[0].switches
-    # The step in progress ends first.
+    # A free switch still waits for the engine step in progress.
     assert max(switch.seconds for switch in free.runs[0].switches) < 0.1
     assert free.seconds < compared.pat[PRINTED_BASE].runs[0].step_s
 
@@ -161,7 +161,7 @@ def test_moved_or_recomputed_as_told(a40):
 
 
 def test_all_printed_seconds_are_fitted_together():
-    """Seven parameters and eight times; the two of PAT pull in opposite directions."""
+    """Seven parameters fit eight times. The two times of PAT pull in opposite directions."""
     found = residuals()
     assert len(found) == 8
     assert max(map(abs, found.values())) < 0.07
@@ -174,7 +174,7 @@ def test_all_printed_seconds_are_fitted_together():
 )
 @pytest.mark.parametrize("factor", [0.85, 1.15])
 def test_no_parameter_could_as_well_be_another(field, hardware, factor):
-    """Each is where least squares put it, to two digits."""
+    """Each parameter has its least-squares value, to two digits."""
 
     def loss(fitted):
         return sum(r**2 for r in residuals(fitted).values())
@@ -188,7 +188,7 @@ def test_no_parameter_could_as_well_be_another(field, hardware, factor):
 
 @pytest.mark.parametrize("max_k", [6, 8, 12, 16])
 def test_what_is_printed_leaves_little_over_the_best_static_degree(max_k):
-    """On 8 A40, by figures 3b and 4 alone: whoever switches at no cost gains 2 to 8 %."""
+    """For 8 A40, by figures 3b and 4 alone, switches at no cost gain only 2 to 8 %."""
     assert 1.02 < most_over_static(max_k) < 1.08
 
 
@@ -218,7 +218,7 @@ def test_changes_change_what_they_say():
     quick = by_name["switches of 0.3 s"].machine(BEST)
     assert quick.costs().wake_s == 0.3
     assert machine(A40_16K).costs().wake_s == pytest.approx(3.16)
-    # What goes by NVLink is as much faster as that; the rest is as long.
+    # Only the part of a switch that uses NVLink is faster.
     assert machine(BEST).costs().wake_s == pytest.approx(3.16 - 1.03 + 1.03 * 31.5 / 450)
     slow = by_name["4 ms of overhead a step"].machine(BEST).latency
     assert slow.decode_s(2, 1, 1.0) - machine(BEST).latency.decode_s(2, 1, 1.0) == pytest.approx(

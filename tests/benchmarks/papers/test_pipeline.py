@@ -1,4 +1,4 @@
-"""Steps that overlap: what waits for what, and who is counted."""
+"""Steps that overlap: when each begins and ends, and which samples count."""
 
 from functools import partial
 
@@ -45,13 +45,13 @@ def script_of(lengths):
 
 
 def small_script(seed, num_steps=7):
-    """From the third epoch on."""
+    """Read a script that begins with the third epoch."""
     steps = range(9, 9 + num_steps)
     return read_script(generate(SMALL, seed, range(1, steps[-1] + 1)), steps)
 
 
 def by_name(step, num_engines):
-    """Prompt "a" on engine 0, "b" on engine 1."""
+    """Plan prompt "a" on engine 0 and prompt "b" on engine 1."""
     del num_engines
     groups = tuple(
         PromptGroup(prompt_key=key, engine="ab".index(key), expected_tokens=None)
@@ -73,7 +73,7 @@ IN_TURN = [{"a": 9, "b": 1}, {"a": 1, "b": 9}] * 4
 
 @pytest.mark.parametrize(("barrier", "seconds"), [(True, 4 * 9.0), (False, 2 * 10.0)])
 def test_long_and_short_in_turn_fill_the_engines(barrier, seconds):
-    """With a barrier every step takes 9 s; without it, two steps take 10 s and nobody idles."""
+    """With a barrier every step takes 9 s. Without it two steps take 10 s and no engine idles."""
     found = simulate_pipeline(
         script_of(IN_TURN), TWO, STEPWISE, Configuration(name="x", plan=by_name, barrier=barrier)
     )
@@ -84,7 +84,7 @@ def test_long_and_short_in_turn_fill_the_engines(barrier, seconds):
 
 
 def test_a_step_waits_for_the_version_of_the_step_before_the_last():
-    """Training takes 3 s: version 1 is there at 9 + 3, version 2 at 15."""
+    """Training takes 3 s, so version 1 exists at 9 + 3 s and version 2 at 15 s."""
     found = simulate_pipeline(
         script_of(IN_TURN), TWO, STEPWISE, Configuration(name="x", plan=by_name), train_s=3.0
     )
@@ -96,7 +96,7 @@ def test_weights_take_their_time_on_every_engine():
     found = simulate_pipeline(
         script_of(IN_TURN), TWO, STEPWISE, Configuration(name="x", plan=by_name), sync_s=0.5
     )
-    # Steps 1 and 2 share a version, steps 3 and 4 have one each.
+    # Steps 1 and 2 use the same version. Steps 3 and 4 need a weight sync each.
     assert [step.finished_s for step in found.steps[:4]] == pytest.approx([9.5, 10.5, 20.0, 21.5])
 
 
@@ -117,8 +117,8 @@ def test_overlapping_is_never_slower_than_a_barrier(seed, placement, train_s):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("apart", [False, True])
 def test_one_step_off_hides_training_and_no_more(seed, apart):
-    """Of the steps the same rollouts: it is never later than on-policy, and never earlier by more
-    than what was trained on meanwhile."""
+    """Both have the same rollouts. One step off is never later than on-policy. It is never earlier
+    by more than the training that it overlaps."""
     script, train_s = small_script(seed), 5.0
     off = Configuration(name="x", plan=dealt("even"), barrier=True, apart=apart)
     ends = [
@@ -137,7 +137,7 @@ def test_on_policy_nothing_is_old():
 
 
 def test_samples_apart_fill_the_engines():
-    """Engines have as many of each prompt as the others, or one more."""
+    """Each prompt's samples are spread evenly: engines differ by at most one of them."""
     together, apart = (
         simulate_pipeline(
             small_script(0),
@@ -185,7 +185,7 @@ def test_same_seed_same_result():
 
 
 class Once:
-    """One move of one step, when its "a" has 5 tokens."""
+    """Makes one move in one step, once its "a" has 5 tokens."""
 
     def __init__(self, kind, step=1):
         self.kind, self.step, self.made = kind, step, False
@@ -215,8 +215,8 @@ def moved_once(kind, step=1, lengths=TOGETHER, **options):
 
 
 def test_a_deferred_sample_finishes_once_with_its_length():
-    """That all have the lengths of the trace is checked in every run. Of its 50 tokens it brings
-    5 or 6 along to engine 1, which is at "b" of the first step until then."""
+    """The sample goes to engine 1 with 5 or 6 of its 50 tokens. That engine runs "b" of the first
+    step until then. Every run checks that all samples have the lengths of the trace."""
     found = moved_once(Defer, oversample=1.0)
     first, second, *others = found.steps
     assert (first.num_rollouts, first.num_deferred, second.num_rollouts) == (1, 1, 3)
@@ -228,7 +228,7 @@ def test_a_deferred_sample_finishes_once_with_its_length():
 
 
 def test_staleness_is_of_every_sample():
-    """Of step 2 one is deferred, begun with version 0: among the three of step 3 it is 2 old."""
+    """Step 2 defers a sample that began with version 0. It is one of step 3's three, and 2 old."""
     lengths = [{"a": 3, "b": 4}, *TOGETHER]
     _, second, third, *_ = moved_once(Defer, step=2, lengths=lengths, oversample=1.0).steps
     assert (second.num_deferred, second.mean_staleness) == (1, 1.0)
@@ -249,14 +249,14 @@ def test_a_migrated_sample_stays_in_its_step():
 
 
 def test_shares_are_of_the_planned_samples_of_the_window():
-    """The deferred sample of step 1 is outside: two steps warm up."""
+    """The deferred sample of step 1 does not count: the first two steps are the warm-up."""
     assert moved_once(Defer, oversample=1.0).migrated_share == 0.0
     found = moved_once(Migrate).model_copy(update={"measured": (1, 2)})
     assert found.intra_share == found.migrated_share == pytest.approx(1 / 4)
 
 
 def test_a_plan_knows_nothing_of_the_step_under_way():
-    """Step 3 is planned when step 2 has not finished."""
+    """Step 3 is planned before step 2 has finished."""
     script = script_of([{"a": 10}, {"a": 20}, {"a": 40}, {"a": 80}, {"b": 1}])
     histories = [step.history for step in script.steps]
     assert histories[0] == histories[1] == histories[4] == {}
@@ -274,7 +274,7 @@ def test_few_steps_and_gaps_are_refused():
 
 
 def test_ranking_groups_alternate():
-    """Whoever has the longest group at an odd step has the shortest at an even one."""
+    """The engines with the longest group in an odd step have the shortest in an even step."""
     plans = [in_turn(CONFIG)(step, 8) for step in small_script(0).steps[:2]]
     shortest, longest = ([plan.ranking_groups[at].engines for plan in plans] for at in (0, -1))
     assert shortest == longest[::-1]

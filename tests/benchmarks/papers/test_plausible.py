@@ -1,4 +1,4 @@
-"""Which assumptions about SpecActor's drafters what it prints leaves standing."""
+"""SpecActor's paper prints figures that refute some assumptions about its drafters."""
 
 from dataclasses import replace
 
@@ -97,7 +97,8 @@ def test_a_point_that_meets_the_prints_is_simulated_whole(case):
 
 
 def test_a_point_that_misses_one_is_left_there(case):
-    """Negative control: drafters that cost nothing and are right nearly always stand nowhere."""
+    """Negative control: no figure of the paper fits drafters that are free and nearly always
+    right."""
     (free,) = look(case, [Assumption(0.01, 0.97)], PRINTS)
     assert free.found.keys() == {AT_256}
     assert not free.brought

@@ -1,4 +1,4 @@
-"""Races and redrafts of virtual engines under the real coordinator."""
+"""Virtual engines race and redraft requests under the real coordinator."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ from tests.simulate.latencies import LinearLatency
 LATENCY = LinearLatency(0.01, 1e-3)
 BAD, GOOD = DraftSetting("bad", 2), DraftSetting("good", 2)
 STEP_S = 0.011 * 1.02 + 0.002
-"""Of one request that is drafted for."""
+"""Seconds of a step with one request and its drafts."""
 ACCEPTANCE = {"bad": 0.0, "good": 1.0}
 
 
@@ -30,7 +30,7 @@ def engine_of(index, lengths, **options):
 
 
 class Once:
-    """Makes a move as soon as it can, and keeps the views."""
+    """Makes one move as soon as possible, and keeps all views."""
 
     def __init__(self, move):
         self.move, self.views = move, []
@@ -66,7 +66,7 @@ def test_the_copy_with_the_better_drafter_wins_and_the_other_stops():
     assert (outcome.moves.num_raced, outcome.moves.num_races_won) == (1, 1)
     won = finished["a"]
     assert (won.engine, len(won.generated.token_ids)) == (1, 400)
-    # Three tokens a step from the race on, and one before.
+    # Each step yields three tokens after the race begins, and one before.
     assert won.finished_s < 0.5 * 400 * STEP_S
     assert len(engines[0].intervals) > 0
     assert engines[0].intervals[-1].end_s <= won.finished_s + STEP_S

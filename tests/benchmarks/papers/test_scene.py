@@ -1,4 +1,4 @@
-"""Scenes whose GPUs change their TP degree, by the real coordinator and policy in virtual time."""
+"""Scenes in which GPUs change their TP degree, with the real coordinator and policies."""
 
 import math
 from dataclasses import replace
@@ -49,7 +49,7 @@ def trace(lengths) -> Trace:
 
 
 class Scripted:
-    """Switches when so few are left, to this TP degree."""
+    """Switches to a TP degree once this few requests are left."""
 
     def __init__(self, pools, script, move_kv=True):
         self.pools, self.script, self.move_kv = pools, dict(script), move_kv
@@ -67,7 +67,7 @@ class Scripted:
 
 
 def scene(lengths, *, num_gpus=8, base=2, higher=(4, 8), costs=COSTS):
-    """Responses of these lengths, which are known, from this TP degree."""
+    """Return a scene with responses of these known lengths, which begins at TP degree `base`."""
     num_engines = num_gpus // base
     pools, specs = plan_pools(num_engines, base, higher, 8)
     return Scene(
@@ -110,7 +110,7 @@ def by_request(run):
 
 
 def works_at_once(run):
-    """Seconds in which engines of two layouts of a pool are both busy."""
+    """Return the seconds in which two layouts of a pool are busy at the same time."""
     shared_s = 0.0
     for pool in run.scene.pools:
         for one, other in combinations(pool.engines, 2):
@@ -159,13 +159,13 @@ def test_a_switch_takes_what_the_formula_says(ahead):
     )
     loaded_s = sum(saved.values()) * per_token_s / 8
     first_s = min(i.start_s for of in new.values() for i in of)
-    # Ahead, but for a millisecond's tokens: those that came while the others were saved.
+    # Saved ahead, except for tokens of the last millisecond: they came during the save.
     assert first_s == pytest.approx(saved_s + 3.0 + loaded_s, abs=1e-3 if ahead else 1e-5)
     assert switch.seconds == pytest.approx(first_s - switch.at_s)
 
 
 class Forecasting(Scripted):
-    """Notes, as it decides to switch, when everybody is forecast to have finished."""
+    """At the first switch, notes the forecast end of the step."""
 
     def __init__(self, one, script, move_kv):
         super().__init__(one.pools, script, move_kv)
@@ -183,7 +183,7 @@ class Forecasting(Scripted):
 
 @pytest.mark.parametrize("move_kv", [True, False])
 def test_a_switch_is_forecast_as_it_goes(move_kv):
-    """Saved ahead for a fifth of the step, in which some finish, and made then."""
+    """The save ahead takes a fifth of the step. Some requests finish before the switch."""
     slow = replace(COSTS, link_bytes_per_s=3e7, wake_s=0.1)
     one = replace(scene(LENGTHS, costs=slow), report_s=0.05)
     forecasting = Forecasting(one, {8: 8}, move_kv)
@@ -217,7 +217,7 @@ def test_only_so_many_switches_are_made():
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(50, 6000), min_size=1, max_size=24), st.sampled_from([2, 4]))
 def test_free_switches_never_cost(lengths, base):
-    """Forecasts are off by what reporting is late, and by merged segments."""
+    """Forecasts are not exact: reports come late, and segments are merged."""
     higher = tuple(tp for tp in (4, 8) if tp > base)
     plain = static(lengths, base)
     run = planned(lengths, base=base, higher=higher, costs=FREE)

@@ -1,4 +1,4 @@
-"""Tokens that resemble those of the epoch before, and what the drafter of a run makes of them."""
+"""Made-up tokens resemble those of the epoch before, and a run's drafter replays them."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from engines.simulate.history import DRAFTINGS
 
 SPEC = rhymerl().model_copy(update={"num_prompts": 64, "prompts_per_step": 16, "group_size": 8})
 LENGTHS = [(tuple(range(650, 970, 20)), tuple(range(770, 1138, 23)))] * 4
-"""Longer by a fifth, as from epoch to epoch, and spread."""
+"""Lengths of an earlier and a later epoch: spread, and longer by a fifth in the later one."""
 GROUPS = similar_groups(Resemblance(), LENGTHS, 0)
 
 
@@ -27,14 +27,14 @@ def history(*responses):
 
 
 def test_the_routine_finds_what_goes_on_alike():
-    """4 5 behind 1 2 3; then 9 is new, and 1 2 3 goes on with 4."""
+    """4 5 follows 1 2 3 as before. Then 9 is new, and after 1 2 3 the 4 is found again."""
     earlier, later = history([1, 2, 3, 4, 5, 6]), history([1, 2, 3, 4, 5, 9, 1, 2, 3, 4])
     assert accepted_share([(earlier, later)]) == pytest.approx(3 / 10)
     assert accepted_share([(later, later)]) == pytest.approx(7 / 10)
 
 
 def test_tokens_are_as_much_alike_as_printed():
-    """93 % by the routine (5.1), and 65 to 79 % of the paper's drafts (7.2.2)."""
+    """The paper prints 93 % by this routine (5.1), and accepts 65 to 79 % of drafts (7.2.2)."""
     few = [(own, later._replace(responses=later.responses[::4])) for own, later in GROUPS]
     assert accepted_share(few) == pytest.approx(0.93, abs=0.02)
     assert 0.65 < accepted(GROUPS, shipped.PAPER) < 0.79
@@ -76,7 +76,7 @@ def test_the_larger_the_batch_the_less_is_verified():
 
 
 class TwiceAsDear(LinearLatency):
-    """A draft token takes twice as long as one that is drawn."""
+    """To verify a draft token takes twice as long as to sample a token."""
 
     def verify_s(self, tp_degree, batch, context_tokens, window):
         return super().verify_s(tp_degree, batch, context_tokens, 2 * window)

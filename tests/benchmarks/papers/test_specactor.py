@@ -1,4 +1,4 @@
-"""SpecActor's parts on a small cluster, by the real coordinator and policies."""
+"""SpecActor's techniques on a small cluster, with the real coordinator and policies."""
 
 from dataclasses import replace
 
@@ -125,7 +125,7 @@ def test_n_gram_is_of_no_use_to_the_last(simulated):
 def test_what_is_chosen_by_the_batch_is_nothing_where_it_does_not_pay():
     choose = SettingByBatch(LATENCY, 4, SMALL, 0.5, modes=(True, False))
     assert replace(choose, modes=(True,))(256, 256 * 1000.0) is None
-    assert not choose(256, 256 * 1000.0).coupled, "short drafts pay where whole windows do not"
+    assert not choose(256, 256 * 1000.0).coupled, "a coupled setting does not pay here"
     few = choose(2, 2000.0)
     assert few
     assert few.drafter == SMALL

@@ -1,4 +1,4 @@
-"""Layouts of several TP degrees at once, by the latency model alone."""
+"""Layouts with several TP degrees at once, evaluated with the latency model alone."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ FOUND = [*EVEN, (4, 2, 2)]
 
 @dataclass(frozen=True)
 class Affine:
-    """Steps of 8 ms over the TP degree, and as much for each response whatever the degree."""
+    """A step takes 8 ms over the TP degree, plus the same time for each response at any degree."""
 
     each_s: float = 1e-3
 
@@ -72,7 +72,7 @@ def test_as_many_are_long_as_lets_all_end_alike():
 
 
 def test_one_layout_is_played_as_it_is_forecast():
-    """There is nothing to gain from dealing anew what was dealt by lengths that are known."""
+    """Lengths are known, so a new deal cannot improve on the first."""
     alike = responses_of([1000] * 16)
     rank = {one.id: one.remaining_tokens for one in alike}
     for layout in EVEN:
@@ -90,7 +90,7 @@ def test_who_knows_of_a_long_one_gains_by_a_degree_of_its_own():
 
 @dataclass(frozen=True)
 class Alike:
-    """Nobody is known to be longer than others."""
+    """Expects the same length for all responses."""
 
     is_known = True
 

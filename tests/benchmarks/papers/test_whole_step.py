@@ -1,4 +1,4 @@
-"""What can be done of a step's rest while its rollout lasts."""
+"""Engines that are free during the rollout can do part of the rest of the step."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,8 @@ from tests.benchmarks.papers.test_specactor import LAYOUT, SPEC
 
 
 def rolled_out(*busy, rollouts):
-    """`busy`: intervals of each engine; `rollouts`: prompt, tokens and end."""
+    """Return a fake simulation. `busy`: intervals of each engine; `rollouts`: prompt, tokens and
+    end."""
     return SimpleNamespace(
         step=SimpleNamespace(step_s=max(end for of in busy for _, end in of)),
         timelines=tuple(tuple(Interval(*at, 1, 0, False) for at in of) for of in busy),
@@ -30,12 +31,12 @@ def test_the_rest_is_what_is_no_rollout():
 
 
 def test_free_engines_do_what_is_ready():
-    # b's group is done at 4, when one of two engines is free; a's at 10, when all is over.
+    # b's group ends at 4, when one of two engines becomes free; a's ends at 10, with the step.
     simulation = rolled_out(
         [(0, 10)], [(0, 4)], rollouts=[("b", 50, 4), ("a", 10, 3), ("a", 40, 10)]
     )
-    assert overlapped_s(simulation, 2.0) == pytest.approx(1.0), "all that is ready: half of it"
-    assert overlapped_s(simulation, 20.0) == pytest.approx(3.0), "six seconds of one engine of two"
+    assert overlapped_s(simulation, 2.0) == pytest.approx(1.0), "half of it is ready in time"
+    assert overlapped_s(simulation, 20.0) == pytest.approx(3.0), "one of two engines is free 6 s"
 
 
 def test_a_group_is_ready_with_its_last_response():
@@ -68,6 +69,6 @@ def test_whole_steps_are_told_beside_those_that_overlap():
     baseline, whole = found["veRL"], found["best-of-N"]
     assert baseline.speedup == 1.0 < baseline.overlapping_speedup < 4 / 3
     rollout = next(row for row in ablation.rows if row.variant.name == "best-of-N")
-    assert 1.0 < whole.speedup < rollout.speedup, "the rest is as long"
+    assert 1.0 < whole.speedup < rollout.speedup, "the rest of the step takes the same time"
     assert whole.speedup == pytest.approx(1 / (ROLLOUT_SHARE / rollout.speedup + 1 - ROLLOUT_SHARE))
     assert whole.overlapping_speedup > whole.speedup

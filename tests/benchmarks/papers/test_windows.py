@@ -1,4 +1,4 @@
-"""HistoSpec's window in the long run, and where drafting is switched off."""
+"""HistoSpec's mean window over many passes, and the batch sizes without drafting."""
 
 import random
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def test_the_long_run_is_that_of_a_long_run(acceptance):
 
 @dataclass(frozen=True)
 class Dear(LinearLatency):
-    """A second to decode, and 0.3 s more for each draft token of the batch."""
+    """A decoding step takes 1 s, and 0.3 s more for each draft token of the batch."""
 
     def decode_s(self, tp_degree, batch, context_tokens):
         return 1.0 + 0.0 * (tp_degree + batch + context_tokens)
@@ -82,7 +82,8 @@ LEVELS = GatedHistory(DEAR, 1, (FAR, NEAR))
 
 
 def test_the_larger_the_batch_the_less_is_verified_until_nothing_pays():
-    """Of a second and 0.3 s a draft token: 4 s for 8 tokens, then 1.6 s for 2, then 1 s for one."""
+    """A step takes 1 s, and 0.3 s more a draft token. For one request, 4 s for 8 tokens are best;
+    for two, 1.6 s for 2 tokens each; for four, 1 s for one token each."""
     assert LEVELS(1, 100.0) == DraftSetting("histospec", 1)
     assert LEVELS(2, 100.0) == DraftSetting("histospec", 2)
     assert LEVELS(4, 100.0) is None
@@ -106,7 +107,7 @@ def test_an_engine_verifies_as_its_batch_is():
         return {rollout.request.id.prompt_key: rollout for rollout in found}
 
     done = run_virtual(run())
-    # Prefill; 10 passes of both; then 10 passes of one.
+    # One prefill, 10 passes of both requests, then 10 passes of one.
     assert done["a"].finished_s == pytest.approx(1 + 10 * 1.6, rel=0.01)
     assert done["b"].finished_s == pytest.approx(1 + 10 * 1.6 + 10 * 4.0, rel=0.01)
     assert done["b"].generated.num_draft_tokens == 10 + 100
