@@ -1,4 +1,4 @@
-"""Modules that are changed when they have been loaded, for the processes of a run."""
+"""An import hook that changes modules once they are loaded, for the processes of a run."""
 
 import importlib.abc
 import importlib.machinery
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Changing(importlib.abc.MetaPathFinder):
-    """`changes`: what is done with each module, by its name, once."""
+    """`changes`: a function for each module's name, called once with the loaded module."""
 
     def __init__(self, changes: dict[str, Callable[[Any], None]]) -> None:
         self._changes = changes

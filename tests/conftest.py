@@ -1,4 +1,4 @@
-"""What all tests share: one Ray cluster, the demo's model and data."""
+"""Fixtures of all tests: one Ray cluster, pretrained models, and a check for record failures."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from engines.private import private_dir
 from flows.environment import quieten
 from infra.pretrained import CACHE, build_once
 
-# A busy machine is no failure.
+# No deadline: on a busy machine a slow example is no failure.
 settings.register_profile("house", deadline=None)
 settings.load_profile("house")
 
@@ -25,18 +25,20 @@ DEMO = REPOSITORY / "infra" / "demo"
 quieten()
 
 collect_ignore = ["gpu"]
-"""Tests with settings of their own: `make gpu`."""
+"""Tests with their own settings: `make gpu` runs them."""
 
 SHARED = ("whole_run", "engines")
-"""Fixtures of several files that take a minute and more."""
+"""Fixtures that several files use and that take a minute or more."""
 LONGEST = ("test_ui.py", *SHARED)
-"""Ends of the groups that begin first, so that no process is left with one of them."""
+"""Name endings of the groups that begin first, so that no process ends up alone with one."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where two processes test (`-n 2 --dist loadgroup`), one of them has all that shares engines
-    or a run, or is of a file. What takes longest comes first."""
+    """Group engine tests that share a fixture or a file, and put the longest groups first.
+
+    With two processes (`-n 2 --dist loadgroup`), one process runs all tests of a group.
+    """
 
     def group(item: pytest.Item) -> str:
         shared = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
@@ -50,8 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def record_failures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Exception]]]:
-    """Failures of the record in this process: they end no run, so a test would not see them. One
-    that expects some asks for this, looks at them and clears it."""
+    """Fail a test after which the record has a failure. Such failures end no run, so a test would
+    not notice them. A test that expects some requests this fixture, checks them and clears it."""
     found: list[tuple[str, Exception]] = []
     add = Failures.add
 
@@ -76,13 +78,13 @@ INSTALL_S = 300.0
 
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
-    """A real pretrained model in bfloat16."""
+    """Return the directory of a real pretrained model in bfloat16."""
     return _pretrained("smollm2")
 
 
 @pytest.fixture(scope="session")
 def gemma3_dir() -> Path:
-    """Another one: sliding windows, a quarter of a million tokens in its vocabulary."""
+    """Return another one: sliding windows, and a vocabulary of a quarter of a million tokens."""
     return _pretrained("gemma3")
 
 
@@ -96,7 +98,7 @@ def _pretrained(model: str) -> Path:
 
 @pytest.fixture(scope="session")
 def reasoning_gym_dir() -> Path:
-    """A directory for `sys.path` that has reasoning-gym, with what it needs besides."""
+    """Return a directory for `sys.path` with reasoning-gym and its dependencies."""
     directory = CACHE / "reasoning-gym"
     with FileLock(f"{private_dir('reasoning-gym')}.lock"):
         if not (directory / "reasoning_gym").exists():
@@ -115,7 +117,7 @@ def reasoning_gym_dir() -> Path:
 
 @pytest.fixture
 def with_reasoning_gym(reasoning_gym_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is installed."""
+    """Make reasoning-gym importable, here and in processes that the test starts."""
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{reasoning_gym_dir}")
     monkeypatch.syspath_prepend(reasoning_gym_dir)
 

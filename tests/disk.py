@@ -1,4 +1,4 @@
-"""A disk that is full, and one of a machine that may lose its power at any time."""
+"""Two disks that fail: one is full, the other belongs to a machine that may lose power."""
 
 import os
 import resource
@@ -11,7 +11,7 @@ import pytest
 
 @contextmanager
 def full_disk(room: int = 10) -> Iterator[None]:
-    """No file of this process grows beyond so many bytes."""
+    """Let no file of this process grow beyond this many bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
     try:
@@ -21,12 +21,12 @@ def full_disk(room: int = 10) -> Iterator[None]:
 
 
 class Disk:
-    """Notes what is flushed, and what gets a name that somebody looks for before it is."""
+    """Notes flushed files, and files that get a public name before they are flushed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.named_too_early: list[str] = []
         self.unsettled: set[str] = set()
-        """Directories with a new name in them that a crash would take away."""
+        """Directories with a new name that a crash would remove."""
         self._flushed: dict[int, tuple[int, int]] = {}
         fsync, rename, replace = os.fsync, os.rename, os.replace
 
@@ -49,7 +49,7 @@ class Disk:
         monkeypatch.setattr(os, "replace", noting_replace)
 
     def _look_at(self, source: Path, target: Path) -> None:
-        # A name with a dot is nobody's but the writer's.
+        # Only the writer looks for a name that starts with a dot.
         if target.name.startswith("."):
             return
         for path in (source, *source.rglob("*")):

@@ -1,9 +1,9 @@
-"""Another user of the machine tries everything that a run has, and prints what it got, in JSON.
+"""Another user of the machine tries to reach all that a run has. Print the findings as JSON.
 
     python -m tests.intruder USER < targets.json
 
-Starts as root, as another user may not even read this file. With the run's own user in place of
-another it shows that it would get something where nothing is closed.
+Start it as root, because another user may not even read this file. Negative control: as the run's
+own user it must reach something.
 """
 
 import http.client
@@ -23,13 +23,13 @@ from typing import Any
 import grpc
 
 Finding = tuple[str, str]
-"""What was reached, and how."""
+"""A target that was reached, and how."""
 LIMIT_S = 5.0
 SECRET = "a secret of the run's user"
 WORDS = [{}, {"Authorization": "Basic cmVmcmFpbjpndWVzc2Vk"}, {"Authorization": "Bearer x"}]
-"""Without a password, and with wrong ones."""
+"""Headers without a password, and with wrong ones."""
 CALLS = (
-    # Also for those who do not know the cluster's number.
+    # This call needs no cluster ID.
     "NodeInfoGcsService/GetClusterId",
     "NodeInfoGcsService/GetAllNodeInfo",
     "InternalKVGcsService/InternalKVKeys",
@@ -44,11 +44,11 @@ CALLS = (
     "CoreWorkerService/GetCoreWorkerStats",
     "CoreWorkerService/Exit",
 )
-"""Of Ray's servers: what reads, joins, runs code or ends something."""
+"""Calls of Ray's servers that read, join, run code or end something."""
 CLOSED = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.UNIMPLEMENTED,
-    # It speaks something else.
+    # The server speaks another protocol.
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
 )
@@ -68,7 +68,7 @@ def attack(targets: dict[str, Any]) -> Iterator[Finding]:
         yield from use_directory(directory)
     for name in targets.get("sockets", ()):
         yield from ask_socket(name)
-    # Those that speak neither language let each question wait for its time limit.
+    # A server that speaks neither protocol lets each request wait for its timeout.
     with ThreadPoolExecutor(8) as pool:
         try_port = partial(use_port, token=targets.get("token"))
         for found in pool.map(try_port, targets.get("ports", ())):
@@ -103,7 +103,7 @@ def use_directory(directory: Path) -> Iterator[Finding]:
 
 
 def ask_socket(name: str) -> Iterator[Finding]:
-    """`name`: a path, or a name in the kernel's own namespace, with @ first as `ss` shows it."""
+    """Connect to a path, or to a name in the abstract namespace (with @ first, as `ss` shows)."""
     with socket.socket(socket.AF_UNIX) as asking:
         asking.settimeout(LIMIT_S)
         try:
@@ -111,7 +111,7 @@ def ask_socket(name: str) -> Iterator[Finding]:
             if not name.startswith("@"):
                 yield name, "connected to"
                 return
-            # As `refrain sql` begins.
+            # `refrain sql` begins with this line.
             asking.sendall(b"5.0\n")
             if asking.recv(1):
                 yield name, "answered"
@@ -124,7 +124,7 @@ def use_port(port: int, token: str | None) -> list[Finding]:
 
 
 def call_port(port: int, token: str | None) -> Iterator[Finding]:
-    """Call Ray's servers without a token and with a wrong one, or with this one."""
+    """Call Ray's servers with this token. Without one, call them with none and with wrong ones."""
     words = [f"Bearer {token}"] if token else [None, "Bearer x", "Bearer " + "0" * 64]
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         for word in words:
@@ -148,13 +148,13 @@ def read_pages(port: int) -> Iterator[Finding]:
             status, text = ask(f"http://127.0.0.1:{port}{page}", None, words)
             if status == 0:
                 return
-            # Prefect gives its pages' own files to all, and asks for the password with the data.
+            # Prefect serves its static pages to all. Its data need the password.
             if status == 200 and "<title>Prefect" not in text:
                 yield f"port {port}", f"{page} answered"
 
 
 def rob_mlflow(url: str, victim: Path, words: dict[str, str]) -> Iterator[Finding]:
-    """Read artifacts of the user's runs, and have the server write into a directory of theirs."""
+    """Read artifacts of the user's runs, and make the server write into a directory of the user."""
     api = f"{url}/api/2.0/mlflow"
     _, text = ask(f"{api}/runs/search", {"experiment_ids": ["0", "1", "2"]}, words)
     for run in parsed(text).get("runs", ()):
@@ -181,7 +181,7 @@ def ask(
     headers: Mapping[str, str] = MappingProxyType({}),
     method: str | None = None,
 ) -> tuple[int, str]:
-    """Status and text; 0 where there is no answer in HTTP."""
+    """Return the HTTP status and text, or status 0 without an HTTP answer."""
     content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
     known = {"Content-Type": "application/json", **headers}
     try:
@@ -203,7 +203,7 @@ def parsed(text: str) -> dict[str, Any]:
 
 def main() -> None:
     targets, user = json.load(sys.stdin), int(sys.argv[1])
-    # Modules that are imported when they are first needed are too late for another user.
+    # Import lazy modules now: the other user could not read them.
     list(attack({"ports": [1], "mlflow": "http://127.0.0.1:1", "victim": "/"}))
     if user != os.getuid():
         os.setgroups([])

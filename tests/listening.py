@@ -1,4 +1,4 @@
-"""What processes listen on, and whether another machine could reach it."""
+"""The sockets on which processes listen, and whether another machine could reach them."""
 
 import contextlib
 import ipaddress
@@ -14,13 +14,13 @@ def free_port() -> int:
 
 
 def family(process: psutil.Process | None = None) -> list[psutil.Process]:
-    """A process, by default this one, and all that descend from it."""
+    """Return a process, by default this one, and all its descendants."""
     process = process or psutil.Process()
     return [process, *process.children(recursive=True)]
 
 
 def listeners(processes: Iterable[psutil.Process]) -> list[tuple[str, str, int]]:
-    """(command, address, port) of every socket that takes connections or datagrams of anybody."""
+    """Return (command, address, port) of each socket that accepts connections or datagrams."""
     found = []
     for process in set(processes):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -33,7 +33,7 @@ def listeners(processes: Iterable[psutil.Process]) -> list[tuple[str, str, int]]
 
 
 def assert_on_loopback(processes: Iterable[psutil.Process], at_least: int) -> None:
-    """`at_least` so many sockets listen, all of them where only this machine reaches them."""
+    """Assert that at least this many sockets listen, and all of them on loopback addresses."""
     found = listeners(processes)
     assert len(found) >= at_least, found
     reachable = [one for one in found if not _is_loopback(one[1])]
@@ -42,6 +42,6 @@ def assert_on_loopback(processes: Iterable[psutil.Process], at_least: int) -> No
 
 def _is_loopback(address: str) -> bool:
     ip = ipaddress.ip_address(address)
-    # ::ffff:127.0.0.1 is how a socket for both protocols says 127.0.0.1.
+    # A socket for both protocols shows 127.0.0.1 as ::ffff:127.0.0.1.
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
     return (mapped or ip).is_loopback

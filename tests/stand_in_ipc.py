@@ -1,7 +1,7 @@
-"""CUDA's own part in a hand-over of weights, on CPUs: GPUs have names, memory of theirs is shared
-memory of the host, and its handles are those by which torch's processes share that.
+"""Weight transfer by CUDA IPC, on CPUs. Only CUDA's own part is replaced: GPUs are names, their
+memory is shared memory of the host, and IPC handles are handles of that shared memory.
 
-All above it is real: vLLM's trainer class and its engines, and what goes between them.
+The rest is real: vLLM's trainer class, its engines, and the messages between them.
 """
 
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from torch.multiprocessing import reductions
 
 
 class TorchWithGpu:
-    """torch, with a GPU to make tensors on."""
+    """torch with a GPU on which to create tensors."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -26,21 +26,21 @@ class TorchWithGpu:
 
 
 def handle_of(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """What `reduce_tensor` gives of a tensor on a GPU, with the GPU in the same place."""
+    """Return a handle as `reduce_tensor` makes it for a GPU: the GPU has the same place in it."""
     place = tensor.untyped_storage()._share_filename_cpu_()
     of = (torch.Tensor, tensor.size(), tensor.stride(), tensor.storage_offset(), None, tensor.dtype)
     return opened, (*of, "GPU of whoever sends", place)
 
 
 def opened(*handle: Any) -> Tensor:
-    """The same memory in another process; what `rebuild_cuda_tensor` is for a GPU's."""
+    """Return the same memory in another process, as `rebuild_cuda_tensor` does for a GPU's."""
     _, size, stride, offset, _, dtype, _, place = handle
     storage = UntypedStorage._new_shared_filename_cpu(*place)
     return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
 
 
 def replacements(gpu: str) -> list[tuple[Any, str, Any]]:
-    """What to set, for a process to work on the GPU of this name: on what, by which name."""
+    """Return the (object, name, value) to set so that a process works on the GPU of this name."""
     from vllm.distributed.weight_transfer import packed_tensor
 
     def nothing(*_: Any) -> None:
@@ -59,12 +59,12 @@ def replacements(gpu: str) -> list[tuple[Any, str, Any]]:
 
 
 def stand_in(gpu: str) -> None:
-    """Have this process work on the GPU of this name."""
+    """Make this process work on the GPU of this name."""
     for owner, name, value in replacements(gpu):
         setattr(owner, name, value)
 
 
 def stand_in_worker(worker: object, gpu: str) -> None:
-    """The same in a worker of vLLM's."""
+    """Make a vLLM worker work on the GPU of this name."""
     del worker
     stand_in(gpu)

@@ -1,4 +1,4 @@
-"""Actors fail by name, whatever it is that fails."""
+"""An actor's failure names the actor, the call and the cause."""
 
 import asyncio
 import os
@@ -49,7 +49,7 @@ def worker(tmp_path):
 
 @pytest.mark.parametrize("error", [ValueError("odd"), TimeoutError("odd")])
 async def test_what_the_actor_raises_is_told_and_kept(worker, error):
-    """A TimeoutError of its own, too, is no missing answer."""
+    """A TimeoutError that the actor raises does not count as a missing answer."""
     assert await worker.call("echo", "hello", timeout_s=60) == "hello"
     with pytest.raises(ActorError) as raised:
         await worker.call("fail", error, timeout_s=60)

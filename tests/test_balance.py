@@ -1,4 +1,4 @@
-"""Work over engines."""
+"""Ways to share work among engines."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +30,6 @@ def test_what_was_dealt_in_turn_is_dealt_in_turn_after(num_keys, layouts):
     for place in range(before):
         place_of = in_turn(places_after(place, before, after))
         for key in range(place, num_keys, before):
-            assert place_of(key) == place_of(key), "those of one key are together"
+            assert place_of(key) == place_of(key), "two samples of a key are apart"
             found[key] = place_of(key)
     assert found == {key: key % after for key in range(num_keys)}

@@ -1,4 +1,4 @@
-"""Waiting: for no longer than said, and for several at once."""
+"""Waits: with a timeout, for as long as the work moves, and for several tasks at once."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,13 +14,13 @@ async def test_a_wait_ends_in_time():
     async with asyncio.timeout(10.0):
         with pytest.raises(TimeoutError):
             await wait_for(never, 0.01)
-    assert never.cancelled(), "nobody waits any longer"
+    assert never.cancelled(), "the future still waits"
     assert await wait_for(asyncio.sleep(0, "done"), 10.0) == "done"
 
 
 @pytest.mark.parametrize("turns", range(4))
 async def test_a_cancellation_at_the_moment_of_the_result_is_not_lost(turns):
-    """Turns of the event loop between the two."""
+    """`turns`: turns of the event loop between the result and the cancellation."""
     answer = asyncio.get_running_loop().create_future()
 
     async def ask_for_ever() -> None:
@@ -42,7 +42,7 @@ STALL_S = 60.0
 
 
 def moving_at(*moves_s: float) -> Callable[[], Awaitable[int]]:
-    """Progress that is another number from each of these times on, smaller now and then."""
+    """Return progress that changes at each of these times, sometimes to a smaller number."""
 
     async def progress() -> int:
         now_s = asyncio.get_running_loop().time()
@@ -53,7 +53,7 @@ def moving_at(*moves_s: float) -> Callable[[], Awaitable[int]]:
 
 @pytest.mark.parametrize("delay_s", [0.0, 2.0])
 def test_what_moves_is_waited_for_however_long_it_takes(delay_s):
-    """Whether or not it answers at once how far it is."""
+    """Progress may come at once or after a delay."""
     moves = moving_at(*range(50, 70_000, 50))
 
     async def progress() -> int:
@@ -70,7 +70,7 @@ def test_what_stands_still_is_waited_for_no_longer(moves_s):
         never = asyncio.get_running_loop().create_future()
         with pytest.raises(TimeoutError):
             await wait_while_moving(never, moving_at(*moves_s), STALL_S)
-        assert never.cancelled(), "nobody waits any longer"
+        assert never.cancelled(), "the future still waits"
         return asyncio.get_running_loop().time()
 
     last_s = moves_s[-1] if moves_s else 0.0
@@ -90,7 +90,7 @@ def test_who_does_not_say_how_far_it_is_stands_still():
 
 
 def test_an_error_ends_the_wait_at_once():
-    """Of what is waited for, or of the question how far it is."""
+    """The work or the question about its progress may raise it."""
 
     async def fail(after_s: float) -> int:
         await asyncio.sleep(after_s)

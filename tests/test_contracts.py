@@ -1,4 +1,4 @@
-"""Each contract of the imports is broken by an import that it forbids."""
+"""Each import contract is broken by an import that it forbids."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ FORBIDDEN = [
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy of what the contracts speak of."""
+    """Return a copy of the packages that the contracts cover."""
     directory = tmp_path_factory.mktemp("source")
     for package in SETTINGS["root_packages"]:
         only_code = shutil.ignore_patterns("__pycache__", "baselines")
@@ -64,7 +64,7 @@ def _report(source: Path) -> str:
 
 
 def _broken(source: Path, files: Iterable[str] = (), line: str = "") -> tuple[set[str], str]:
-    """Contracts that are broken when each of the files ends in this line; and the report."""
+    """Append a line to each file. Return the contracts that break, and the report."""
     originals = {source / file: (source / file).read_text() for file in files}
     try:
         for file, text in originals.items():

@@ -1,4 +1,4 @@
-"""What the README, docs/ and their neighbours point to is there, and they agree."""
+"""Links, settings and commands in the README, docs/ and examples/ exist, and versions agree."""
 
 import re
 import shlex
@@ -38,7 +38,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_are_known(page: Path) -> None:
     named = {name for name in NAMED.findall(page.read_text()) if not name.endswith(FILES)}
-    assert sorted(named - SETTINGS) == [] or page.name == "CHANGELOG.md", "history alone may"
+    # Only the changelog may name settings that are gone.
+    assert sorted(named - SETTINGS) == [] or page.name == "CHANGELOG.md", "unknown settings"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -50,7 +51,7 @@ def test_commands_and_options_are_known(page: Path) -> None:
         assert name in known, line
         options = {option for parameter in known[name].params for option in parameter.opts}
         given = {argument for argument in arguments if argument.startswith("--")}
-        # A bench has options of its own.
+        # Each bench has its own options.
         assert name == "bench" or given <= options, line
 
 

@@ -1,4 +1,4 @@
-"""Files that last: what a crash or a full disk leaves of them."""
+"""A crash or a full disk leaves either the old file or the new one."""
 
 import os
 from pathlib import Path

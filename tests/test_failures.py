@@ -1,4 +1,4 @@
-"""Failures of a record: each counted and logged, each kind warned of once, none in the way."""
+"""Record failures are counted and logged, warned of once a kind, and end nothing."""
 
 import io
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_a_terminal_that_was_closed_ends_nothing(tmp_path: Path, record_failures
 
 
 def test_a_text_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """It may be a path in brackets, or what a server has said."""
+    """A text may be a path in brackets or the answer of a server."""
     shown = TerminalProgress()
     shown.phase("[/tmp] is full")
     shown.warn("\x1b[2J[/b] failed")

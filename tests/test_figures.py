@@ -1,8 +1,8 @@
-"""Figures in the README and docs/ are those of the committed baselines.
+"""Figures in the README and docs/ equal those of the committed baselines.
 
-tests/figures/PAGE.md has the sentences and rows of a page, with expressions in place of figures:
-`{rollout.speedup_on_epoch_5:.2f}` is that figure of benchmarks/baselines/rollout.json. A page must
-have each of them, word for word; when one is stale, the failure prints what the page should say.
+tests/figures/PAGE.md has the sentences and rows of a page, with expressions in place of figures.
+For example, `{rollout.speedup_on_epoch_5:.2f}` is that figure of benchmarks/baselines/rollout.json.
+The page must have each sentence, word for word. If one is stale, the failure prints the new text.
 """
 
 import json
@@ -27,11 +27,11 @@ TEMPLATES = sorted(FOLDER.rglob("*.md"))
 CITES = re.compile(r"baselines/\w+\.json|refrain (bench|simulate --paper)|SIMULATED")
 CUT = "\N{BULLET}"
 QUOTED = re.compile(r"`[^`]*`|\]\([^)]*\)|\*\*\*|\(paper[^)]*\)")
-"""Code, links and what papers print: figures there are not a baseline's."""
+"""Code, links and figures of the papers: these do not come from a baseline."""
 
 
 class Figure(float):
-    """A figure with formats of our own: `100*.0f` scales it, `min` is minutes and seconds."""
+    """A figure with two more formats: `100*.0f` scales it, `min` gives minutes and seconds."""
 
     def __format__(self, spec: str) -> str:
         if spec == "min":
@@ -43,7 +43,7 @@ class Figure(float):
 
 
 class Expressions(Formatter):
-    """Evaluates what is between braces."""
+    """Evaluates the expressions between braces."""
 
     def get_field(self, field_name: str, _: Any, kwargs: Any) -> tuple[Any, str]:
         value = eval(field_name, dict(kwargs))
@@ -51,7 +51,7 @@ class Expressions(Formatter):
 
 
 def rows_where(rows: list[SimpleNamespace], name: str, **where: Any) -> list[Any]:
-    """This value of the rows that have those."""
+    """Return the value `name` of each row that has it and matches `where`."""
     found = (vars(row) for row in rows)
     return [
         row[name]
@@ -65,14 +65,14 @@ def first(rows: list[SimpleNamespace], name: str, **where: Any) -> Any:
 
 
 def speedup(baseline: SimpleNamespace, drafter: str, epoch: int) -> float:
-    """Rollout seconds of an epoch without drafts over those with this drafter."""
+    """Return the rollout seconds of an epoch without drafts over those with this drafter."""
     return first(baseline.rows, "rollout_s", drafter="none", epoch=epoch) / first(
         baseline.rows, "rollout_s", drafter=drafter, epoch=epoch
     )
 
 
 def verifying(shape: str, tp_degree: int, batch: int, num_drafts: int) -> float:
-    """Seconds of verifying over those of decoding on H100, contexts of 4,000 tokens."""
+    """Return the seconds to verify over those to decode, on H100 with contexts of 4,000 tokens."""
     latency = AnalyticLatency(SHAPES[shape], H100)
     at = (tp_degree, batch, 4000 * batch)
     return latency.verify_s(*at, num_drafts) / latency.decode_s(*at)
@@ -83,7 +83,7 @@ def total(rows: list[SimpleNamespace], name: str, **where: Any) -> float:
 
 
 def names() -> dict[str, Any]:
-    """What expressions may use: baselines by the names of their files, and a few functions."""
+    """Return the names for expressions: baselines by the names of their files, and functions."""
     found = {"mean": fmean, "median": median, "min": min, "max": max, "len": len}
     found |= {"of": rows_where, "first": first, "total": total, "speedup": speedup}
     found |= {"verifying": verifying}
@@ -122,8 +122,8 @@ def test_figures_are_those_of_the_baselines(template: Path) -> None:
 
 
 def citing(page: str) -> Iterator[str]:
-    """Paragraphs, items and tables that give figures of a baseline: they name it or the command
-    that makes it, or are a table that follows."""
+    """Return the paragraphs, items and tables that give figures of a baseline. They name it or the
+    command that makes it. A table directly after such a block counts too."""
     follows = False
     for block in re.split(r"\n\s*\n|\n(?=\* )", page):
         block = plain(block)
@@ -135,7 +135,7 @@ def citing(page: str) -> Iterator[str]:
 
 
 def unnamed(page: str, chunks: list[str]) -> list[str]:
-    """Stretches of text with figures that no template has."""
+    """Return the stretches of text with figures that no template has."""
     found = []
     for left in citing(page):
         for chunk in chunks:
@@ -153,7 +153,7 @@ def test_no_figure_is_left_out(template: Path) -> None:
 
 def test_every_page_with_figures_is_looked_at() -> None:
     pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
-    # The page of settings is made from their descriptions.
+    # The page of settings is generated from their descriptions.
     named = {page_of(template) for template in TEMPLATES} | {
         pages[0].parent / "docs" / "configuration.md"
     }

@@ -1,4 +1,4 @@
-"""What stays is not looked through for garbage."""
+"""The garbage collector does not scan objects that stay."""
 
 import gc
 import weakref

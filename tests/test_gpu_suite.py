@@ -1,4 +1,4 @@
-"""The suite of `make gpu` on a machine without a GPU: it ends, and says what each test lacked."""
+"""On a machine without a GPU, `make gpu` ends and reports what each test lacks."""
 
 import os
 import re
@@ -17,7 +17,7 @@ HERE = {"card": "A", "gpus": 1, "driver": "580", "torch": "2", "triton": "3", "v
 
 
 def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process that sees no GPU."""
+    """Run pytest in a process that sees no GPU."""
     return subprocess.run(
         [sys.executable, "-m", "pytest", *arguments],
         cwd=REPOSITORY,

@@ -1,4 +1,4 @@
-"""Rules that no tool checks: lengths of files and functions, and names of classes."""
+"""Rules that no tool checks: lengths of files and functions, and unique names of classes."""
 
 import ast
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""The test of what listens can fail."""
+"""Negative control of `assert_on_loopback`: it fails when another machine could connect."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""What a run makes is its user's alone, and what others have put in its place is refused."""
+"""Only its user can read a run's files. Places that another user has taken are refused."""
 
 import os
 import stat
@@ -31,7 +31,7 @@ NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root makes files 
 
 @pytest.fixture(autouse=True)
 def own_process() -> Iterator[None]:
-    """The umask and the environment are this process's again afterwards."""
+    """Restore the umask and the environment after each test."""
     before = os.umask(0o022)
     with mock.patch.dict(os.environ):
         os.environ.pop(UMASK, None)
@@ -91,7 +91,7 @@ def test_a_group_may_read_where_the_user_says_so(tmp_path: Path) -> None:
     claim(tmp_path)
     assert mode(run_dir) == 0o750
     use_embedded_services(tmp_path)
-    assert mode(tmp_path / ".prefect") == 0o700, "it has what was typed into forms"
+    assert mode(tmp_path / ".prefect") == 0o700, "a group could read the inputs of forms"
 
 
 @pytest.mark.parametrize("umask", ["x", "-1", "777", "8"])
@@ -175,7 +175,7 @@ def test_a_place_that_another_user_took_first_is_refused(
     use: Callable[[Path], Any], put: Callable[[Path], None], tmp_path: Path
 ) -> None:
     tmp_path.chmod(0o1777)
-    # One of them is the name that is used.
+    # The code under test uses one of these names.
     taken = [tmp_path / name for name in ("runs", f"refrain-{os.getuid()}")]
     for path in taken:
         put(path)
@@ -193,7 +193,7 @@ def test_kernels_are_in_it_unless_another_place_is_named(tmp_path: Path) -> None
         quieten()
     kernels = Path(os.environ.pop("TORCHINDUCTOR_CACHE_DIR"))
     assert kernels.parent == tmp_path / f"refrain-{os.getuid()}"
-    assert list(tmp_path.iterdir()) == [], "a check makes nothing"
+    assert list(tmp_path.iterdir()) == [], "a check created a file"
     with mock.patch("tempfile.gettempdir", return_value=str(tmp_path)):
         use_private_kernels()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(kernels)
@@ -216,7 +216,7 @@ def test_a_ray_of_ones_own_has_a_private_place_and_token(tmp_path: Path) -> None
             Path(options["_temp_dir"]).parent == token.parent == tmp_path / f"refrain-{os.getuid()}"
         )
         assert len(token.read_text()) == 64
-        assert ray_cluster._temporary() == "/tmp", "its sockets have no room in a long path"
+        assert ray_cluster._temporary() == "/tmp", "Ray's socket names do not fit into a long path"
 
 
 def test_the_token_and_the_place_of_ones_own_cluster_stay(tmp_path: Path) -> None:

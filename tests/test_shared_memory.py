@@ -1,4 +1,4 @@
-"""Shared memory that nobody else reads and that nobody leaves behind, killed or not."""
+"""Only its user can read shared memory, and nothing stays when its process ends or is killed."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextmanager
 def holder(shared: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """Another process with a directory there and a file in memory, and the file's path."""
+    """Start a process that holds a directory and a file in memory. Yield it and the file's path."""
     command = [sys.executable, "-c", _HOLDS_ALL, str(shared)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -45,10 +45,10 @@ def holder(shared: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
 
 def test_one_that_is_killed_leaves_its_weights_nowhere_and_its_directory_to_the_next(shared):
     with holder(shared) as (process, weights):
-        assert weights.read_bytes() == b"w" * 1000, "others of this user read them"
+        assert weights.read_bytes() == b"w" * 1000, "this user's processes cannot read the weights"
         assert [path.name for path in shared.rglob("*") if path.is_file()] == ["keys"]
         clear_dead()
-        assert len(list(shared.iterdir())) == 1, "its owner lives"
+        assert len(list(shared.iterdir())) == 1, "removed the directory of a live process"
         process.send_signal(signal.SIGKILL)
         process.wait(30.0)
         assert not weights.exists()
@@ -68,7 +68,7 @@ def test_nobody_else_may_look_in_and_the_name_is_not_foreseen(shared):
 
 
 def test_what_others_have_put_there_is_left_alone(shared, monkeypatch):
-    """Anybody may write to the directory, whatever name it begins with."""
+    """Any user may write there, under any name."""
     (shared / "kept").mkdir()
     (shared / "refrain-file").touch()
     (shared / "refrain-link").symlink_to(shared / "kept")
@@ -89,7 +89,7 @@ def test_the_file_is_gone_with_its_block(shared):
 
 
 def test_what_is_named_after_a_directory_lives_as_long_as_it(shared):
-    """A process may make it when the directory is gone already."""
+    """A process may create such a file after the directory is gone."""
     directory = PrivateDir()
     kept = shared / f"sem.mp-{directory.path.name}-1"
     late = shared / "sem.loky-26844-refrain-n69fgb2p-ed8e"

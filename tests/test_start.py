@@ -1,4 +1,4 @@
-"""Modules that a process leaves for later: each start would wait for them."""
+"""Modules that a process does not import at its start, since each start would wait for them."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 
 LATE = {"torch", "transformers", "vllm", "mlflow", "numba", "sklearn"}
-"""Packages that the driver leaves to others, or for later."""
+"""Packages that the driver imports later or not at all."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The files of policy versions: what a safetensors file is, which are kept, what is refused."""
+"""Weight files of policy versions: their format, how long they are kept, and refused files."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def write(files: VersionFiles, version: int, fill: bytes = b"\0") -> Path:
 
 
 def fail(files: VersionFiles, version: int, num_bytes: int) -> None:
-    """Fail while a version is written, as one who reads it by then does."""
+    """Fail while a version is written. For version 2 a reader refuses the unfinished file."""
     with files.writing(version, num_bytes):
         (unfinished,) = files.path(version).parent.glob(".unfinished-*")
         if version == 2:
@@ -58,7 +58,7 @@ def test_the_layout_is_that_of_safetensors(tmp_path):
         content[layout.offsets[name] : layout.offsets[name] + len(own)] = own
     (tmp_path / "file").write_bytes(content)
     torch.testing.assert_close(load_file(tmp_path / "file"), tensors, rtol=0.0, atol=0.0)
-    check_file(tmp_path / "file", 7)  # It says nothing of its version.
+    check_file(tmp_path / "file", 7)  # The file does not say its version, so any version is right.
 
 
 def test_the_last_versions_are_kept_and_old_memory_is_used_again(shared):
@@ -72,7 +72,7 @@ def test_the_last_versions_are_kept_and_old_memory_is_used_again(shared):
     assert third.stat().st_ino == inode
     assert third.read_bytes().endswith(b"cccc")
     assert files.path(1).read_bytes().endswith(b"bbbb")
-    # The same version once more, as a resumed trainer's; nobody's file is written over.
+    # A resumed trainer writes the same version again. It must not write over a file in use.
     write(files, 2, b"d")
     assert files.path(2).stat().st_ino != inode
     write(files, 9)
@@ -82,7 +82,7 @@ def test_the_last_versions_are_kept_and_old_memory_is_used_again(shared):
 
 
 def test_memory_that_somebody_else_took_away_is_not_written_to(shared):
-    """Beyond the end of a file it would end the process."""
+    """A write beyond the end of a mapped file would kill the process."""
     files = VersionFiles(num_kept=1)
     os.truncate(write(files, 0), 10)
     assert write(files, 1).read_bytes().endswith(b"\0" * 8)
@@ -152,11 +152,11 @@ def test_too_little_shared_memory_is_told_before_anything_is_written(shared, mon
         ),
         files.writing(0, 10**10),
     ):
-        raise AssertionError("there is no room")
+        raise AssertionError("began to write without enough room")
     assert names(shared) == []
     write(files, 0)
     write(files, 1)
-    # What is there already is not needed again.
+    # Memory that the files already have is not needed again.
     monkeypatch.setattr(weights_file.shutil, "disk_usage", lambda _: usage(20e9, 20e9, 0))
     write(files, 2)
     files.delete()
