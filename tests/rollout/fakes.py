@@ -1,4 +1,4 @@
-"""An engine in memory, and what the tests of the coordinator do with it."""
+"""A fake engine in memory, and helpers that run stages on a coordinator with such engines."""
 
 import asyncio
 import hashlib
@@ -25,7 +25,7 @@ from schemas.weights import PolicyWeights
 
 
 def request(name: str, num_tokens: int, sample_index: int = 0, step: int = 1) -> RolloutRequest:
-    """A request whose response will have `num_tokens` tokens."""
+    """Return a request whose response will have `num_tokens` tokens."""
     id = RequestId(Split.TRAIN, step, name, sample_index)
     return RolloutRequest(id, (1, 2, 3), sample_key=hash(name), max_response_tokens=num_tokens)
 
@@ -35,28 +35,30 @@ def weights(version: int = 0) -> PolicyWeights:
 
 
 SPEEDS = {"fast": 3, "slow": 1}
-"""Tokens a tick, by drafter."""
+"""Tokens per tick, by drafter."""
 PLACE_S = 0.005
-"""Seconds until it is known that there is no place for an engine."""
+"""Seconds until a restart fails because there is no place for the engine."""
 FAST, SLOW = DraftSetting("fast", 3), DraftSetting("slow", 1)
 
 
 def token_at(r: RolloutRequest, position: int, version: int | str) -> int:
-    """What an engine with this policy version samples there."""
+    """Return the token that an engine with this policy version samples at `position`."""
     text = f"{r.sample_key}/{position}/{version}".encode()
     return hashlib.blake2b(text, digest_size=2).digest()[0]
 
 
 class FakeEngine:
-    """A token per running request and tick, or more with a drafter. `die_at_tick` kills it once,
-    `wrong` fails syncs, `dies_in` names a method whose first call finds it dead.
+    """Generates a token per running request and tick, or more with a drafter.
 
-    Every token is a hash of (sample key, position, policy version, salt). It gives requests back
-    without their drafting. `late`: one that is to be withdrawn has just finished.
+    Each token is a hash of (sample key, position, policy version, salt). Withdrawn requests come
+    back without their drafting setting.
 
-    While it is parked it can do nothing but take weights, and not even that if it `loses_weights`;
-    `on_same_gpus` must be parked before it wakes, and be without its memory. Asleep it has neither
-    memory nor weights. Saved keys and values name what they are of.
+    `die_at_tick`: kills the engine once. `dies_in`: the first call of this method finds the engine
+    dead. `wrong`: weight syncs fail. `late`: a request that is to be withdrawn has just finished.
+
+    A parked engine can only load weights, and not even that if it `loses_weights`. It may wake
+    only when all engines `on_same_gpus` have released their memory. A sleeping engine has neither
+    memory nor weights. The path of saved keys and values names the request and its tokens.
     """
 
     def __init__(
@@ -87,13 +89,13 @@ class FakeEngine:
         self.wrong = wrong
         self.late = late
         self.has_place = True
-        """Whether it can be started again."""
+        """Whether the engine can be restarted."""
         self.num_refused = 0
         self.salt = salt
         self.sync_s = sync_s
         self.num_starts = 0
         self.holds_memory = False
-        """Whether its processes, dead or alive, have the memory of their GPUs."""
+        """Whether processes of the engine, dead or alive, hold memory of their GPUs."""
         self.running: dict[RequestId, tuple[RolloutRequest, list[int]]] = {}
         self.settings: dict[RequestId, DraftSetting | None] = {}
         self.finished: list[Rollout] = []
@@ -106,14 +108,14 @@ class FakeEngine:
         self.precopy_s = 0.0
         self.saved_ahead: list[RequestId] = []
         self.expected: list[str] = []
-        """Engines that have saved ahead what may come here."""
+        """Paths of the saved keys and values that this engine is prepared to load."""
 
     async def start(self) -> None:
         if not self.has_place:
             self.num_refused += 1
             await asyncio.sleep(PLACE_S)
             raise EngineGone(self.index, "no room")
-        assert not self.holds_memory, "its processes of before are there"
+        assert not self.holds_memory, "processes of the dead engine still hold memory"
         self._take_memory()
         self.num_starts += 1
         self.dies_in = None if self.dies_in == "dead" else self.dies_in
@@ -126,7 +128,7 @@ class FakeEngine:
             raise EngineDied(self.index, f"killed in {method}")
 
     def die(self) -> None:
-        """Every call fails from now on until the engine is restarted. Its processes stay."""
+        """Fail every call from now on, until a restart. The processes keep their memory."""
         self.dies_in, self.running = "dead", {}
 
     async def kill(self) -> None:
@@ -136,7 +138,7 @@ class FakeEngine:
 
     def _take_memory(self) -> None:
         holders = [other.index for other in self.on_same_gpus if other.holds_memory]
-        assert not holders, f"engine {self.index} comes beside {holders}"
+        assert not holders, f"engine {self.index} takes GPUs that {holders} still hold"
         self.holds_memory = True
 
     def lose_node(self) -> None:
@@ -164,7 +166,7 @@ class FakeEngine:
     ) -> list[RolloutRequest]:
         self._call("withdraw")
         for id in ids:
-            self._grow(id)  # The step in progress comes to its end.
+            self._grow(id)  # The step in progress still completes.
             while self.late and id in self.running:
                 self._grow(id)
         given = self._given(ids)
@@ -238,7 +240,7 @@ class FakeEngine:
         return self.version is not None
 
     async def next_events(self) -> EngineEvents:
-        """Says nothing while it has nothing."""
+        """Return the next events. Wait while there are no requests."""
         await self._next_tick()
         while not (self.running or self.finished):
             await self._next_tick()
@@ -280,7 +282,7 @@ class FakeEngine:
         return SavedKV(f"{r.id}/{num_tokens}/{self.version}", num_tokens, self.tp_degree)
 
     def _grow(self, id: RequestId) -> None:
-        """By one tick."""
+        """Generate the tokens of one tick."""
         if id not in self.running:
             return
         r, tokens = self.running[id]
@@ -295,7 +297,8 @@ class FakeEngine:
                 return
 
     def _drafting(self) -> dict[RequestId, DraftProgress]:
-        """Of all that were ever drafted for here: more than is asked for."""
+        """Return the progress of every request that ever drafted here, more than the caller needs:
+        the coordinator must drop the rest."""
         return {id: DraftProgress(s) for id, s in self.settings.items() if s}
 
     def _generated(self, r: RolloutRequest, tokens: list[int]) -> Generated:
@@ -307,11 +310,11 @@ class FakeEngine:
 
 
 class Recorder:
-    """Two or more stages on a coordinator, and what finished in each."""
+    """Runs stages on a coordinator and records which rollouts finish in each."""
 
     def __init__(self, engines, max_restarts=3, lost=(), **pools):
-        """`lost`: which of the deliveries, counted from 0, do not become durable, as their engine
-        dies before they are fetched."""
+        """`lost`: indexes of deliveries that are lost, because their engine dies before the store
+        fetches them."""
         self.said = []
         self.coordinator = Coordinator(
             engines, max_restarts=max_restarts, say=self.said.append, **pools
@@ -339,7 +342,7 @@ class Recorder:
         return future
 
     async def roll_out_all(self, works, policies, min_rollouts):
-        """Stages queued one after the other: each one's outcome."""
+        """Queue these stages at once and return their outcomes."""
         stages = [
             self.roll_out(step, own, policies=policies, min_rollouts=min_rollouts)
             for step, own in enumerate(works, 1)
@@ -349,7 +352,7 @@ class Recorder:
         return outcomes
 
     def finished_once(self, works):
-        """What finished, each request once."""
+        """Return all finished rollouts. Assert that each request finished once."""
         finished = [r for rollouts in self.finished.values() for r in rollouts]
         assert Counter((r.request.origin_step, r.request.id.prompt_key) for r in finished) == {
             (step, r.id.prompt_key): 1 for step, own in enumerate(works, 1) for _, r in own
@@ -368,14 +371,14 @@ class Recorder:
 
 
 def work(step, lengths, num_engines=2):
-    """One request for each length, in turn on the engines."""
+    """Return one request for each length, assigned to the engines in turn."""
     return [
         (i % num_engines, request(f"p{i}", length, step=step)) for i, length in enumerate(lengths)
     ]
 
 
 class MoveAt:
-    """Asks for one move of the named prompt when it has so many tokens, again and again."""
+    """Asks for a move of the named prompt at every decision from `num_tokens` tokens on."""
 
     def __init__(self, prompt, num_tokens, make):
         self.prompt, self.num_tokens, self.make = prompt, num_tokens, make

@@ -1,4 +1,4 @@
-"""Engines in memory that share GPUs, and what the tests of pools do with them."""
+"""Fake engines that share GPUs, and helpers for the tests of pools."""
 
 import asyncio
 from dataclasses import replace
@@ -9,13 +9,13 @@ from schemas.layout import Pool
 from tests.rollout.fakes import FakeEngine, Recorder, request, token_at
 
 POOL = Pool(0, {1: (0, 1, 2, 3), 2: (4, 5), 4: (6,)})
-"""Engine 7 is in none."""
+"""The fleet also has engine 7, which is in no pool."""
 LONG, SHORT = 40, 4
 BASE = frozenset({0, 1, 2, 3})
 
 
 def fleet(pools=(POOL,), **options):
-    """The engines of the pools, and one more. `options`: of each."""
+    """Return the engines of the pools and one more. `options` go to each engine."""
     degrees = {i: tp for pool in pools for tp, own in pool.engines.items() for i in own}
     engines = [FakeEngine(i, tp_degree=degrees.get(i, 1), **options) for i in range(len(degrees))]
     for pool in pools:
@@ -26,7 +26,8 @@ def fleet(pools=(POOL,), **options):
 
 
 def finish_late(engine, telling_s):
-    """What it is asked to give back has just finished, which it tells after a while."""
+    """Let withdrawn requests of this engine have just finished. The engine reports finished
+    requests after `telling_s`."""
     engine.late = True
 
     async def next_events():
@@ -45,7 +46,8 @@ TAIL = [on(i, f"p{i}", n) for i, n in enumerate([LONG, 60, SHORT, 30])]
 
 
 def roll_out(engines, works, policies=(), kill=(), min_rollouts=None, pools=(POOL,), **options):
-    """Stages queued one after the other, with deaths that are set once the engines are up."""
+    """Queue these stages at once and run them. `kill`: (engine, method) deaths, set after the
+    engines have started. Return the recorder and the outcomes."""
 
     async def run():
         recorder = Recorder(engines, pools=pools, **options)
@@ -60,7 +62,8 @@ def roll_out(engines, works, policies=(), kill=(), min_rollouts=None, pools=(POO
 
 
 def assert_once(recorder, works, engines):
-    """Each request finished once, with the tokens that it has without a move, and is gone."""
+    """Assert that each request finished once with the tokens that it has without moves, and that
+    no engine still holds one."""
     finished = recorder.finished_once(works)
     for r in finished:
         versions = [
@@ -74,13 +77,13 @@ def assert_once(recorder, works, engines):
 
 
 def assert_well(recorder, works, engines):
-    """`assert_once`, in the base layout of POOL."""
+    """Assert the same as `assert_once`, and that POOL is in its base layout."""
     assert_once(recorder, works, engines)
     assert [e.index for e in engines if e.parked] == [4, 5, 6]
 
 
 class At:
-    """These moves, each once, when so many seconds of the stage are over. Keeps what it saw."""
+    """Asks once for each move, when its time of the stage has come. Keeps all views."""
 
     def __init__(self, *moves):
         self.moves, self.views = list(moves), []
@@ -92,7 +95,7 @@ class At:
         return due
 
     def working(self):
-        """Engines of the pool that were seen together, in turn."""
+        """Return the sets of serving engines of the pool, in the order that the views had them."""
         seen = (frozenset(e.engine for e in view.engines if e.engine < 7) for view in self.views)
         return [engines for engines, _ in groupby(seen)]
 

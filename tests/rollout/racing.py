@@ -1,4 +1,4 @@
-"""Races over engines in memory: how tests run them, and what must hold of all."""
+"""Helpers that run races on fake engines, and the check that every race must pass."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ LONG, SHORT = 40, 4
 
 
 def roll_out(engines, works, policies=(), min_rollouts=None, max_restarts=3, lost=()):
-    """Stages queued one after the other: what finished, and each one's outcome."""
+    """Queue these stages at once and run them. Return the recorder and the outcomes."""
 
     async def run():
         recorder = Recorder(engines, max_restarts, lost)
@@ -22,7 +22,8 @@ def roll_out(engines, works, policies=(), min_rollouts=None, max_restarts=3, los
 
 
 def assert_once(recorder, works, engines):
-    """Each request finished once with the tokens that it has without any move, and is gone."""
+    """Assert that each request finished once with the tokens that it has without moves, and that
+    no engine still holds one."""
     finished = recorder.finished_once(works)
     alone, _ = roll_out([FakeEngine(0)], [[(0, r) for _, r in own] for own in works])
     unmoved = [r for r in finished if r.request.deferred_from is None]

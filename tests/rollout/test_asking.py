@@ -1,4 +1,4 @@
-"""A policy that takes its time: the event loop goes on, and errors and delays are told."""
+"""A slow policy does not block the event loop. Its errors and timeouts fail the stage."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ class Thinker:
     def __init__(self, error=None):
         self.error, self.num_asked, self.num_ticks = error, 0, 0
         self.ticks = []
-        """How often the event loop came round while it thought."""
+        """Iterations of the event loop during each decision."""
 
     def decide(self, view):
         assert view.engines

@@ -1,4 +1,4 @@
-"""The coordinator over engines in memory: nothing lost, nothing twice, no hang."""
+"""The coordinator on fake engines: no rollout is lost or done twice, and no stage hangs."""
 
 import asyncio
 
@@ -65,8 +65,8 @@ async def test_an_engine_that_keeps_dying_fails_the_stage_by_name():
 
 
 class Doomed(FakeEngine):
-    """Dies of an error in the first steps of each of its lives: of these in turn, and then of the
-    last. It has finished nothing by then, if its requests are not short."""
+    """Dies in the first steps after each start: of `errors` in turn, then of the last one again.
+    By then it has finished short requests only."""
 
     def __init__(self, *errors: str) -> None:
         super().__init__(0)
@@ -85,9 +85,9 @@ class Doomed(FakeEngine):
     [
         (["bad head_dim"], 9, 2),
         (["out of memory", "bad head_dim"], 9, 3),
-        # It was killed: there is no telling that it will be again.
+        # An engine that was killed may work after a restart: use all restarts.
         ([""], 9, 4),
-        # In its first life it has worked.
+        # The engine finished requests in its first life: that death does not count as the same.
         (["bad batch"], 1, 3),
     ],
 )
@@ -122,7 +122,7 @@ async def test_a_failure_to_keep_a_rollout_is_not_swallowed():
 
 @pytest.mark.parametrize("lost", [(0,), (1, 3, 4)])
 async def test_rollouts_that_are_lost_before_they_are_durable_are_generated_again(lost):
-    """What an engine finished is gone with it before the store has it."""
+    """A finished rollout is lost when its engine dies before the store has fetched it."""
     engines = [FakeEngine(0), FakeEngine(1)]
     recorder = Recorder(engines, lost=lost)
     await recorder.coordinator.start()
@@ -144,7 +144,7 @@ async def test_an_engine_whose_rollouts_are_lost_every_time_fails_the_stage_by_n
 
 
 async def test_a_rollout_counts_when_it_is_durable():
-    """While the store has not answered, nothing says that it is finished."""
+    """Neither the stage nor a view counts a rollout before the store has it."""
     coordinator = Coordinator([FakeEngine(0), FakeEngine(1)])
     await coordinator.start()
     await coordinator.load_weights(weights())
@@ -168,7 +168,7 @@ async def test_a_rollout_counts_when_it_is_durable():
 
 
 class MoveOnce:
-    """Migrates every request that has two tokens to the other engine, once."""
+    """Migrates every request once to the other engine, when it has two tokens."""
 
     def __init__(self) -> None:
         self.moved = set()
@@ -209,7 +209,7 @@ async def test_stages_follow_one_another():
 
 
 async def test_an_engine_is_asked_again_when_what_it_told_is_dealt_with():
-    """Keeping takes longer than an engine takes to report: nothing piles up."""
+    """While the store is slow, the engine is not asked for more events: they do not pile up."""
     engine, ticks = FakeEngine(0), []
     coordinator = Coordinator([engine], (), 3)
     await coordinator.start()

@@ -1,4 +1,4 @@
-"""Engines that are gone with their node: what they had is done by those that are left."""
+"""When a node is lost, the remaining engines finish the requests of its engines."""
 
 import asyncio
 
@@ -13,8 +13,8 @@ from tests.rollout.pools import BASE, LONG, POOL, SHORT, TAIL, At, assert_once, 
 
 
 class Scene:
-    """Engines whose nodes go down at these moments, and stages that are queued one behind the
-    other."""
+    """Stages queued at once, on engines that lose their nodes at `lost_at_s` (engine to
+    seconds)."""
 
     def __init__(self, works, lost_at_s, num_engines=2, **options):
         self.engines = [FakeEngine(i) for i in range(num_engines)]
@@ -65,7 +65,7 @@ def test_stages_that_were_queued_for_it_are_done_by_the_others():
     assert scene.recorder.order == [1, 2, 3]
     assert [scene.recorder.versions(step) for step in (1, 2, 3)] == [{0}, {1}, {2}]
     gone = scene.recorder.coordinator._engines[1]
-    assert gone.stage is None, "it would hold weights"
+    assert gone.stage is None, "a lost engine keeps weights alive"
     assert not gone.waiting
 
 
@@ -87,7 +87,7 @@ def test_a_stage_that_was_planned_for_it_begins_on_the_others():
         (0, 2, False),
         (2, 2, False),
     ]
-    assert timeline.engines == (0, 2), "it is not idle: it is not there"
+    assert timeline.engines == (0, 2), "a lost engine counts as idle"
     assert timeline.bubble_share < 0.5
     assert recorder.coordinator.living == (0, 2)
 
@@ -96,7 +96,8 @@ def test_a_stage_that_was_planned_for_it_begins_on_the_others():
     ("of_next", "num"), [([SHORT], 1), ([60], 1), ([60, SHORT], 2)], ids=["idle", "busy", "heir"]
 )
 def test_an_engine_that_has_gone_on_comes_back_to_the_stage(of_next, num):
-    """Engine 0 is at the next stage, with its weights, when engine 1 is gone."""
+    """Engine 0 already has the weights of the next stage when engine 1 is lost. It must return for
+    the requests of engine 1."""
     works = [work(1, [SHORT, LONG]), work(2, of_next)]
     scene = Scene(works, {1: 0.020})
     one, two = scene.roll_out()
@@ -108,7 +109,7 @@ def test_an_engine_that_has_gone_on_comes_back_to_the_stage(of_next, num):
 
 
 def test_no_engine_comes_back_for_nothing():
-    """Engine 1 had the second stage to come, but no request in it."""
+    """Engine 1 is lost before stage 2, but has no request in it: engine 0 need not return."""
     works = [work(1, [SHORT, LONG]), work(2, [SHORT]), work(3, [SHORT])]
     scene = Scene(works, {1: 0.030})
     scene.roll_out()
@@ -118,7 +119,8 @@ def test_no_engine_comes_back_for_nothing():
 
 
 def test_what_an_engine_came_back_for_is_not_left_to_the_stage_that_it_came_from():
-    """Nobody has that one to come."""
+    """Engine 0 returned from stage 2 to stage 1. No engine has stage 2 ahead, so none can take a
+    deferred request."""
     works = [work(1, [SHORT, LONG]), work(2, [SHORT, SHORT])]
     policy = MoveAt("p1", 30, lambda id: Defer(id, 0))
     scene = Scene(works, {1: 0.020}, policies=[policy], min_rollouts=0)
@@ -136,7 +138,7 @@ def test_the_last_ones_death_ends_every_stage_by_name_and_those_to_come():
     async def run():
         with pytest.raises(EngineGone, match="engine 1 died: no room"):
             await scene._roll_out()
-        assert recorder.coordinator.living == (0, 1), "for a plan that will not be carried out"
+        assert recorder.coordinator.living == (0, 1), "a plan needs engines, even if none is left"
         with pytest.raises(EngineGone, match="engine 1 died: no room"):
             await recorder.roll_out(3, work(3, [SHORT]))
 
@@ -145,7 +147,7 @@ def test_the_last_ones_death_ends_every_stage_by_name_and_those_to_come():
 
 
 def test_an_engine_is_gone_between_stages():
-    """Who loads weights meets its death."""
+    """Loading weights finds the engine dead."""
 
     async def run():
         engines = [FakeEngine(i) for i in range(2)]
@@ -185,7 +187,7 @@ def test_one_that_is_found_gone_when_the_stage_is_over_is_told_of_by_the_next(mo
 
 
 def test_a_pool_that_is_found_gone_from_its_base_up_leaves_all_to_an_engine_elsewhere():
-    """Engines 0 to 3 are parked, and known to be gone when the first of those at work dies."""
+    """Engines 0 to 3 are parked and already known to be lost when the first serving one dies."""
     engines, policy = fleet(), At((0.010, Reshape(0, 2)))
 
     async def run():

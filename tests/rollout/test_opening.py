@@ -1,5 +1,5 @@
-"""Stages that begin in another layout than the last one did: the same tokens, each once, wherever
-they begin, and nobody pays twice."""
+"""A stage may begin in another layout than the last one: each request still finishes once with the
+same tokens, and a pool that is already in the layout does not switch again."""
 
 import asyncio
 from dataclasses import replace
@@ -27,7 +27,7 @@ LAYOUTS = {1: {0, 1, 2, 3}, 2: {4, 5}, 4: {6}}
 
 
 class BeginIn:
-    """Stages begin in these layouts of the pool, one after the other."""
+    """Begins stage after stage in the next of these layouts. Afterwards it keeps the layout."""
 
     def __init__(self, *tp_degrees, moves=()):
         self.tp_degrees, self.asked, self.at = list(tp_degrees), [], At(*moves)
@@ -41,7 +41,7 @@ class BeginIn:
 
 
 def in_turn(engines, works, policy, **options):
-    """Each stage when the one before has ended."""
+    """Run each stage after the last one has ended. Return the recorder and the outcomes."""
 
     async def run():
         recorder = Recorder(engines, pools=(POOL,), **options)
@@ -77,7 +77,8 @@ def test_a_stage_begins_in_each_layout(tp_degree):
 
 
 def test_prompts_that_were_dealt_in_turn_stay_so():
-    """Engines 0 and 2 have what engine 4 would have been dealt."""
+    """Requests planned for engines 0 and 2 go to engine 4, the others to engine 5: the deal that
+    two engines would have had."""
     engines = fleet()
     in_turn(engines, [FIRST[:4]], BeginIn(2))
     assert [submitted(engines, f"p{i}")[0][0] for i in range(4)] == [4, 5, 4, 5]
@@ -85,7 +86,7 @@ def test_prompts_that_were_dealt_in_turn_stay_so():
 
 @pytest.mark.parametrize("degrees", [(4, 1), (1, 1)])
 def test_samples_of_a_prompt_stay_together(degrees):
-    """What is planned for engine 6 goes to engines 0 to 3, whether it was there or not."""
+    """Requests planned for engine 6 go to engines 0 to 3, whether engine 6 was serving or not."""
     engines = fleet()
     names = [(f"p{i}", sample) for i in range(4) for sample in range(2)]
     work = [on(6, name, LONG) for name, _ in names]
@@ -119,7 +120,7 @@ def test_where_it_began_the_next_stage_begins_at_no_cost():
 
 @pytest.mark.parametrize("degrees", [(4, 1, 2), (2, 4, 1), (4, 2, 1)])
 def test_from_any_layout_to_any_other(degrees):
-    """Plans are of the engines that there were."""
+    """Plans name engines of the last layout. The coordinator maps them to the new one."""
     engines = fleet(wake_s=0.002, sync_s=0.001)
     recorder, _ = in_turn(engines, works := works_of(3), BeginIn(*degrees))
     assert_once(recorder, works, engines)
@@ -155,7 +156,7 @@ def test_no_layout_changes_while_another_stage_is_under_way():
 
 
 def test_what_cannot_be_is_left_as_it_is():
-    """No such layout, and no such pool."""
+    """There is no layout of TP degree 3, and no pool 5."""
     for move in (Reshape(0, 3), Reshape(5, 2)):
         engines, policy = fleet(), BeginIn()
         policy.begin = lambda _, move=move: [move]

@@ -1,4 +1,4 @@
-"""What is written down about races."""
+"""Races counts the races, those that a copy won, and the tokens wasted on copies that lost."""
 
 from engines.rollout.races import Races
 from schemas.rollout import FinishReason, Generated, Rollout
@@ -30,7 +30,7 @@ def test_the_origin_that_wins_wins_no_race():
 
 
 def test_copies_that_move_and_meet():
-    """The origin's copy moves, and is the origin's still; another one ends in its favour."""
+    """The origin's copy moves to engine 4 and stays the origin: its finish wins no race."""
     races, id = Races(), request("a", 9).id
     races.begin(id, 0, 1, 100)
     races.begin(id, 0, 2, 110)

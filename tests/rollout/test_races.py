@@ -1,5 +1,5 @@
-"""Races and redrafts over engines in memory, in virtual time: every request finishes once, with the
-tokens that it has anyway, and no engine keeps a copy."""
+"""Races and redrafts on fake engines, in virtual time. Every request finishes once with the tokens
+that it has without moves, and no engine keeps a copy."""
 
 import pytest
 
@@ -33,12 +33,12 @@ def test_a_faster_copy_wins():
     assert (move.kind, move.from_engine, move.to_engine) == (MoveKind.RACED, 0, 1)
     (lost,) = engines[0].withdrawn
     assert outcome.moves.wasted_tokens == len(lost.generated.token_ids) - move.num_tokens > 5
-    # In a third of the ticks that were left.
+    # The copy needs a third of the remaining ticks.
     assert outcome.finished_s < 0.75 * LONG * 0.001
 
 
 class RaceAtOnce:
-    """Asks once, when all have this many tokens."""
+    """Races all requests to all targets once, when each request has `num_tokens` tokens."""
 
     def __init__(self, num_tokens, targets):
         self.num_tokens, self.targets = num_tokens, targets
@@ -53,7 +53,8 @@ class RaceAtOnce:
 
 @pytest.mark.parametrize("nodes", ["aaab", "ab b", "    "])
 def test_keys_and_values_go_along_within_a_node(nodes):
-    """Of all that are raced at once an engine saves them once, and pauses once for it."""
+    """An engine saves keys and values once for all copies that go to its node at the same time, so
+    it pauses once."""
     engines = [FakeEngine(i, node_id=node.strip() or None) for i, node in enumerate(nodes)]
     works = [[(0, request("p0", LONG)), (0, request("p1", LONG))]]
     recorder, (outcome,) = roll_out(engines, works, [RaceAtOnce(10, (1, 2, 3))])
@@ -67,7 +68,7 @@ def test_keys_and_values_go_along_within_a_node(nodes):
 
 
 def test_a_copy_that_leads_may_be_left_alone():
-    """The origin concedes: its engine is done with the request, and the copy has won."""
+    """The origin concedes: its engine drops the request, and the copy has won."""
     engines = [FakeEngine(0), FakeEngine(1)]
     works = [[(0, request("p0", LONG)), (0, request("p1", LONG))]]
     concedes = MoveAt("p0", 20, lambda id: Concede(id, 0))
@@ -92,7 +93,7 @@ def test_the_only_copy_is_not_conceded():
 
 
 def test_a_request_that_was_conceded_survives_the_copy_s_engine():
-    """And may be raced again from wherever it goes on."""
+    """It goes on at another engine, and may be raced again from there."""
     engines = [FakeEngine(0), FakeEngine(1, die_at_tick=30), FakeEngine(2)]
     works = [[(0, request("p0", 60)), (1, request("p1", 60)), (2, request("p2", 60))]]
     again = [MoveAt("p0", 40, lambda id, e=e: Race(id, e, FAST)) for e in (0, 2)]
@@ -119,7 +120,7 @@ def test_a_copy_that_loses_leaves_its_engine_to_the_next_stage():
 
 @pytest.mark.parametrize(("loser", "drafting"), [(0, FAST), (1, SLOW)])
 def test_a_loser_that_has_finished_meanwhile_does_not_count(loser, drafting):
-    """Its rollout comes as an event, while the stage goes on."""
+    """The loser's rollout arrives as an event while the stage goes on."""
     engines = [FakeEngine(i, late=i == loser) for i in range(2)]
     own = SLOW if drafting is FAST else FAST
     works = [[(0, drafted("p0", LONG, own)), (0, request("p1", 90)), (1, request("p2", 90))]]
@@ -134,7 +135,7 @@ def test_a_loser_that_has_finished_meanwhile_does_not_count(loser, drafting):
 
 
 def test_copies_that_finish_at_one_time_count_once():
-    """Both rollouts are read before either engine could be asked to stop."""
+    """The coordinator reads both rollouts before it can stop either engine."""
     engines = [FakeEngine(0), FakeEngine(1)]
     works = [[(0, request("p0", LONG)), (1, request("p1", LONG + 9))]]
     recorder, (outcome,) = roll_out(engines, works, race_at(10, 1, drafting=SLOW))
@@ -144,7 +145,7 @@ def test_copies_that_finish_at_one_time_count_once():
 
 
 def test_a_loser_with_other_tokens_is_noticed():
-    """What makes a race fair is that all copies have the same tokens."""
+    """All copies must have the same tokens: another drafter must not change the samples."""
     engines = [FakeEngine(0), FakeEngine(1, late=True, salt="other")]
     works = [[(0, drafted("p0", LONG, FAST)), (0, request("p1", 90)), (1, request("p2", 90))]]
     _, (outcome,) = roll_out(engines, works, race_at(10, 1, drafting=SLOW))
@@ -165,7 +166,7 @@ def test_three_copies_and_one_that_counts():
 
 
 def test_a_request_that_waits_for_weights_may_be_raced():
-    """Its engine is not asked for it, neither for a copy nor to give up what it never had."""
+    """Its engine has not received the request yet: do not ask it for a copy or a withdrawal."""
     engines = [FakeEngine(0, sync_s=0.05), FakeEngine(1)]
     works = [[(0, request("p0", LONG)), (1, request("p1", 90))]]
     recorder, (outcome,) = roll_out(engines, works, race_at(0, 1))
@@ -236,7 +237,7 @@ def test_a_death_in_the_middle_of_a_race_loses_and_doubles_nothing(dying, method
 
 @pytest.mark.parametrize("dying", [(0,), (1,), (0, 1), (0, 1, 2)])
 def test_copies_that_die_are_dropped_and_the_last_one_goes_on_elsewhere(dying):
-    """All copies of p0 run at tick 15; engines 0 and 1 have it, engine 2 has not."""
+    """At tick 15, engines 0 and 1 have copies of p0, engine 2 has none."""
     engines = [FakeEngine(i, die_at_tick=15 + 3 * i if i in dying else None) for i in range(3)]
     works = [[(0, request("p0", LONG)), (1, request("p1", LONG)), (2, request("p2", LONG))]]
     recorder, (outcome,) = roll_out(engines, works, race_at(3, 1, drafting=SLOW))
@@ -247,7 +248,7 @@ def test_copies_that_die_are_dropped_and_the_last_one_goes_on_elsewhere(dying):
 
 
 def test_the_only_copy_left_is_raced_no_more():
-    """After the death it may migrate, and whoever ends it has won against nobody."""
+    """After the death the request may migrate. Its finish wins no race."""
     engines = [FakeEngine(0, die_at_tick=12), FakeEngine(1), FakeEngine(2)]
     works = [[(0, request("p0", LONG)), (1, request("p1", 60)), (2, request("p2", 60))]]
 
@@ -274,7 +275,7 @@ def test_the_only_copy_left_is_raced_no_more():
 
 
 class Views:
-    """Takes no decision, and keeps what it was shown."""
+    """Takes no decision. Keeps the engine views."""
 
     def __init__(self):
         self.seen = []
@@ -316,7 +317,7 @@ def test_redrafts_of_one_decision_are_one_call():
     [Migrate, Defer, "death", "withdraw", "redraft"],
 )
 def test_a_setting_goes_with_its_request(leave):
-    """The engine gives requests back without one; it may die before it has told of it."""
+    """The engine returns requests without a setting, and may die before it reports the setting."""
     engines = [
         FakeEngine(0),
         FakeEngine(

@@ -1,4 +1,4 @@
-"""Whatever is raced and whoever dies: every request finishes once."""
+"""Property test: with any races and any deaths, every request finishes once."""
 
 from random import Random
 
@@ -12,7 +12,7 @@ from tests.rollout.racing import assert_once, roll_out
 
 
 class AnyMoves:
-    """Of the moves that a policy may ask for, possible or not, most of them races."""
+    """Asks for random moves, possible or not, many of them races."""
 
     def __init__(self, seed):
         self.random = Random(seed)

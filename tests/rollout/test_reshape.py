@@ -1,5 +1,5 @@
-"""Pools that go from layout to layout, over engines in memory and in virtual time: every request
-finishes once with the tokens that it has anyway, and nobody works without GPUs."""
+"""Pools that switch layouts, with fake engines in virtual time. Every request finishes once with
+the tokens that it has without a switch, and no engine works without its GPUs."""
 
 import asyncio
 from itertools import groupby
@@ -56,7 +56,7 @@ def test_a_pool_goes_on_in_another_layout(move_kv):
 
 @pytest.mark.parametrize("move_kv", [True, False])
 def test_what_moves_is_saved_while_it_goes_on(move_kv):
-    """It is made ready where it may come to, before anybody gives anything away."""
+    """The new engines prepare to load the saved KV before the old ones give requests up."""
     engines, policy = fleet(), At((0.010, Reshape(0, 2, move_kv)))
     called = []
     for engine in engines:
@@ -74,7 +74,7 @@ def test_what_moves_is_saved_while_it_goes_on(move_kv):
 
 
 def test_others_are_heard_while_keys_and_values_are_saved():
-    """The pool's own engines, and one beside it: what they finish counts, and moves are made."""
+    """Engines in the pool and beside it still report finished requests, and moves still happen."""
     moved = Migrate(request("p9", 50).id, 3)
     engines, policy = fleet(), At((0.010, Reshape(0, 2)), (0.015, moved))
     for engine in engines[:4]:
@@ -93,7 +93,7 @@ def test_others_are_heard_while_keys_and_values_are_saved():
 
 @pytest.mark.parametrize(("dying", "num_later"), [(1, 1), (4, 0)])
 def test_no_switch_is_made_when_an_engine_died_while_it_was_prepared(dying, num_later):
-    """A later one is, but not to an engine that waits for others to leave its GPUs."""
+    """A later switch is made, except to a dead engine whose restart waits for its GPUs."""
     engines, policy = fleet(), At((0.010, Reshape(0, 2)), (0.035, Reshape(0, 2)))
     engines[dying].die_at_tick = 15
     for engine in engines[:4]:
@@ -106,7 +106,7 @@ def test_no_switch_is_made_when_an_engine_died_while_it_was_prepared(dying, num_
 
 
 def test_a_switch_is_prepared_once():
-    """Asked for again and again meanwhile, and for another layout."""
+    """During the preparation the policy asks again and again, also for another layout."""
     asked = [(0.010 + 0.001 * i, Reshape(0, 2 + 2 * (i % 2))) for i in range(15)]
     engines, policy = fleet(), At(*asked)
     for engine in engines[:4]:
@@ -119,8 +119,8 @@ def test_a_switch_is_prepared_once():
 
 
 def test_what_a_switch_took_is_told():
-    """Here 3 ms to park and 5 ms until the second engine has woken, without 1 ms of saving; then
-    the same the other way round. What came along came at 2 GB/s and 1 GB/s."""
+    """Parking takes 3 ms and waking 5 ms, of which 1 ms of saving does not count. The second switch
+    takes 5 ms and 3 ms. The two engines loaded keys and values at 2 GB/s and 1 GB/s."""
     engines = fleet(wake_s=0.003)
     engines[5].wake_s = 0.005
     engines[1].kv_counts = KVCounts(export_s=0.001)
@@ -146,7 +146,7 @@ WAY = ["precopy", "expect_kv", "withdraw"]
 
 
 class Called(list[str]):
-    """What was called on one engine, told to a list of all."""
+    """Records the calls of one engine, and adds them to a list of all engines' calls."""
 
     def __init__(self, engine: int, of_all: list[tuple[int, str]]) -> None:
         self.engine, self.of_all = engine, of_all
@@ -181,7 +181,7 @@ def test_what_finishes_meanwhile_counts_where_it_was():
 
 @pytest.mark.parametrize("wake_s", [0.0, 0.015])
 def test_what_has_finished_is_not_begun_again(wake_s):
-    """Engine 0 tells of p0 after its pool has come back to the base, or while it wakes."""
+    """Engine 0 reports that p0 finished after its pool is back in its base, or while it wakes."""
     engines = fleet(wake_s=wake_s)
     finish_late(engines[0], 0.050)
     engines[6].die_at_tick = 15 + int(2000 * wake_s)
@@ -204,7 +204,7 @@ def test_a_finished_request_ends_its_copy_in_the_pool():
 
 
 def test_no_stage_begins_before_all_of_the_last_one_is_told():
-    """Engine 4 tells late of what it finished before the pool went back to its base."""
+    """Engine 4 finished requests before the pool returned to its base, but reports them late."""
     engines = fleet()
     works = [[on(i, f"p{i}", n) for i, n in enumerate([60, 50, 30, 30])], [on(0, "q", 9, 2)]]
     finish_late(engines[4], 0.100)
@@ -259,7 +259,7 @@ def test_the_others_go_on_while_a_pool_switches():
     assert 1000 * recorder.timeline.seconds(6, Activity.SWITCH) == pytest.approx(100, abs=2)
     assert outcome.finished_s - outcome.started_s == pytest.approx(0.060 + 0.100, abs=0.003)
     seen = [view.engines[0].progress for view in policy.views if len(view.engines) == 2]
-    assert len(seen) > 25  # events of engine 7, with engine 6 beside it
+    assert len(seen) > 25  # views with engine 7 and the waking engine 6
     assert {id.prompt_key: n for id, n in seen[0].items()} == {"p0": 11, "p1": 11, "p3": 11}
 
 
@@ -289,7 +289,7 @@ def test_drafting_and_counts_go_with_the_requests():
 
 
 def test_saved_kv_is_for_the_switch_alone():
-    """One that migrates, is raced or is deferred after it goes without."""
+    """A request that migrates, is raced or is deferred after the switch moves without it."""
     engines = fleet(wake_s=0.004)
     policies = [
         At((0.010, Reshape(0, 2))),
@@ -393,7 +393,7 @@ def test_a_deferred_request_waits_for_the_engines_that_stages_begin_on():
 
 
 def test_copies_that_come_to_one_pool_are_one():
-    """Engine 2 has raced ahead: its copy stays, and the race is over."""
+    """Engine 2 is ahead of engine 0: the pool keeps its copy, and the race is over."""
     engines = fleet()
     policies = [MoveAt("p0", 5, lambda id: Race(id, 2, FAST)), At((0.012, Reshape(0, 4)))]
     recorder, (outcome,) = roll_out(engines, [TAIL], policies)

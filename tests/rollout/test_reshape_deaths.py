@@ -1,5 +1,4 @@
-"""Engines that die while their pool goes from layout to layout, or before: nothing is lost, and
-nothing is done twice."""
+"""Engines die before or during a switch of their pool: no request is lost or finishes twice."""
 
 import asyncio
 
@@ -50,7 +49,8 @@ def test_a_death_in_the_middle_of_a_switch_loses_and_doubles_nothing(dying, meth
 
 
 def test_a_death_takes_a_raised_pool_back():
-    """The dead engine's request begins again from where it came; the other's goes on."""
+    """Requests of the dead engine resume from their state before the switch. Those of the other
+    engine keep their progress."""
     engines, policy = fleet(), At((0.010, Reshape(0, 2)))
     engines[4].die_at_tick = 20
     recorder, (outcome,) = roll_out(engines, [TAIL], [policy])
@@ -67,7 +67,7 @@ def test_a_death_takes_a_raised_pool_back():
 
 
 def test_requests_wait_for_a_base_that_is_dead_too():
-    """Engines 0 to 3 die while they are parked, engine 6 before they are there again."""
+    """Engines 0 to 3 die parked. Engine 6 dies before they have restarted."""
     engines, policy = fleet(), At((0.010, Reshape(0, 4)))
     for engine in engines[:4]:
         engine.die_at_tick = 20
@@ -100,7 +100,7 @@ def test_an_engine_on_standby_that_keeps_dying_fails_the_stage_that_comes_by_nam
         recorder = Recorder(engines, pools=(POOL,))
         await recorder.coordinator.start()
         await recorder.roll_out(1, TAIL)
-        assert engines[5].num_starts == 1, "others were at work on its GPUs"
+        assert engines[5].num_starts == 1, "restarted while others used its GPUs"
         for step in range(2, 9):
             await asyncio.wait_for(recorder.roll_out(step, TAIL), 20)
 
@@ -111,7 +111,7 @@ def test_an_engine_on_standby_that_keeps_dying_fails_the_stage_that_comes_by_nam
 
 @pytest.mark.parametrize("parked", [[5], [4, 6]])
 def test_what_dies_parked_is_started_when_the_others_have_nothing_to_do(parked):
-    """Its mates make room, and are there for the next stage, which waits for it."""
+    """The engines on its GPUs park meanwhile. The next stage waits until they are back."""
     engines = fleet(wake_s=0.003)
     for index in parked:
         engines[index].die_at_tick = 3
@@ -135,7 +135,7 @@ def test_what_dies_parked_is_started_when_the_others_have_nothing_to_do(parked):
 
 
 def test_nobody_wakes_beside_what_a_dead_engine_has_left():
-    """Engine 0 dies as it is parked, and what it has left takes long to end."""
+    """Engine 0 dies while it parks, and killing its processes takes long. Engine 6 must wait."""
     engines = fleet()
     ended_s = []
 

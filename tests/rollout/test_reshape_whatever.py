@@ -1,5 +1,5 @@
-"""Two pools and an engine beside them: whatever is moved and whoever dies, every request finishes
-once with its tokens, and each pool ends in its base layout."""
+"""Property tests with two pools and one more engine. With any moves and any deaths, every request
+finishes once with its tokens, and each pool ends in its base layout."""
 
 import asyncio
 from random import Random
@@ -22,7 +22,7 @@ METHODS = ["submit", "withdraw", "copy", "redraft", "park", "wake", "load_weight
 
 
 class AnyMoves:
-    """Of the moves that a policy may ask for, possible or not, many of them of whole pools."""
+    """Asks for random moves, possible or not, many of them layout switches."""
 
     def __init__(self, seed, num_engines=11):
         self.random, self.num_engines = Random(seed), num_engines
@@ -75,7 +75,7 @@ dies_in = st.lists(st.tuples(st.integers(0, 10), st.sampled_from(METHODS)), max_
     lost=st.sets(st.integers(0, 20), max_size=3),
     **slow,
 )
-@example(  # A stage ends when an engine has been restarted and the coordinator does not know yet.
+@example(  # A stage ends after a restart, before the coordinator has read the report of it.
     seed=2,
     lengths=[[1, 23, 2]],
     deaths=[None, None, None, 13, None, None, None, None, None, 3, None],
@@ -87,7 +87,7 @@ dies_in = st.lists(st.tuples(st.integers(0, 10), st.sampled_from(METHODS)), max_
     wake_s=0.0,
     sync_s=0.0,
 )
-@example(  # The pool goes back before an engine has woken, which has waited for a restart.
+@example(  # The pool switches back while an engine waits for a restart before it wakes.
     seed=270,
     lengths=[[1, 2, 4, 1, 1, 1, 1, 5, 2, 7, 3, 4]],
     deaths=[None, None, None, 6, None, None, None, None, None, 1, None],
@@ -99,7 +99,7 @@ dies_in = st.lists(st.tuples(st.integers(0, 10), st.sampled_from(METHODS)), max_
     wake_s=0.0,
     sync_s=0.003,
 )
-@example(  # The same, before one that died on standby was started again, which has waited for one.
+@example(  # The same while the restart of an engine on standby waits for another restart.
     seed=270,
     lengths=[[1, 1, 4, 12, 2, 2, 2, 2, 11, 2, 6, 7]],
     deaths=[None, None, None, 23, None, 32, None, None, None, 10, 1],
@@ -111,7 +111,7 @@ dies_in = st.lists(st.tuples(st.integers(0, 10), st.sampled_from(METHODS)), max_
     wake_s=0.002,
     sync_s=0.003,
 )
-@example(  # One finishes whose copy has come to an engine that is dead.
+@example(  # A request finishes while its copy is assigned to a dead engine.
     seed=815,
     lengths=[[1, 3, 2, 4, 2, 2, 1, 1, 6, 6, 3, 6]],
     deaths=[5, 2, 2, 1, 25, None, None, None, None, None, None],
@@ -155,13 +155,13 @@ def test_whatever_moves_and_dies_every_sample_finishes_once(
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), lengths=lengths, dies_in=dies_in, keep=st.booleans(), **slow)
-@example(  # One that is on standby has died before any stage.
+@example(  # An engine on standby dies before the first stage.
     seed=0, lengths=[[]], dies_in=[(4, "load_weights")], keep=True, wake_s=0.0, sync_s=0.0
 )
-@example(  # The engines whose GPUs it is restarted on come back to them without a stage.
+@example(  # It restarts on GPUs whose engines then return to them without a stage.
     seed=0, lengths=[[], [5]], dies_in=[(4, "load_weights")], keep=True, wake_s=0.0, sync_s=0.0
 )
-@example(  # The pool goes back before an engine has woken, which has waited for a restart.
+@example(  # The pool switches back while an engine waits for a restart before it wakes.
     seed=37, lengths=[[1, 10, 8]], dies_in=[(0, "park")], keep=False, wake_s=0.002, sync_s=0.0
 )
 def test_the_same_with_weights_between_stages(seed, lengths, dies_in, keep, wake_s, sync_s):
@@ -202,7 +202,7 @@ NODES = ((0, 1, 2, 3, 4, 5, 6), (7, 8, 9), (10,))
     spare=st.none() | st.integers(0, 4),
     **slow,
 )
-@example(  # An engine that woke for nothing is given a request while its mates hold it up.
+@example(  # An engine that woke without need gets a request while its mates delay it.
     seed=4200,
     lengths=[[9, 12, 17, 25, 4, 2, 20, 28, 7, 1, 25, 26], []],
     lost_at_ms={(0, 1, 2, 3, 4, 5, 6): 17},
@@ -212,8 +212,7 @@ NODES = ((0, 1, 2, 3, 4, 5, 6), (7, 8, 9), (10,))
     sync_s=0.0,
 )
 def test_the_same_with_nodes_that_are_gone(seed, lengths, lost_at_ms, keep, spare, wake_s, sync_s):
-    """Engines of a node are found dead one after the other, some when others are gone already; one
-    node of three stays."""
+    """Up to two of three nodes are lost. Their engines are found dead one by one."""
     engines = fleet(POOLS, wake_s=wake_s, sync_s=sync_s, loses_weights=not keep)
     works, random = works_of(lengths, Random(seed)), Random(seed)
     min_rollouts = None if spare is None else max(0, min(map(len, lengths)) - spare)
@@ -231,7 +230,7 @@ def test_the_same_with_nodes_that_are_gone(seed, lengths, lost_at_ms, keep, spar
         ]
         await asyncio.wait_for(asyncio.gather(*stages), 20)
         await asyncio.sleep(0.2)
-        # What is left goes on, with what was planned for all.
+        # The remaining engines also run a stage that was planned for all engines.
         again = [on(index, f"q{index}", 5, len(works) + 1) for index in BEGIN]
         await asyncio.wait_for(recorder.roll_out(len(works) + 1, again), 20)
         await asyncio.sleep(0.1)

@@ -1,4 +1,5 @@
-"""Stages that overlap, over engines in memory: versions as ordered, nothing lost, nothing twice."""
+"""Overlapping stages on fake engines: each samples with its own policy version, and no request is
+lost or finishes twice."""
 
 import asyncio
 from collections import Counter
@@ -65,7 +66,7 @@ async def test_a_deferred_request_goes_on_in_the_next_stage():
 
 
 async def test_a_deferred_request_starts_first():
-    """It is the longest there is."""
+    """A deferred request is the longest one of the stage."""
     engines = [FakeEngine(0), FakeEngine(1)]
     recorder = Recorder(engines)
     await recorder.coordinator.start()
@@ -80,7 +81,7 @@ async def test_a_deferred_request_starts_first():
     ("min_rollouts", "min_of_next"), [(2, 0), (None, 0), (1, None)], ids=["full", "no", "next"]
 )
 async def test_nothing_is_deferred_beyond_the_bound(min_rollouts, min_of_next):
-    """The batch would not be full, the stage does not defer, or the next one does not take."""
+    """The batch would not be full, the stage does not defer, or the next stage takes none."""
     recorder = Recorder([FakeEngine(0), FakeEngine(1)])
     await recorder.coordinator.start()
     policy = MoveAt("p1", 10, lambda id: Defer(id, 0))
@@ -110,7 +111,7 @@ async def test_a_request_is_deferred_once():
 
 
 async def test_a_request_migrates_only_to_an_engine_of_its_stage():
-    """Engine 0 has gone on to the next stage and its weights: the request stays where it is."""
+    """Engine 0 already has the weights of the next stage, so the request stays on engine 1."""
     recorder = Recorder([FakeEngine(0), FakeEngine(1)])
     await recorder.coordinator.start()
     policy = MoveAt("p1", 20, lambda id: Migrate(id, 0))
@@ -125,7 +126,7 @@ async def test_a_request_migrates_only_to_an_engine_of_its_stage():
 @pytest.mark.parametrize(
     ("dying", "method"),
     [
-        (1, "withdraw"),  # with a request on its way from it
+        (1, "withdraw"),  # dies while a request leaves it
         *((dying, m) for dying in (0, 1) for m in ("submit", "load_weights", "next_events")),
     ],
 )

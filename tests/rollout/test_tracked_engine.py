@@ -1,4 +1,4 @@
-"""The lifecycle of a tracked engine: every arrow of its diagram, and no other."""
+"""A tracked engine makes every transition of its lifecycle diagram, and refuses all others."""
 
 import pytest
 
@@ -36,7 +36,8 @@ def test_each_transition_is_legal_or_refused_by_name(transition, before):
 
 
 def test_a_death_leaves_the_layout_as_it_is():
-    """Alive or dead and on standby or not are two facts in one value."""
+    """The lifecycle holds two things: alive or dead, and on standby or not. A death changes only
+    the first."""
     for before, after in ARROWS["die"].items():
         alive, dead = (TrackedEngine(FakeEngine(0), at) for at in (before, after))
         assert (alive.alive, dead.alive) == (True, False)

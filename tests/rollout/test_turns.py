@@ -1,5 +1,5 @@
-"""Engines that leave their GPUs to the trainer between stages: whoever dies, in whatever call, they
-have no memory while it works, and every request finishes once with its tokens."""
+"""Engines release their GPUs to the trainer between stages. Whichever engine dies, in any call, no
+engine holds memory while the trainer works, and every request finishes once with its tokens."""
 
 import asyncio
 from random import Random
@@ -25,7 +25,8 @@ def has_memory(engine):
 
 
 def in_turn(engines, works, kill=(), policies=(), **options):
-    """Stages with the trainer's turn behind each; `kill`: (turn, engine, method)."""
+    """Run the stages one by one, with a turn of the trainer before each. `kill`: (turn, engine,
+    method)."""
 
     async def run():
         recorder = Recorder(engines, pools=POOLS, **options)
@@ -34,7 +35,7 @@ def in_turn(engines, works, kill=(), policies=(), **options):
         outcomes = []
         for step, own in enumerate(works, 1):
             await coordinator.leave_gpus()
-            assert not [e.index for e in engines if has_memory(e)], "the trainer is not alone"
+            assert not [e.index for e in engines if has_memory(e)], "engines hold GPU memory"
             for at, index, method in kill:
                 if at == step and engines[index].dies_in != "dead":
                     engines[index].dies_in = method
