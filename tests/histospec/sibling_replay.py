@@ -1,4 +1,4 @@
-"""Replay of known samples of one prompt that draft for each other. Pure."""
+"""Replay of known responses whose samples draft for each other. Pure."""
 
 from collections.abc import Sequence
 
@@ -17,10 +17,11 @@ def replay_siblings(
     max_num_seqs: int,
     index: SiblingIndex,
 ) -> Replay:
-    """Drafts that siblings would have made for each other, of responses that are known, none empty.
+    """Return the counts of drafts that siblings would have made for each other.
 
-    They go in lockstep as in `engines.histospec.replay`, at most `max_num_seqs` at a time; when one
-    ends, the next in order begins. `groups` has the group of each. The index keeps the texts.
+    The responses are known and not empty. They run in lockstep as in `engines.histospec.replay`, at
+    most `max_num_seqs` at a time. When one ends, the next in order begins. `groups` names the group
+    of each response. Afterwards the index still holds the responses.
     """
     token_ids, at, ends = known_sequences(prompts, responses, policy.cap)
     windows = policy.first(len(ends))
@@ -29,7 +30,7 @@ def replay_siblings(
     while len(live := np.flatnonzero(at < ends)[:max_num_seqs]):
         for i in live[slots[live] == NO_SLOT]:
             slots[i] = index.add(groups[i], int(at[i]))
-        # All rows go along, so that no tokens are copied; those that do not run have no slot.
+        # Pass all rows, to copy no tokens. Rows that do not run have no slot.
         index.extend(slots, token_ids, at)
         drafts = np.zeros((len(ends), policy.cap), np.int32)
         wanted = np.minimum(windows, ends - at - 1)

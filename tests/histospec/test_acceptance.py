@@ -1,4 +1,4 @@
-"""What a draft token is worth: learnt from what was verified, and only from that."""
+"""Acceptance predicts the probability of draft tokens, and learns it only from verified tokens."""
 
 import json
 
@@ -29,7 +29,7 @@ def test_first_guesses_are_shares_with_one_case_more():
     shares = evidence_shares()
     assert shares.min() > 0.0
     assert shares.max() < 1.0
-    # Seen once and followed; seen 32 times and always followed.
+    # Seen once and accepted once. Seen 32 times and always accepted.
     counted = shares[: 6 * 7 * 12].reshape(6, 7, 12)
     assert counted[0, 6] == pytest.approx(0.5)
     assert counted[5, 6] == pytest.approx(32 / 33)
@@ -38,17 +38,18 @@ def test_first_guesses_are_shares_with_one_case_more():
 def test_the_first_wrong_token_counts_and_those_after_it_do_not():
     acceptance = Acceptance()
     before, by_class = acceptance.shares, acceptance.by_class
-    # Of 3, 7, 3: the first 3 was right and 7 wrong; the second 3 was never put to the test.
+    # Of 3, 7, 3 the first 3 was accepted and 7 rejected. The second 3 was not tested.
     observe(acceptance, 3, 1)
     after = acceptance.shares
     assert after[3] == pytest.approx((before[3] * PRIOR_WEIGHT + 1) / (PRIOR_WEIGHT + 1))
     assert after[7] == pytest.approx(before[7] * PRIOR_WEIGHT / (PRIOR_WEIGHT + 1))
     others = np.delete(np.arange(NUM_CLASSES), [3, 7])
-    assert (acceptance.by_class[others] == by_class[others]).all(), "two tokens are no regression"
+    assert (acceptance.by_class[others] == by_class[others]).all(), "two tokens moved other classes"
 
 
 def test_classes_that_were_never_tried_go_with_those_that_were():
-    """Drafts of a policy with entropy are mostly wrong: no need to try each class."""
+    """When the drafts of some classes are mostly rejected, untried classes of the same source are
+    expected to be rejected too."""
     acceptance, rng = Acceptance(), np.random.default_rng(0)
     first = acceptance.by_class[NUM_EVIDENCE // 2 : NUM_EVIDENCE]
     tried = rng.integers(NUM_EVIDENCE // 2, NUM_EVIDENCE, (100, 1)).astype(np.uint16)
@@ -58,12 +59,13 @@ def test_classes_that_were_never_tried_go_with_those_that_were():
     assert acceptance.by_class[others].mean() < 0.35
     shared = acceptance.by_class[NUM_EVIDENCE : 2 * NUM_EVIDENCE]
     assert (shared == Acceptance().by_class[NUM_EVIDENCE : 2 * NUM_EVIDENCE]).all(), (
-        "another source"
+        "classes of another source changed"
     )
 
 
 def test_one_factor_that_tells_right_from_wrong_is_found():
-    """Drafts after a long match are right, after a short one wrong: untried classes follow."""
+    """Drafts after a long match are accepted, those after a short match rejected. Untried classes
+    with the same factors are predicted alike."""
     factors = evidence_factors()[1]
     long = factors[:, -4] == 1.0
     classes = np.flatnonzero(factors[:, 0]) + NUM_EVIDENCE - len(factors)
@@ -88,10 +90,10 @@ def test_what_was_learnt_is_carried_on():
 
 
 def test_what_was_seldom_tried_is_not_given_up():
-    """Of two classes with the same share the one that was tried less is taken to be worth more."""
+    """Of two classes with the same share, the one with fewer trials gets the higher estimate."""
     acceptance = Acceptance()
     for _ in range(500):
-        observe(acceptance, 2, 1)  # 3 is right, 7 wrong.
+        observe(acceptance, 2, 1)  # 3 is accepted, 7 rejected.
     often = acceptance.by_class[7]
     state = acceptance.state()
     for name in ("num_right", "num_tried"):

@@ -1,4 +1,4 @@
-"""Draft tokens that a step without room for all of them verifies."""
+"""A step without room for all draft tokens verifies the likeliest ones."""
 
 import numpy as np
 import pytest

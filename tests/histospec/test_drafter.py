@@ -1,4 +1,5 @@
-"""An engine's drafter against a model that is known: state follows requests, not rows."""
+"""The drafter with an engine that generates known tokens: its state belongs to requests, not to
+rows of the batch."""
 
 import json
 import threading
@@ -40,7 +41,7 @@ def drafter(tmp_path):
 
 
 class Engine:
-    """Generates what it is told to and verifies exactly."""
+    """Generates given responses and verifies drafts exactly."""
 
     def __init__(self, drafter, responses):
         self.drafter = drafter
@@ -117,7 +118,7 @@ def test_a_step_without_room_for_drafts_does_not_look(drafter):
 
 
 def test_rows_for_which_others_have_more_are_left_to_them(drafter):
-    """And what goes on behind a draft with another's tokens says nothing of this one."""
+    """When a row took another drafter's tokens, its result teaches this drafter nothing."""
     for id in ("a", "b"):
         drafter.begin(DraftedRequest(id, KEYS[0], 600, len(PROMPT)))
     drafter.settle()
@@ -178,7 +179,8 @@ def test_places_are_given_back(drafter):
 
 
 def test_siblings_draft_where_there_is_no_history(tmp_path):
-    """Two samples with one answer: the second, a few tokens behind, follows the first."""
+    """Two samples have the same answer. The second one, some tokens behind, drafts from the
+    first."""
     drafter = HistoryDrafter(tmp_path, AIMD(), Gate(None), 4, SiblingIndex())
     answer = list(range(1, 21))
     engine = Engine(drafter, {"x": answer, "yyy": answer})
@@ -188,7 +190,7 @@ def test_siblings_draft_where_there_is_no_history(tmp_path):
         engine.step([id for id in ("x", "yyy") if engine.left[id]])
     assert engine.num_passes["x"] == len(answer)
     assert engine.num_passes["yyy"] < len(answer) // 2
-    # Classes of their own: what history is worth is not learnt from siblings.
+    # Siblings have their own classes: they teach nothing about drafts from histories.
     changed = drafter.acceptance.by_class != Acceptance().by_class
     assert changed.any()
     assert not changed[:NUM_EVIDENCE].any()
@@ -205,7 +207,7 @@ def test_one_that_begins_with_what_it_learnt_drafts_alike(drafter, tmp_path):
         drafter.end_others([])
         return engine.num_drafted
 
-    del drafter  # Its files are wanted.
+    del drafter  # The fixture has written the files.
     first, second, fresh = made(), made(), made()
     for _ in range(40):
         drafted(first)
@@ -233,10 +235,10 @@ def test_others_draft_where_a_prompt_has_no_history(tmp_path):
         engine.step(["x"])
     assert engine.num_passes["x"] < len(NEW[0]) // 2
     counts = drafter.take_counts()
-    # What a request's last pass verified is not told: it has ended.
+    # The last pass of a request is not counted, because the request has ended.
     assert 0 < counts.num_shared_draft_tokens < engine.num_drafted["x"]
     assert counts.num_shared_accepted_tokens == counts.num_shared_draft_tokens
-    # What they are worth is learnt apart from what a prompt's own history is.
+    # The shared index and a prompt's own history have separate classes.
     changed = drafter.acceptance.by_class != Acceptance().by_class
     assert changed[NUM_EVIDENCE:].any()
     assert not changed[:NUM_EVIDENCE].any()
@@ -254,7 +256,8 @@ def test_none_of_it_where_prompts_share_nothing(tmp_path):
 
 
 def test_what_others_draft_badly_is_asked_ever_less(tmp_path, monkeypatch):
-    """A prompt's own history knows the next token after each two, others always another one."""
+    """After each two tokens, the prompt's own history has the right next token, and the shared
+    index always a wrong one."""
     response = list(range(1, 400))
     known = [response[i : i + 3] for i in range(len(response))]
     index = build_index([], known, [1.0] * len(known), min_match=2)
@@ -276,11 +279,11 @@ def test_what_others_draft_badly_is_asked_ever_less(tmp_path, monkeypatch):
     assert 4 <= len(asked) < engine.num_passes["x"] / 10
     counts = drafter.take_counts()
     assert counts.num_shared_draft_tokens < 10
-    assert json.dumps(asdict(counts)), "they leave the engine as plain numbers"
+    assert json.dumps(asdict(counts)), "the counts are not plain numbers"
 
 
 def test_a_request_begins_before_its_index_is_open(tmp_path):
-    """The thread is busy: the step goes on without drafts, and a later one has them."""
+    """While the opening thread is busy, steps run without drafts. Later steps draft."""
     write_index(build_index(PROMPT, OLD, [1.0, 0.5]), KEYS[1], index_path(tmp_path, KEYS[1]))
     drafter = HistoryDrafter(tmp_path, AIMD(), Gate(None), 4)
     busy = threading.Event()
@@ -299,7 +302,8 @@ def test_a_request_begins_before_its_index_is_open(tmp_path):
 
 
 def test_what_a_sample_draws_is_drafted(tmp_path):
-    """Two continuations, equally frequent: the noise of each sample says which it is."""
+    """Ten continuations are equally frequent. The noise of each sample determines which one it
+    draws, so a drafter that knows the sample key drafts it."""
     rng, tokens = np.random.default_rng(0), np.arange(20)
     responses = [[1, 2, 3, int(token), 4, 5] for token in np.repeat(tokens[10:20], 8)]
     write_index(build_index(PROMPT, responses, [1.0] * 80), KEYS[0], index_path(tmp_path, KEYS[0]))
@@ -331,7 +335,7 @@ def test_an_index_opened_for_nobody_is_not_that_of_the_next_epoch(tmp_path):
     engine = Engine(drafter, {"x": NEW[0]})
     while engine.left["x"]:
         engine.step(["x"])
-    assert engine.num_passes["x"] <= 5, "its index is the last one: all of it is known"
+    assert engine.num_passes["x"] <= 5, "drafted from the index of the last epoch"
 
 
 def test_samples_submitted_later_draft_from_what_is_open(tmp_path):

@@ -1,4 +1,4 @@
-"""What drafts will bring, foretold from answers of one step."""
+"""Predict how much drafting would save, from the answers of one step."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ CONFIG = DraftingConfig()
 
 
 def answers(spread: int, num: int = 8) -> Answers:
-    """Answers of 60 tokens, each of one of so many ways to go on."""
+    """Return `num` answers of 60 tokens, of which `spread` are different."""
     rng = np.random.default_rng(spread)
     ways = rng.integers(0, 50_000, (spread, 60)).astype(np.int32)
     chosen = [ways[i % spread] for i in range(num)]

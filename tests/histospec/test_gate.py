@@ -1,4 +1,5 @@
-"""What is worth verifying: against every possible choice, and nothing where nothing pays."""
+"""The gate keeps the drafts that give the most tokens per second, compared with all possible
+choices. It keeps nothing where nothing pays."""
 
 from itertools import product
 
@@ -21,7 +22,7 @@ SHARES = st.sampled_from([0.05, 0.2, 0.5, 0.8, 0.95, 1.0])
 
 
 class Linear:
-    """So much for a request, a request that drafts, and a draft token."""
+    """Step times with a fixed cost per step, request, drafting request and draft token."""
 
     def __init__(self, row=1.0, drafting=0.0, token=0.1, step=1.0):
         self.row, self.drafting, self.token, self.step = row, drafting, token, step
@@ -57,9 +58,9 @@ def test_no_other_choice_is_faster(rows, token, drafting):
     if drafting == 0.0:
         best = max(tokens_per_s(times, probabilities, choice) for choice in choices)
     else:
-        # A fixed cost for each drafting request makes the rule greedy; never worse than none.
+        # With a cost per drafting request the gate is greedy, but never worse than no drafts.
         best = tokens_per_s(times, probabilities, [0] * len(rows))
-    # A gain that small may be none.
+    # The gate ignores gains below LEAST_GAIN.
     assert chosen >= best / LEAST_GAIN * (1 - 1e-9)
     assert chosen == tokens_per_s(times, probabilities, [0] * len(rows)) or chosen >= best * (
         1 - 1e-9
@@ -82,7 +83,7 @@ def test_off_costs_less_and_less_and_the_gate_reopens():
     gaps = np.diff(looked)
     assert (np.diff(gaps) >= 0).all()
     assert gaps[-1] == LONGEST_BREAK
-    # Drafting pays again: noticed at the next look, and from then on at every step.
+    # When drafting pays again, the next look notices it. From then on every step looks.
     times.token = 0.01
     opened = next(step for step in range(LONGEST_BREAK + 1) if gate.looks(8))
     assert opened <= LONGEST_BREAK
@@ -116,7 +117,7 @@ def test_another_one_goes_on_where_it_was():
 
 
 def test_a_step_tries_no_more_than_was_tried_before():
-    """What is not known looks good in every row: one step need not find out in all of them."""
+    """Unknown drafts look good in every row, but one step need not try them in all rows."""
     times = Linear(row=0.0, token=0.0)
     drafted, chances = np.full(100, 4, np.int32), np.full((100, 4), 0.9)
     tried = [int(Gate(times).keep(chances, drafted, 1.0, known).sum()) for known in (0, 50, 1e4)]

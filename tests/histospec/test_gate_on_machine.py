@@ -1,4 +1,4 @@
-"""Rollouts on machines whose times are known: with drafts never much slower than without."""
+"""Rollouts on machines with known times: drafting never makes them much slower."""
 
 from dataclasses import dataclass
 
@@ -14,12 +14,12 @@ WINDOW = 4
 
 @dataclass(frozen=True)
 class Machine:
-    """A pass takes 5 ms and 0.2 ms a row."""
+    """A pass takes 5 ms, and 0.2 ms for each row."""
 
     token_s: float
-    """Time that a draft token adds to a pass."""
+    """Seconds that a draft token adds to a pass."""
     look_row_s: float
-    """Time to draft for a row; as much as for 50 rows comes to it."""
+    """Seconds to draft for a row. A look costs 50 rows more."""
     accepted: float
     """Probability that a draft token is accepted after those before it."""
 
@@ -32,8 +32,8 @@ class Machine:
 
 
 def roll_out(machine, left, rng, gate, times, now_s, *, drafts):
-    """The time when all of a stage are finished, and in how many of its steps it looked. `left`:
-    tokens of each."""
+    """Return the time at which the stage ends, and the number of its looks. `left`: tokens of each
+    request."""
     num_looks = 0
     while len(left):
         batch, num = len(left), np.zeros(len(left), np.int32)
@@ -56,7 +56,8 @@ def roll_out(machine, left, rng, gate, times, now_s, *, drafts):
 
 
 def seconds(machine, num_stages, *, drafts):
-    """Seconds of each stage, and looks in it; what was learnt is carried from one to the next."""
+    """Return seconds and number of looks of each stage. Each stage starts with the gate's state of
+    the last one."""
     gate, times, rng = Gate(None), MeasuredStepTimes(plain_share=1 / 16), np.random.default_rng(0)
     found, looks, now_s = [], [], 0.0
     for lengths in np.random.default_rng(1).geometric(1 / 60, (num_stages, 128)):
@@ -79,7 +80,7 @@ def seconds(machine, num_stages, *, drafts):
     ],
 )
 def test_drafts_that_do_not_pay_cost_little(machine):
-    """In the first stage nothing is known yet."""
+    """The first stage may cost a little more, because the gate knows nothing yet."""
     off, _ = seconds(machine, 6, drafts=False)
     on, _ = seconds(machine, 6, drafts=True)
     assert on[0] <= 1.06 * off[0]

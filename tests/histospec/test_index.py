@@ -1,4 +1,4 @@
-"""The index against one that looks at every suffix."""
+"""The index gives the drafts of a slow reference that looks at every suffix."""
 
 from collections import defaultdict
 
@@ -62,7 +62,7 @@ def drafts_and_evidence(rows, worth=LONGEST_ALONE):
 
 
 def slow_draft(prompt, responses, context, window, min_match, max_match):
-    """By definition: all suffixes of all responses, one token at a time."""
+    """Return the draft by definition: follow all suffixes of all responses token by token."""
     least = min([0.0, *(reward for _, reward in responses)])
     texts = [
         (prompt[-max_match:] + tokens, round((reward - least) / RESOLUTION))
@@ -107,7 +107,7 @@ def slow_draft(prompt, responses, context, window, min_match, max_match):
 @example(prompt=[0, 1, 2], responses=[([1, 1], 1.0)], start=[], window=4, match=(3, 7), apart=1)
 @example(prompt=[], responses=[([0, 0, 0, 0], 0.1)] * 3, start=[0], window=9, match=(1, 3), apart=1)
 def test_index_equals_brute_force(prompt, responses, start, window, match, apart):
-    """Tokens that are far apart are found by another directory than those that are not."""
+    """`apart`: token ids that lie far apart use another lookup table than close ones."""
     min_match, max_match = match
     prompt, start = [apart * token for token in prompt], [apart * token for token in start]
     responses = [([apart * token for token in tokens], reward) for tokens, reward in responses]
@@ -141,7 +141,7 @@ def num_matches(responses, pattern):
     seed=st.integers(0, 99),
 )
 def test_a_shorter_match_drafts_where_it_is_worth_more(responses, context, window, seed):
-    """The longest with `ENOUGH` occurrences, if there is one, against the longest of all."""
+    """The index compares the longest match with the longest of `ENOUGH` occurrences."""
     worth = np.random.default_rng(seed).random(NUM_EVIDENCE)
 
     def drafted(most, worth=LONGEST_ALONE):
@@ -153,7 +153,7 @@ def test_a_shorter_match_drafts_where_it_is_worth_more(responses, context, windo
     worth_of = worth
     found = [n for n in range(2, len(context) + 1) if num_matches(responses, context[-n:])]
     longest, expected = drafted(8)
-    # Where nothing but ends follows the longest match, a shorter one is the first that drafts.
+    # If only ends follow the longest match, a shorter one drafts first.
     first = next((n for n in reversed(found[: 8 - 1]) if drafted(n)[0] == longest), 2)
     often = [n for n in found if n < first and num_matches(responses, context[-n:]) >= ENOUGH]
     shorter, instead = drafted(max(often)) if often else (longest, 0.0)
@@ -196,7 +196,7 @@ def test_the_rewarded_branch_is_drafted_though_it_is_rarer():
 
 
 def test_sums_are_exact():
-    """In floating point 0.1 + 0.2 exceeds 0.3, and the tie goes the wrong way."""
+    """In floating point 0.1 + 0.2 exceeds 0.3, which would break this tie the wrong way."""
     responses = [[1, 2, 3, 9], [1, 2, 3, 9], [1, 2, 3, 4], [1, 2, 3, 4]]
     assert draft(build_index([], responses, [0.1, 0.2, 0.3, 0.0]), [1, 2, 3], 1) == [4]
 

@@ -1,4 +1,4 @@
-"""Index files: the same drafts after a restart, and no trust in a damaged one."""
+"""An index file gives the same drafts after a restart. Damaged files are refused."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Index files: what is missing is known, what is damaged is not trusted, the cap holds."""
+"""The library reports missing indexes, refuses damaged files and keeps to its size limit."""
 
 import os
 from random import Random
@@ -97,21 +97,21 @@ def test_what_is_wanted_is_whole_whatever_returns_last(tmp_path):
     small = library(tmp_path / "many", max_bytes=2 * size + 5 * cold)
     small.add([history(key, step) for step, key in enumerate(KEYS, 1)])
     before = [open_index(index_path(small._directory, KEYS[0]), KEYS[0]).text.tolist()]
-    # One that is compressed, and one that is whole.
+    # KEYS[4] is compressed, KEYS[0] is not.
     returning = {KEYS[0]: 1, KEYS[4]: 5}
     assert small.missing(returning) == []
     assert [f"{key}.index" for key in returning] == [f for f in _files(small) if f[-1] == "x"]
     assert small.counts().num_restored == 1
     restored = open_index(index_path(small._directory, KEYS[4]), KEYS[4])
     assert [restored.text.tolist()] == before
-    # They stay so while what was rolled out meanwhile is added and looked up.
+    # They stay uncompressed while other histories are added and looked up.
     small.add([history(KEYS[1], 7)])
     assert small.missing({KEYS[1]: 7}) == []
     assert set(_files(small)) >= {f"{key}.index" for key in returning}
 
 
 def test_what_is_built_anew_for_the_next_step_is_whole(tmp_path):
-    """It was rolled out before others that are there."""
+    """It stays uncompressed even though later histories are in the library."""
     size, cold = _size(tmp_path / "one"), _cold_size(tmp_path / "cold")
     small = library(tmp_path / "many", max_bytes=size + 7 * cold // 2)
     assert 2 * size + 2 * cold > size + 7 * cold // 2

@@ -1,5 +1,4 @@
-"""Responses that moved are history like others: those that changed engines, and those that their
-step left to the next one."""
+"""Histories include responses that migrated and responses that were deferred to the next step."""
 
 import asyncio
 
@@ -22,7 +21,7 @@ SECOND = [(0, request("q0", 40, step=2)), (1, request("q1", 4, step=2))]
 
 
 async def roll_out():
-    """Of step 1, p1 is left to step 2 and p3 changes engines."""
+    """Run two steps: p1 is deferred from step 1 to 2, and p3 migrates."""
     recorder = Recorder([FakeEngine(0), FakeEngine(1)])
     await recorder.coordinator.start()
     policies = [

@@ -1,4 +1,4 @@
-"""The replay against one response at a time, one token at a time, and against what ships."""
+"""The replay counts the same as slow token-by-token references, and as the drafter of an engine."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_replay_equals_token_by_token(prompt, history, responses, policy):
 
 
 class SlowRow:
-    """One response, of which the gate is asked together with the others."""
+    """One response of a batch. The gate decides for the whole batch."""
 
     def __init__(self, prompt, response, slot, policy):
         self.context, self.left, self.slot = list(prompt), list(response), slot
@@ -124,7 +124,7 @@ class LinearInContext(Linear):
     ),
 )
 def test_with_a_gate_it_equals_row_by_row(prompt, history, responses, policy, times):
-    """What is verified, what the gate has seen and what it has learnt to go by."""
+    """Verified tokens, the state of the gate and the learnt acceptance all agree."""
     table = IndexTable()
     slot = table.add(build_index(prompt, [t for t, _ in history], [r for _, r in history]))
     slots = [slot if indexed else NO_INDEX for _, indexed in responses]
@@ -148,7 +148,7 @@ def test_with_a_gate_it_equals_row_by_row(prompt, history, responses, policy, ti
 
 
 def again(num_rows, gate=None):
-    """The same answer of 41 tokens, by so many rows at once."""
+    """Replay the known answer of 41 tokens in `num_rows` rows at once."""
     prompt, answer = [9, 8, 7], list(range(10, 51))
     table = IndexTable()
     slots = np.full(num_rows, table.add(build_index(prompt, [answer], [1.0])), np.int32)
@@ -170,7 +170,7 @@ def test_where_nothing_pays_nothing_is_verified_and_soon_not_even_drafted():
 
 
 def test_rates():
-    """The same answer again: 11 tokens in drafts of 2, 4 and 2, each with a token of the pass."""
+    """Repeat an answer of 11 tokens: three drafts of 2, 4 and 2 tokens, each with a bonus token."""
     prompt, answer = [9, 8, 7], list(range(10, 21))
     tokens, response = (np.array(ids, np.int32) for ids in (prompt, answer))
     batch = Batch(
@@ -206,8 +206,8 @@ def test_lockstep_equals_the_replay(prompt, history, responses, policy):
 
 @pytest.mark.parametrize("token", [0.0, 0.3, 0.8, 2.0])
 def test_what_ships_equals_the_replay_under_the_same_gate(token, tmp_path):
-    """Five prompts of four samples, a fifth of whose tokens are not the history's; one of them has
-    no history."""
+    """Five prompts have four samples each. A fifth of their tokens differ from the history, and one
+    prompt has no history."""
     rng, table, config = np.random.default_rng(1), IndexTable(), DraftingConfig()
     past, prompts, keys, responses = {}, {}, [], []
     for key in "abcde":

@@ -1,4 +1,5 @@
-"""The shared index: what it holds, what merging keeps, and what a lost file costs."""
+"""The shared index: which responses it holds, how its files are merged, and what a lost file
+costs."""
 
 import json
 
@@ -28,7 +29,7 @@ RESPONSES = st.lists(st.tuples(TOKENS, st.sampled_from([0.0, 0.1, 1.0])), max_si
 
 
 def history(step, number, num_responses=2):
-    """Responses that no other prompt has."""
+    """Return a history whose responses no other prompt has."""
     answer = [100 * number + i for i in range(9)]
     rewards = [1.0] * num_responses
     return PromptHistory(f"{number:032x}", step, [7, 8], [answer] * num_responses, rewards)
@@ -39,7 +40,8 @@ def library(directory, epoch_steps=0, max_tokens=10_000):
 
 
 def held(directory):
-    """Numbers of the prompts whose responses are in the files, each as often as it is."""
+    """Return the numbers of the prompts in the files, once per response, and the number of refused
+    files."""
     indexes, num_refused = SharedReader(directory).read()
     texts = [index.text for index in indexes.values()]
     text = np.concatenate(texts) if texts else np.zeros(0, np.int32)
@@ -58,7 +60,7 @@ def drafted(indexes, context, window):
 
 
 def longest(prompt, responses, context, least, most):
-    """Tokens that match, and how often."""
+    """Return the length of the longest match, and its number of occurrences."""
     texts = [prompt[-most:] + tokens for tokens, _ in responses]
     for length in range(min(most, len(context)), least - 1, -1):
         pattern = context[len(context) - length :]
@@ -73,7 +75,7 @@ def longest(prompt, responses, context, least, most):
 @settings(max_examples=600, deadline=None)
 @given(prompt=TOKENS, files=st.lists(RESPONSES, min_size=1, max_size=3), start=TOKENS)
 def test_of_several_indexes_the_one_that_knows_most_drafts(prompt, files, start):
-    """By definition, and with one index as with a prompt's own, but for ends."""
+    """The index with the longest and most frequent match drafts, as a prompt's own index would."""
     indexes = [
         build_index(prompt, [t for t, _ in rows], [r for _, r in rows], min_match=2, max_draft=9)
         for rows in files
@@ -101,7 +103,7 @@ def test_two_epochs_are_kept_and_nothing_twice(tmp_path):
     for step in range(1, 9):
         shared.add([history(step, step), history(step, 10 + step)])
         expected = [n for base in (0, 10) for n in range(base + max(1, step - 3), base + step + 1)]
-        # Small as they are, they are merged each time.
+        # The files are small, so each step merges them.
         assert held(tmp_path) == (sorted(2 * expected), 0)
 
 
@@ -113,7 +115,8 @@ def test_what_is_too_old_is_not_taken_in(tmp_path):
 
 
 def test_a_prompt_of_many_long_responses_leaves_room_for_others(tmp_path):
-    """Files have a fourth of 480 tokens at most, a response 12: five of each prompt."""
+    """A file holds at most a fourth of 480 tokens. With 12 tokens per response, that leaves five
+    responses for each prompt."""
     shared = library(tmp_path, max_tokens=480)
     shared.add([history(1, 1, num_responses=90), history(1, 2, num_responses=90)])
     assert held(tmp_path)[0] == [1] * 5 + [2] * 5

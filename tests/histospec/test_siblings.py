@@ -1,4 +1,4 @@
-"""The sibling index against one that looks at every token of the group."""
+"""The sibling index gives the drafts of a slow reference that compares every token of the group."""
 
 import numpy as np
 import pytest
@@ -14,12 +14,12 @@ MATCHES = st.sampled_from([(1, 1), (1, 3), (3, 7), (2, 4)])
 
 
 class SlowIndex:
-    """By definition: all places of the group, the latest first, compared token by token."""
+    """Drafts by definition: compares all places of the group token by token, the latest first."""
 
     def __init__(self, min_match, max_match):
         self.matches = (min_match, max_match)
         self.places = {}
-        """Of a group, in the order they came: text, and the place in it."""
+        """For each group its places (text, position), the oldest first."""
         self.forgotten = set()
 
     def extend(self, row):
@@ -29,7 +29,7 @@ class SlowIndex:
             row.text.append(token)
 
     def draft(self, row, window):
-        """The draft, and how many tokens matched."""
+        """Return the draft and the length of the match."""
         min_match, max_match = self.matches
         for length in range(min(max_match, len(row.tokens)), min_match - 1, -1):
             pattern = row.tokens[len(row.tokens) - length :]
@@ -47,7 +47,8 @@ class Row:
 
 
 def arrays(rows):
-    """Of the rows, with what is not generated yet behind what is, and rows without a request."""
+    """Return slots, token ids and lengths of the rows. Tokens beyond a length are noise, and the
+    first and last rows have no request."""
     rows = [None, *rows, None]
     width = max(len(row.tokens) for row in rows if row) + 3 if len(rows) > 2 else 3
     token_ids = np.ones((len(rows), width), np.int32)
@@ -62,7 +63,7 @@ def extend(index, *rows):
 
 
 def draft(index, *rows, windows=None):
-    """Of each row: the draft, and how many tokens matched."""
+    """Return the draft and the length of the match for each row."""
     windows = np.array([4, *(windows or [20] * len(rows)), 4], np.int32)
     drafts = np.full((len(windows), 20), -9, np.int32)
     matched = np.full(len(windows), -9, np.int32)
@@ -99,7 +100,7 @@ def test_index_equals_brute_force(seed, num_tokens, num_groups, steps, match):
         for row in rows:
             row.tokens += rng.integers(0, num_tokens, rng.integers(0, most + 1)).tolist()
         rows = [rows[i] for i in rng.permutation(len(rows))]
-        # Some are left behind, as their tokens come in a later call.
+        # Leave some rows out: their tokens come in a later call.
         new = [row for row in rows if rng.random() < 0.9]
         extend(index, *new)
         for row in new:
@@ -156,7 +157,7 @@ def test_a_draft_goes_over_pages_but_never_into_another_response(num_tokens):
     index = SiblingIndex()
     one, two, three = (Row(index, "a", []) for _ in range(3))
     for i in range(num_tokens):
-        # Both take their pages in turn.
+        # Both rows allocate pages in turn.
         one.tokens.append(100 + i)
         two.tokens.append(500 + i)
         extend(index, one, two)
@@ -202,7 +203,7 @@ def test_a_forgotten_group_goes_with_its_last_request():
 
 
 def run(index, group, num_tokens, seed):
-    """A request, from its beginning to its end."""
+    """Run a request from begin to end and return its row."""
     row = Row(index, group, [1, 2, 3])
     row.tokens += np.random.default_rng(seed).integers(0, 1000, num_tokens).tolist()
     extend(index, row)
@@ -277,7 +278,7 @@ def test_slots_are_used_again():
 
 
 def test_rows_that_cannot_be_are_passed_over():
-    """Slots that are not there, removed ones, and more tokens than the array has."""
+    """Skip slots that are unknown or removed, and read no tokens beyond the array."""
     index = SiblingIndex(min_match=1)
     gone, one = Row(index, "a", []), Row(index, "a", [])
     index.remove(gone.slot)
@@ -339,7 +340,7 @@ def test_replay_equals_token_by_token(prompts, responses, policy, max_num_seqs):
 
 
 def test_replay_of_the_same_answers():
-    """Together nobody is ahead; one after another, the second has the first to draft from."""
+    """In lockstep no sample is ahead. One after another, the second drafts from the first."""
     args = [[9, 8, 7]] * 2, [list(range(10, 21))] * 2, ["a"] * 2, AIMD()
     assert replay_siblings(*args, 2, SiblingIndex()).num_passes.tolist() == [11, 11]
     assert replay_siblings(*args, 1, SiblingIndex()).num_passes.tolist() == [11, 3]

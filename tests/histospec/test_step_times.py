@@ -1,4 +1,5 @@
-"""Step times learnt from steps: the truth is found, interruptions are not learnt."""
+"""Step times learnt from measured passes approach the machine's true times and ignore
+interruptions."""
 
 import json
 
@@ -17,7 +18,7 @@ from engines.latency.measured import FEW_ROWS
 
 TRUE = np.array([3e-3, 3e-4, 8e-5, 1e-7, 1e-5, 2e-5, 1.5e-5])
 DEAR = np.append(TRUE[:-1], 3e-5)
-"""Draft tokens cost more than the least that they are taken to cost."""
+"""A machine whose draft tokens cost more than the least cost that the model assumes."""
 
 
 def content(batch, context, prompts, drafts):
@@ -33,7 +34,7 @@ def plain_s(truth, batch, context):
 def run(times, rng, num_steps, truth=TRUE, noise=0.05, *, drafts_now=True):
     now_s, drafting = 0.0, False
     for number in range(num_steps):
-        # The first pass without drafts after others with them teaches nothing.
+        # A pass without drafts right after one with drafts teaches nothing, so keep both in runs.
         drafting = rng.random() < 0.8 if number % 4 == 0 else drafting
         batch = int(rng.integers(1, rng.choice([16, 256])))
         context = batch * float(rng.integers(50, 300))
@@ -67,8 +68,8 @@ def test_it_follows_a_machine_that_gets_slower():
 
 
 def draft_always(times, rng, num_passes, truth, now_s=0.0):
-    """Drafts for a third to all of the rows of each pass but for those that are due without;
-    returns the share of the time that these took."""
+    """Draft in every pass, except in those that are due without drafts. Return the share of time
+    that the passes without drafts took."""
     began_s, plain_s = now_s, 0.0
     for _ in range(num_passes):
         batch = int(rng.choice([4, 16, 64, 200]))
@@ -84,8 +85,9 @@ def draft_always(times, rng, num_passes, truth, now_s=0.0):
 
 
 def test_what_a_pass_without_drafts_takes_stays_known():
-    """Where all passes draft, on a machine that has become slower by a third, those that are due
-    without tell it, in a 16th of the time; and how well it is known is known."""
+    """The machine becomes a third slower while all passes draft. Passes that are due without drafts
+    take a 16th of the time, and the model learns the slowdown from them. It also estimates its
+    error."""
     times, rng = MeasuredStepTimes(plain_share=1 / 16), np.random.default_rng(5)
     run(times, rng, 300)
     slower = 4 / 3 * TRUE
@@ -97,8 +99,8 @@ def test_what_a_pass_without_drafts_takes_stays_known():
 
 
 def test_an_epoch_beside_other_work_is_soon_outweighed():
-    """An epoch without drafts on a machine that was half as fast, then stages of a second or two,
-    all drafts, that need not meet a certain time of the clock."""
+    """The model first learns a machine at half speed, without drafts. It must then relearn from
+    short stages in which all passes draft, at whatever time of the clock they run."""
     times, rng = MeasuredStepTimes(plain_share=1 / 16), np.random.default_rng(7)
     for _ in range(5):
         run(times, rng, 500, truth=np.append(2.0 * TRUE[:5], [0.0, 0.0]))
@@ -132,7 +134,7 @@ def test_what_is_not_known_is_tried_and_what_is_known_is_not_belittled():
     fresh, learnt = MeasuredStepTimes(), MeasuredStepTimes()
     fresh_s = predict(fresh, 64, 6400.0, 60, 300) - predict(fresh, 64, 6400.0, 0, 0)
     assert least_s(fresh, 100.0, 300) <= fresh_s < 2 * least_s(fresh, 100.0, 300)
-    # Always about the same number of drafts for each request: their sum is known, if not its parts.
+    # All requests draft the same number of tokens, so only the sum of both costs can be learnt.
     rng, now_s = np.random.default_rng(4), 0.0
     for _ in range(600):
         batch = int(rng.integers(1, 256))
@@ -147,7 +149,7 @@ def test_what_is_not_known_is_tried_and_what_is_known_is_not_belittled():
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
 def test_a_first_guess_of_drafts_goes_with_the_machine(scale):
-    """The same of a model that is thirty times as large: passes without drafts say so."""
+    """Passes without drafts show how fast the machine is, also for a model 30 times as large."""
     times = MeasuredStepTimes()
     run(times, np.random.default_rng(0), 40, truth=scale * TRUE, drafts_now=False)
     drafts_s = predict(times, 128, 12800.0, 100, 400) - predict(times, 128, 12800.0, 0, 0)
@@ -160,10 +162,10 @@ def test_interrupted_steps_teach_nothing():
     run(times, np.random.default_rng(2), 100)
     before, num_learnt = times.coefficients, times.num_learnt
     times.pass_begins(0.0)
-    times.pass_ended(60.0, content(2, 100.0, 0.0, [2, 0]))  # a pause of a minute
+    times.pass_ended(60.0, content(2, 100.0, 0.0, [2, 0]))  # interrupted for a minute
     times.pass_begins(0.0)
-    times.pass_ended(0.01, content(0, 0.0, 500.0, []))  # the engine may have been idle before it
-    times.pass_ended(0.01, content(2, 100.0, 0.0, [2, 0]))  # nothing had begun
+    times.pass_ended(0.01, content(0, 0.0, 500.0, []))  # prompts only: the engine was maybe idle
+    times.pass_ended(0.01, content(2, 100.0, 0.0, [2, 0]))  # no pass had begun
     assert (times.coefficients == before).all()
     assert times.num_learnt == num_learnt
 
@@ -190,7 +192,7 @@ def test_interruptions_between_usual_passes_teach_nothing_however_many(drafts):
 
 @pytest.mark.parametrize("batch", [1, 8, 200])
 def test_drafts_are_never_taken_to_be_free(batch):
-    """Whatever an error in what passes without drafts take makes of them."""
+    """Drafts keep a least cost, even if errors make their learnt costs negative."""
     times = MeasuredStepTimes()
     coefficients = [1e-3, 1e-5, 1e-5, 1e-8, 1e-5, -1e-5, -1e-6]
     times.restore(times.state() | {"coefficients": coefficients, "drafts": [9, 0.01]})
@@ -206,12 +208,14 @@ def test_costs_are_told_once_they_are_learnt():
     assert times.costs == ()
     run(times, rng, 1000)
     assert times.costs[:4] == pytest.approx(TRUE[:4], rel=0.3, abs=1e-5)
-    # Rows that draft come with draft tokens: their sum is known, if not its parts.
+    # Drafting rows always have draft tokens, so only the sum of both costs can be learnt.
     assert np.dot(times.costs[4:], [100, 350]) == pytest.approx(TRUE[5:] @ [100, 350], rel=0.3)
     times.coefficients[3] = -1.0
     assert times.costs[3] == 0.0
     told = (*times.costs, times.plain_error, *times.take().values())
-    assert {type(value) for value in told} == {float}, "vLLM's processes cannot send numpy's"
+    assert {type(value) for value in told} == {float}, (
+        "vLLM cannot send numpy values between processes"
+    )
 
 
 def test_passes_are_told_apart_and_what_prompts_take_left_out():
@@ -231,7 +235,8 @@ def test_passes_are_told_apart_and_what_prompts_take_left_out():
 
 
 def test_a_pass_is_read_from_the_tokens_of_its_requests():
-    """Two that decode, one of them with three drafts; one half through its prompt, one new."""
+    """Two requests decode, one of them with three drafts. One is half through its prompt, and one
+    is new."""
     held = pass_content(
         np.array([1, 4, 30, 16]), np.array([25, 40, 32, 0]), np.array([20, 20, 64, 16])
     )
@@ -239,7 +244,7 @@ def test_a_pass_is_read_from_the_tokens_of_its_requests():
 
 
 def test_a_pass_after_drafts_tells_nothing_of_passes_without():
-    """It takes longer, by what becomes of the tokens of the one before."""
+    """It takes longer, because it also handles the tokens of the pass before."""
     times, rng, now_s = MeasuredStepTimes(plain_share=1 / 128), np.random.default_rng(7), 0.0
     run(times, rng, 300)
     after_drafts = False
@@ -255,7 +260,7 @@ def test_a_pass_after_drafts_tells_nothing_of_passes_without():
 
 
 def test_few_rows_cost_what_they_do():
-    """Passes of a small model on two cores, whose first rows cost more than those beyond."""
+    """On two cores, the first rows of a small model's pass cost more than the further ones."""
     rows = np.array([1, 3, 6, 12, 24, 48, 80, 110, 200])
     passes_s = 1e-3 * np.array([4.3, 4.7, 5.9, 7.0, 8.2, 11.0, 15.0, 18.7, 25.4])
     times, rng, now_s = MeasuredStepTimes(), np.random.default_rng(8), 0.0

@@ -1,4 +1,4 @@
-"""Draft windows, row by row and all at once."""
+"""Draft windows: updating many rows at once equals updating each row alone."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""The history worker of a node: few cores, and files for nodes that do not see its own."""
+"""The history worker of a node uses few cores, and sends its files to nodes that do not share its
+directory."""
 
 import asyncio
 import multiprocessing
@@ -27,7 +28,7 @@ KEYS = [f"{n:08x}" for n in range(40)]
 
 
 def aside(call, *args):
-    """What a process of its own does to itself stays in a thread of its own."""
+    """Make the call in a new thread, because a worker limits the cores and priority of itself."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(call, *args).result()
 
@@ -37,7 +38,7 @@ def test_it_keeps_to_few_cores_at_low_priority(num_cpus):
     def kept():
         num_threads = keep_to(num_cpus)
         cores = os.sched_getaffinity(threading.get_native_id())
-        # What it starts is where it is.
+        # Threads that it starts inherit its cores.
         started = aside(os.sched_getaffinity, 0)
         return num_threads, cores, started, os.getpriority(os.PRIO_PROCESS, 0)
 
@@ -52,7 +53,7 @@ def test_it_keeps_to_few_cores_at_low_priority(num_cpus):
 
 
 def build_on(num_cpus, ready, stop):
-    """Build as a worker does, until it is told to stop."""
+    """Build indexes as a worker does until `stop` is set."""
     keep_to(num_cpus)
     responses = list(np.random.default_rng(0).integers(0, 1000, (8, 4000)))
     while not stop.is_set():
@@ -61,7 +62,7 @@ def build_on(num_cpus, ready, stop):
 
 
 def test_an_engine_keeps_nine_tenths_of_a_core_that_histories_are_built_on():
-    """Nine parts of ten by niceness; at the same one it would be half."""
+    """The worker's niceness gives the engine nine tenths. At equal niceness it would get half."""
     context = multiprocessing.get_context("spawn")
     ready, stop = context.Event(), context.Event()
     worker = context.Process(target=build_on, args=(1, ready, stop))
@@ -71,7 +72,7 @@ def test_an_engine_keeps_nine_tenths_of_a_core_that_histories_are_built_on():
         return int(Path(f"/proc/{worker.pid}/schedstat").read_text().split()[0]) / 1e9
 
     def engine_s(seconds=0.6):
-        """Seconds that the worker got while an engine got these on the same core."""
+        """Return the worker's CPU time per second of an engine on the same core."""
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
         began_s, before_s = time.thread_time(), built_s()
         while time.thread_time() - began_s < seconds:
@@ -88,7 +89,7 @@ def test_an_engine_keeps_nine_tenths_of_a_core_that_histories_are_built_on():
 
 
 class Actor:
-    """A worker in this process, as its caller holds it, which counts the bytes that it gives."""
+    """A handle to a worker in this process. Counts the files that the worker gives to others."""
 
     def __init__(self, worker: HistoryWorker, name: str) -> None:
         self.worker, self.name = worker, name
@@ -159,7 +160,7 @@ async def test_what_is_there_is_not_copied_again(tmp_path):
     await workers.ensure(dict.fromkeys(KEYS, 1), read)
     assert [actor.num_files for actor in workers._actors] == [0, 0]
     index_path(nodes[0], KEYS[1]).unlink()
-    assert int(KEYS[1], 16) % 2 == 1, "the other node's"
+    assert int(KEYS[1], 16) % 2 == 1, "the key must belong to the other node"
     await workers.ensure(dict.fromkeys(KEYS, 1), read)
     assert [actor.num_files for actor in workers._actors] == [0, 1]
     await workers.ensure({KEYS[0]: 2, KEYS[1]: 2}, read)
@@ -171,10 +172,11 @@ async def test_nodes_that_share_a_directory_copy_nothing(tmp_path):
     await workers.ensure(dict.fromkeys(KEYS, 1), read)
     assert files_of(tmp_path / "shared") == files_of(tmp_path / "own")
     shares = [sum(int(key, 16) % 3 == share for key in KEYS) for share in range(3)]
-    # Its own and one shared index each: to the node apart, and from it once for both.
+    # Each worker gives its own indexes and one shared index: once to the separate node, and once
+    # from there to the shared directory.
     assert [actor.num_files for actor in workers._actors] == [num + 1 for num in shares]
     assert workers.counts().num_copied == len(KEYS)
-    # Nobody looks after a file that another worker has in its charge.
+    # A worker does not count files in its directory that another worker owns.
     assert workers.counts().num_indexes == 2 * len(KEYS)
     together = workers_of(tmp_path / "b", tmp_path / "b")
     await together.ensure(dict.fromkeys(KEYS, 1), read)
@@ -183,7 +185,7 @@ async def test_nodes_that_share_a_directory_copy_nothing(tmp_path):
 
 
 async def test_marks_of_an_earlier_run_mean_nothing(tmp_path):
-    """Directories that were copied with everything in them."""
+    """Both directories hold marks and files of an earlier run, as copies of directories do."""
     nodes = [tmp_path / name for name in "ab"]
     for node in nodes:
         await workers_of(node, node).ensure({KEYS[0]: 1}, read)
@@ -235,6 +237,6 @@ async def test_an_earlier_runs_files_are_deleted_on_every_node_and_nobody_elses(
     assert files_of(tmp_path) == {}
     assert worker.look_up({KEYS[0]: 1})[0] == [KEYS[0]]
     worker.add_rows(rows_of({KEYS[0]: 1}))
-    # Ray starts it again as it was started.
+    # Ray restarts an actor with the same arguments.
     assert aside(make, "begun").look_up({KEYS[0]: 1})[0] == []
     assert (tmp_path / "thesis.tex").exists()

@@ -1,4 +1,4 @@
-"""History workers on Ray: whatever happens to them or their files, histories come back."""
+"""History workers on Ray: histories come back after deaths, hangs and lost or damaged files."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ KEYS = [f"{n:032x}" for n in range(150)]
 
 
 def rows_of(steps):
-    """Two responses a prompt; which ones depends on the step."""
+    """Return two responses per prompt. Their tokens depend on the step."""
     rows = [
         {
             "prompt_key": key,
@@ -45,7 +45,7 @@ def test_rows_are_grouped_by_prompt():
 
 
 class Worker:
-    """A worker as its caller holds it; `fails`: what its calls raise."""
+    """A fake handle to a worker. `fails`: the error that its calls raise."""
 
     name = "history worker"
 
@@ -81,7 +81,7 @@ def held(tmp_path):
 
 
 def no_rows(_):
-    raise AssertionError("nothing is missing")
+    raise AssertionError("read rows although no history is missing")
 
 
 async def test_a_worker_that_hangs_is_started_again_and_holds_up_nobody(held):
@@ -92,7 +92,7 @@ async def test_a_worker_that_hangs_is_started_again_and_holds_up_nobody(held):
     assert "the worker is restarted" in held.trouble[0]
     assert await held.ensure({KEYS[0]: 1, f"{1:08x}": 1}, no_rows) == 2
     async with held._locks[0], asyncio.timeout(5):
-        # Whatever a worker is doing: counts are what it told last.
+        # Counts do not wait for a busy worker: they are the last ones that it reported.
         assert held.counts().num_built == 2
 
 
@@ -129,7 +129,7 @@ async def test_histories_come_back(workers, tmp_path):
 
     wanted = dict.fromkeys(KEYS, 2)
     workers.prepare(wanted, read)
-    # What is being built in the background is waited for, not built twice.
+    # `ensure` waits for histories that are being built. It does not build them again.
     assert await workers.ensure(wanted, read) == len(KEYS)
     assert sum(asked) == len(KEYS)
     assert max(asked) <= 64
@@ -143,7 +143,7 @@ async def test_histories_come_back(workers, tmp_path):
     damaged = index_path(tmp_path / "history", KEYS[8])
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     asked.clear()
-    # The call that meets the death asks the restarted worker, which finds all files but the two.
+    # The call that finds the worker dead asks the restarted one, which finds all but two files.
     async with asyncio.timeout(120):
         assert await workers.ensure(wanted, read) == len(KEYS)
     assert sum(asked) == 2
@@ -185,7 +185,7 @@ async def test_a_full_disk_costs_speed_only(ray_cluster, tmp_path):
         return rows_of(steps)
 
     assert await workers.ensure({KEYS[0]: 1}, read) == 1
-    # A directory where a file belongs: it cannot be replaced.
+    # A directory where the file belongs cannot be replaced.
     index_path(tmp_path / "history", KEYS[1]).mkdir()
     (index_path(tmp_path / "history", KEYS[1]) / "in the way").touch()
     assert await workers.ensure({KEYS[0]: 1, KEYS[1]: 1}, read) == 1
