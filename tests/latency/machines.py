@@ -1,4 +1,4 @@
-"""Profiles of made-up machines."""
+"""Profiles of fictitious machines."""
 
 import itertools
 
@@ -14,7 +14,7 @@ MAX_ACTIVE_TOKENS = 2**19
 
 
 class AffineMachine:
-    """A machine that is exactly of the fitted model's form."""
+    """A machine whose times have exactly the form of the fitted model."""
 
     def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
         return 2e-3 + (8e-3 + 2e-5 * batch + 3e-8 * context_tokens) / tp_degree
@@ -34,7 +34,7 @@ class AffineMachine:
 def measure(
     machine: Latency, tp_degrees=(1, 2), drafters=("small", "lookup"), noise: float = 0.0, seed=0
 ) -> Profile:
-    """The points that the profiler would take, each `seconds` off by a factor of about `noise`."""
+    """Return the profile of this machine. `noise`: standard deviation of the log of the times."""
     random = np.random.default_rng(seed)
 
     def point(kind: PointKind, seconds: float, **fields) -> ProfilePoint:

@@ -1,6 +1,6 @@
-"""Latencies that the seeds print, to compare models with. Data only.
+"""Latencies printed in the papers, to compare models with. Data only.
 
-Left out: whatever stands only in a figure as a curve, and ratios without a time.
+This leaves out curves in figures, and ratios without a time.
 """
 
 from enum import StrEnum
@@ -24,7 +24,7 @@ class Measured(StrEnum):
 
 
 class Printed(Frozen):
-    """One printed time; a field is None where the source does not say."""
+    """One printed time. A field is None if the source does not give it."""
 
     source: str
     """Paper and section or figure."""
@@ -116,4 +116,5 @@ PRINTED = (
 )
 
 PRINTED_TFLOPS_PER_GPU = {"aligned": 13.71, "tail": 0.11}
-"""PAT 2.3: LLaMA3.1-8B, 8 A40, batch 128, responses to 16K; all samples running, and one."""
+"""PAT 2.3: LLaMA3.1-8B, 8 A40, batch 128, responses up to 16K. "aligned": all samples run. "tail":
+one sample runs."""

@@ -1,4 +1,4 @@
-"""Held-out accuracy: deterministic, without leaks, and able to fail."""
+"""Held-out accuracy is deterministic, keeps test points out of the fit, and shows bad fits."""
 
 from engines.latency.accuracy import between_batches_accuracy, held_out_accuracy, split_points
 from engines.latency.analytic import LOOKUP_S, AnalyticLatency
@@ -40,7 +40,7 @@ def test_an_affine_machine_is_predicted_exactly_and_noise_shows():
 
 
 def test_a_machine_with_a_roofline_is_predicted_within_ten_percent():
-    """Negative control of the form: rooflines bend, the fit is made of straight pieces."""
+    """The fit is piecewise linear, and a roofline bends: the errors must still be small."""
     profile = measure(A40_LLAMA, noise=0.02)
     by_kind = {accuracy.kind: accuracy for accuracy in held_out_accuracy(profile)}
     assert all(accuracy.median_error < 0.1 for accuracy in by_kind.values())

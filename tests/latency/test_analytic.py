@@ -1,4 +1,4 @@
-"""The analytic model: its limits, and what it says of the times that the seeds print."""
+"""The analytic model behaves plausibly in limits, and predicts times that the papers print."""
 
 import math
 
@@ -166,8 +166,8 @@ def test_impossible_layouts_and_unknown_drafters_are_refused():
         latency.verify_s(1, 1, 1, -1)
 
 
-# The printed times. Figure 4 set the A40's free values (an unknown: the context, taken to be 2048
-# tokens per sample); all others are predictions.
+# The free values of the A40 were fitted to figure 4, whose unknown context is assumed to be 2048
+# tokens per sample. All other times are predictions.
 
 
 def printed(what: Measured, **fields) -> list[Printed]:
@@ -192,7 +192,8 @@ def test_calibration_pat_figure_4_within_5_percent(row):
 
 
 def test_prediction_pat_tflops_within_10_percent_at_tp_2():
-    """PAT 2.3 does not print the TP degree; aligned: the first tokens; tail: half of 16K."""
+    """PAT 2.3 does not print the TP degree. "aligned" is computed for the first tokens, and "tail"
+    for half of 16K."""
     latency = AnalyticLatency(LLAMA, A40)
     flops_per_token = 2 * (LLAMA.layer_params + LLAMA.head_params) / 8
     aligned = 128 * flops_per_token / latency.decode_s(2, 32, 32 * 512) / 1e12
@@ -202,7 +203,8 @@ def test_prediction_pat_tflops_within_10_percent_at_tp_2():
 
 
 def test_prediction_pat_recomputation_within_30_percent():
-    """14.2 s against 19.01 s: low, as real prefill comes in chunks and below the peak share."""
+    """The model predicts 14.2 s, PAT prints 19.01 s: real prefill runs in chunks, below the
+    assumed share of the peak."""
     (row,) = printed(Measured.PREFILL)
     predicted = latency_of(row).prefill_s(row.tp_degree, row.global_batch, row.context_tokens_each)
     assert predicted < row.seconds
@@ -215,9 +217,10 @@ def test_prediction_specactor_decode_is_below_its_bound():
 
 
 def deepscaler_lengths(max_tokens: int) -> np.ndarray:
-    """128 log-normal lengths, 10.85 % beyond 8K and 2.18 % beyond 16K (PAT 2.3), one at the cap.
+    """Return 128 log-normal lengths, 10.85 % above 8K and 2.18 % above 16K (PAT 2.3), one at the
+    cap.
 
-    PAT's batch on H100 is not printed; 128 such samples have its tokens per step within 17 %.
+    PAT does not print its batch on H100. 128 such samples match its tokens per step within 17 %.
     """
     from scipy.stats import norm
 
@@ -230,7 +233,8 @@ def deepscaler_lengths(max_tokens: int) -> np.ndarray:
 
 
 def generation_s(latency: AnalyticLatency, tp_degree: int, lengths: np.ndarray) -> float:
-    """Slowest of the engines that share the samples, in strides of 64 steps; prompts of 300."""
+    """Return the seconds of the slowest engine. The engines share the samples, with prompts of 300
+    tokens. Steps are taken in strides of 64."""
     num_engines = 8 // tp_degree
     totals = []
     for engine in range(num_engines):
@@ -250,7 +254,7 @@ def generation_s(latency: AnalyticLatency, tp_degree: int, lengths: np.ndarray) 
     "row", [p for p in printed(Measured.GENERATION) if p.note != "PAT"], ids=label
 )
 def test_prediction_pat_generation_on_h100_within_10_percent_at_tp_2(row):
-    """Of static TP degrees the formula calls 8 the best, and 2 the one that PAT's times show."""
+    """The model predicts PAT's times at TP 2, although it rates the static TP degree 8 fastest."""
     latency, lengths = latency_of(row), deepscaler_lengths(row.max_response_tokens)
     times = {tp: generation_s(latency, tp, lengths) for tp in (1, 2, 4, 8)}
     assert times[2] == pytest.approx(row.seconds, rel=0.1)

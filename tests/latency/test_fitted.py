@@ -1,4 +1,5 @@
-"""The fit: exact where measured, sane between and beyond, and honest about beyond."""
+"""The fit is exact at measured points, plausible between and beyond them, and marks
+extrapolation."""
 
 import pytest
 from hypothesis import example, given, settings
@@ -35,7 +36,7 @@ def decode_points(curves: dict[int, dict[int, float]]) -> list[ProfilePoint]:
 
 @st.composite
 def grids(draw, ordered: bool):
-    """Decode curves by batch, on any grid; `ordered` ones rise with the context."""
+    """Draw decode curves by batch on any grid. With `ordered`, times rise with the context."""
     curves = {}
     for batch in draw(st.sets(st.integers(1, 64), min_size=2, max_size=5)):
         xs = sorted(draw(st.sets(st.integers(1, 10_000), min_size=2, max_size=6)))
@@ -79,7 +80,7 @@ def test_between_two_batches_the_time_is_between_theirs(curves, data):
 def test_extrapolation_is_marked(batch, length):
     estimate = EXACT.decode_estimate(1, batch, batch * length)
     inside = batch <= 256 and 8 <= length <= 16384 and batch * length <= MAX_ACTIVE_TOKENS
-    # Near the cap the grid is ragged.
+    # Near the cap some points of the grid are missing.
     corner = inside and min(b for b in BATCHES if b >= batch) * min(
         n for n in LENGTHS if n >= length
     )

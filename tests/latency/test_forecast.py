@@ -1,4 +1,5 @@
-"""Forecasts: by hand, against a step-by-step engine, with few questions to the latency model."""
+"""Forecasts agree with sums by hand and with a step-by-step simulation, and call the latency model
+rarely."""
 
 import timeit
 from dataclasses import dataclass, field, replace
@@ -31,8 +32,8 @@ machines = st.sampled_from([AFFINE, FITTED, ANALYTIC])
 
 
 def decode(latency, tp_degree, requests, max_num_seqs):
-    """Seconds, one step at a time, each at the middle of its context; a last step counts as much
-    as it has left to do."""
+    """Return the seconds of all steps, each at the middle of its context. A last step counts for
+    the part of it that is left."""
     waiting = sorted(requests, key=lambda r: r.remaining_tokens / r.tokens_per_pass)
     running, seconds = [], 0.0
     while waiting or running:
@@ -52,7 +53,7 @@ def decode(latency, tp_degree, requests, max_num_seqs):
 
 
 def test_by_hand():
-    # 10 steps of two, from 2 * 5 to 2 * 15 tokens of context, then 20 of one, from 15 to 35.
+    # 10 steps of both, from 2 * 5 to 2 * 15 context tokens, then 20 steps of one, from 15 to 35.
     both_s = 2e-3 + 8e-3 + 2 * 2e-5 + 20 * 3e-8
     one_s = 2e-3 + 8e-3 + 2e-5 + 25 * 3e-8
     requests = [Unfinished(5, 10), Unfinished(5, 30)]
@@ -73,17 +74,17 @@ def test_as_a_step_by_step_engine_has_it(latency, requests, max_num_seqs, tp_deg
 @given(machines, some_requests)
 @settings(deadline=None)
 def test_more_to_do_takes_longer(latency, requests):
-    # Beyond that ends are merged, which rounds the batch.
+    # With more requests, the forecast merges ends and so rounds the batch.
     requests = requests[:MAX_SEGMENTS]
     longer = [replace(r, remaining_tokens=r.remaining_tokens + 50) for r in requests]
     assert finish_s(latency, 2, longer) > finish_s(latency, 2, requests)
-    # A joint window is between those of all.
+    # The forecast uses a joint window, between the windows of all requests.
     whole = [replace(r, window=0) for r in requests]
     assert finish_s(latency, 2, requests) >= finish_s(latency, 2, whole) * (1 - 1e-6)
 
 
 def test_what_is_left_by_hand():
-    """11 ms a step: 10 of them in 0.11 s, in the middle of a segment and at an end."""
+    """A step takes 11 ms, so 0.11 s are 10 steps. Look in the middle of a segment and at an end."""
     latency = LinearLatency(step_s=0.011)
     fast, slow = Unfinished(7, 40, tokens_per_pass=2.0), Unfinished(5, 30)
     course = forecast(latency, 1, [fast, slow])
@@ -105,7 +106,8 @@ def test_going_on_from_later_ends_at_the_same_time(latency, requests, share):
 
 
 def test_requests_gain_at_their_own_pace():
-    """One that gains 4 tokens a step is done with 400 when the other has 100, and both verify."""
+    """The fast request gains 4 tokens a step, so it ends 400 tokens when the slow one ends 100.
+    Both are in each verifying step."""
     fast, slow = Unfinished(0, 400, tokens_per_pass=4.0, window=6), Unfinished(0, 100)
     assert finish_s(AFFINE, 1, [fast, slow]) == pytest.approx(
         100 * AFFINE.verify_s(1, 2, 4 * 50 + 50, 3)

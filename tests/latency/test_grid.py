@@ -1,4 +1,4 @@
-"""The grid of a profile: sparse, within the KV cache, with a curve for every batch size."""
+"""The grid of a profile is sparse, fits the KV cache, and has a curve for each batch size."""
 
 from collections import Counter
 from itertools import pairwise
@@ -47,7 +47,7 @@ def test_no_point_outgrows_the_cache_or_the_context(max_batch, max_context, max_
     for point in grid:
         assert point.prompt_tokens + STEPS <= max_context
         assert point.batch * (point.prompt_tokens + STEPS) <= max_active_tokens
-    # A curve needs two lengths, a surface two curves.
+    # A curve needs two lengths, and a surface needs two curves.
     assert min(Counter(p.batch for p in grid).values()) >= 2
     assert len({p.batch for p in grid}) >= 2
     assert len(set(grid)) == len(grid)
@@ -101,7 +101,7 @@ def test_a_draft_model_has_room_for_its_windows(steps, windows, room):
     for point in draft_grid(verify_grid(decode, sorted(windows), 10**6), "small"):
         num_tokens = num_draft_windows(steps, point.window) * point.window
         assert num_tokens >= 2 * point.window
-        # As the processes of a draft model are started: `tasks.profile`.
+        # `tasks.profile` starts the draft model's processes with this context length.
         assert point.prompt_tokens + num_tokens <= longest + 2 * max(windows)
 
 

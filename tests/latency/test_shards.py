@@ -1,4 +1,5 @@
-"""Shards: what each is, and that with all-reduces they take what all ranks take."""
+"""Shards of a model: their shapes, and that a shard's time plus the all-reduces equals the time of
+all ranks."""
 
 import pytest
 
@@ -67,7 +68,7 @@ def test_hardware_without_a_data_sheet_is_refused():
 @pytest.mark.parametrize("hardware", sorted(HARDWARE))
 @pytest.mark.parametrize("tp_degree", [2, 8])
 def test_a_shard_and_its_all_reduces_take_what_all_ranks_take(hardware, tp_degree):
-    """By the formula of both, which divides what shards have less of."""
+    """The analytic model of the shard, with all-reduces, equals that of the whole model."""
     whole = whole_latency(LLAMA_CONFIG, hardware)
     shard = AnalyticLatency(shape_of(shard_config(LLAMA_CONFIG, tp_degree)), HARDWARE[hardware])
     at = {"tp_degree": tp_degree, "batch": 64}
