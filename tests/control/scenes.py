@@ -1,4 +1,4 @@
-"""Made-up phases: engines with requests, pools, drafters, and everything a controller needs."""
+"""Example states for the controller: engines with requests, pools, drafters and techniques."""
 
 import math
 from collections import defaultdict
@@ -33,7 +33,8 @@ EXPECTED = {"small": 0.6, "large": 0.8}
 
 @dataclass(frozen=True)
 class Machine:
-    """Weights, batch and context over the GPUs, and more hops: TP pays in small batches."""
+    """Divides the work by the TP degree and adds a cost per GPU, so that TP pays in small
+    batches."""
 
     step_s: float = 4e-3
     weights_s: float = 20e-3
@@ -63,7 +64,8 @@ def request(index: int) -> RequestId:
 
 
 def view_of(tokens: dict[int, dict[int, int]], tp_degrees=None, drafting=None, elapsed_s=0.0):
-    """`tokens`: by engine and request. `drafting`: by engine, of all its requests."""
+    """Return a view. `tokens`: by engine and request. `drafting`: by engine, for all its
+    requests."""
     tp_degrees, drafting = tp_degrees or {}, drafting or {}
     engines = tuple(
         EngineView(
@@ -96,7 +98,7 @@ def effects(pools=POOLS, wake_s=1.0) -> Effects:
 
 
 NUM_ENGINES, PER_ENGINE = 8, 100
-"""Request 100 e + i begins on engine e, of which the first half is for the shorter prompts."""
+"""Request 100 e + i begins on engine e. The first half of the engines has the shorter prompts."""
 
 
 def ranked_plan() -> StepPlan:
@@ -142,7 +144,7 @@ MAKERS = {
 
 @dataclass
 class Made:
-    """A controller of these techniques, and what it saw."""
+    """Settings of a controller with these techniques."""
 
     names: tuple[str, ...] = tuple(MAKERS)
     objective: object = field(default_factory=SoonestEnd)
@@ -169,7 +171,7 @@ some_tokens = st.lists(
 
 
 def _each_once(engines):
-    """A request is on one engine only."""
+    """Number the requests so that each is on one engine only."""
     return {
         index: {100 * index + i: tokens for i, tokens in of.items()}
         for index, of in enumerate(engines)

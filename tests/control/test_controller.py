@@ -1,4 +1,5 @@
-"""No worse than what it compares; no trace of what it leaves; nothing when nothing pays."""
+"""The controller chooses moves at least as good as each proposal it compares. Rejected proposals
+leave no trace, and it makes no move when none pays."""
 
 import math
 import time
@@ -37,7 +38,7 @@ TAIL = {0: {1: 200, 2: 7900}, 1: {3: 7800}, 2: {}, 3: {}, **{e: {} for e in rang
 
 
 def chosen(made, view):
-    """What the objective is predicted to be, and the moves."""
+    """Return the predicted objective after the controller's moves, and the moves."""
     moves = made.controller().decide(view)
     controller = made.controller()
     state, effects_of = controller.outlook.forecast(view), controller.effects
@@ -88,7 +89,7 @@ def test_the_same_view_gives_the_same_moves(tokens):
 @few
 @given(some_tokens)
 def test_what_is_not_taken_leaves_no_trace(tokens):
-    """With a margin that nothing reaches, everything is as it was."""
+    """With a margin that nothing reaches, no technique changes its state."""
     names = ("reshape", "outliers")
     never = Made(names, margin=10.0).controller()
     assert never.decide(view_of(tokens)) == []
@@ -122,7 +123,7 @@ def test_nothing_when_nothing_pays():
 
 
 def test_a_free_engine_races_though_no_gain_is_predicted():
-    """Of a request that is drafted for as well as can be."""
+    """The request already has perfect drafts, but a free engine costs nothing."""
     view = view_of({0: {1: 10}, 4: {}}, drafting={0: told(SETTING, 1.0)})
     (total, moves) = chosen(Made(("race",)), view)
     assert [type(move) for move in moves] == [Race]
@@ -130,7 +131,7 @@ def test_a_free_engine_races_though_no_gain_is_predicted():
 
 
 def test_gpu_seconds_do_not_pay_for_a_single_straggler():
-    """One request on a node of 8 GPUs: sooner with all of them, but not eight times."""
+    """All 8 GPUs finish one request sooner, but not eight times sooner."""
     assert chosen(Made(("reshape",)), view_of(TAIL))[1]
     assert not chosen(Made(("reshape",), FewestGpuSeconds()), view_of(TAIL))[1]
 
@@ -145,11 +146,11 @@ def test_rounds_are_few():
         controller.decide(view_of(busy, elapsed_s=elapsed_s))
     assert looks == [0, 5]
     controller.decide(view_of({**busy, 3: {}}, elapsed_s=7.5))
-    assert looks == [0, 5, 7.5], "an engine was freed"
+    assert looks == [0, 5, 7.5], "no look though an engine became free"
     controller.decide(view_of({**busy, 3: {}}, elapsed_s=8.0))
     fewer = {**busy, 3: {}, 4: {40: 1}}
     controller.decide(view_of(fewer, elapsed_s=8.5))
-    assert looks == [0, 5, 7.5, 8.5], "a sixteenth has finished"
+    assert looks == [0, 5, 7.5, 8.5], "no look though a sixteenth has finished"
 
 
 def test_large_batches_are_left_alone():
@@ -161,8 +162,8 @@ def test_large_batches_are_left_alone():
 
 @pytest.mark.parametrize(("num_engines", "each"), [(64, 32), (512, 8)])
 def test_a_decision_is_quick_and_a_round_looks_at_all_engines(num_engines, each):
-    """Pools of four engines, one in sixteen of which is free, drafted for and with all techniques.
-    In CPU time; the bound allows for a machine that is busy, where 35 and 60 ms are measured."""
+    """Pools of four engines with drafting and all techniques. One engine in sixteen is free. The
+    bound is CPU time: 35 and 60 ms were measured, and it leaves room for a busy machine."""
     tokens = {e: {100 * e + i: 37 * i + e for i in range(each)} for e in range(num_engines)}
     tokens |= {e: {} for e in range(0, num_engines, 16)}
     pools = {p: Pool(p, {2: tuple(range(4 * p, 4 * p + 4))}) for p in range(num_engines // 4)}
@@ -190,7 +191,7 @@ def test_a_decision_is_quick_and_a_round_looks_at_all_engines(num_engines, each)
 
 
 class Varied:
-    """Lengths of which each scenario knows others."""
+    """Remaining lengths that differ by scenario."""
 
     is_known = True
 
@@ -203,7 +204,8 @@ class Varied:
 
 @pytest.mark.parametrize(("to_come", "switches"), [((5000, 4000, 3000), 1), ((300, 1, 1), 0)])
 def test_what_one_scenario_finds_must_pay_on_average(to_come, switches):
-    """A switch that is forecast to pay, and would only cost if all ended at once."""
+    """The switch pays in the main forecast. In the second case it loses on average, because other
+    scenarios end at once."""
     controller = Made(("reshape",)).controller()
     view = view_of({0: {1: 100}, **{e: {} for e in range(1, 4)}})
     controller.outlook.remaining = Varied(*to_come[:1] * 3)
@@ -215,7 +217,8 @@ def test_what_one_scenario_finds_must_pay_on_average(to_come, switches):
 
 @pytest.mark.parametrize(("shares", "switched"), [(False, {0, 1}), (True, {1})])
 def test_who_is_not_the_last_keeps_engines_that_others_could_use(shares, switched):
-    """The second pool takes twice the time of the first; both would be faster merged."""
+    """The second pool takes twice as long as the first. Both would be faster at a higher TP
+    degree."""
     controller = Made(("reshape",)).controller(shares_engines=shares)
     controller.outlook.remaining = Lengths({1: 3000, 2: 6000})
     tokens = {0: {1: 100}, 4: {2: 100}}
@@ -224,7 +227,7 @@ def test_who_is_not_the_last_keeps_engines_that_others_could_use(shares, switche
 
 
 def test_nobody_is_known_to_be_the_last_until_all_were_looked_at():
-    """The first look sees the first pool alone, and the second one both ends."""
+    """The first look sees the first pool only. After the second look both ends are known."""
     controller = Made(("reshape",)).controller(shares_engines=True, max_requests=1)
     controller.outlook.remaining = Lengths({1: 6000, 2: 3000})
     tokens = {0: {1: 100}, 4: {2: 100}}
@@ -234,7 +237,7 @@ def test_nobody_is_known_to_be_the_last_until_all_were_looked_at():
 
 
 class Lengths:
-    """Known ones, by request."""
+    """Known remaining lengths by request."""
 
     is_known = True
 
@@ -247,7 +250,7 @@ class Lengths:
 
 
 class Listed:
-    """Proposes what it was given."""
+    """Proposes the given moves."""
 
     def __init__(self, name, *proposals):
         self.name = name
@@ -267,7 +270,8 @@ class Listed:
 
 
 class Priced:
-    """What each drafter is worth on engine 4 in total; no gain is seen to be more than 5."""
+    """Objective in which each drafter on engine 4 saves its price. A single gain counts at most
+    5."""
 
     idles = True
 
@@ -288,7 +292,7 @@ def priced(techniques, **prices):
 
 
 def race(drafter):
-    """Only one of these is possible: a request is on an engine once."""
+    """Return a race of request 1 on engine 4. Only one such race is possible at a time."""
     return (Race(request(1), 4, DraftSetting(drafter, 2)),)
 
 
@@ -299,11 +303,12 @@ def test_the_best_for_whom_it_touches_comes_first():
     technique = Listed("one", race("large"), race("small"))
     controller = priced([technique], small=4.0, large=3.0)
     assert controller.decide(view_of(FREED)) == list(race("small"))
-    assert technique.noted == [Proposal("one", race("small"))], "and only that is noted"
+    assert technique.noted == [Proposal("one", race("small"))], "another proposal was noted"
 
 
 def test_a_technique_alone_may_be_the_best_choice():
-    """Both seem to be worth 5; the first hides the second, which is worth more in all."""
+    """Both proposals seem to gain 5. Taking the first excludes the second, which gains more in
+    total."""
     first, second = Listed("one", race("large")), Listed("two", race("small"))
     controller = priced([first, second], small=9.0, large=6.0)
     assert controller.decide(view_of(FREED)) == list(race("small"))
@@ -318,14 +323,14 @@ def test_a_view_that_lags_behind_repeats_no_race():
 
 @pytest.mark.parametrize("names", [("race",), tuple(MAKERS)])
 def test_whose_copy_leads_leaves_its_origin(names):
-    """As where races decide for themselves, between two rounds as well."""
+    """The controller also concedes between two rounds, as races without a controller do."""
     controller = Made(names, margin=10.0).controller(every_s=math.inf)
     (race,) = controller.decide(view_of(FREED))
     level = view_of({0: {1: 10}, 4: {1: 10}}, elapsed_s=1.0)
     assert controller.decide(level) == []
     ahead = view_of({0: {1: 10}, 4: {1: 10 + LEAD_TOKENS}}, elapsed_s=2.0)
     assert controller.decide(ahead) == [Concede(race.id, 0)]
-    assert controller.decide(ahead) == [], "it is on its way"
+    assert controller.decide(ahead) == [], "conceded again while the move is under way"
 
 
 def test_what_was_asked_for_counts_before_engines_tell():
@@ -350,7 +355,8 @@ def test_a_round_of_many_takes_several_goes():
 
 
 def test_only_who_is_looked_at_is_raced():
-    """The slowest is on an engine whose turn comes later; the freed engine is there meanwhile."""
+    """The slowest request is on an engine that this look leaves out. The free engine races another
+    request instead."""
     racing = MAKERS["race"](None)
     drafting = {0: told(SETTING, 0.9), 4: told(SETTING, 0.1)}
     view = view_of({0: {1: 10}, 4: {2: 10}, 5: {}}, drafting=drafting)
@@ -360,7 +366,7 @@ def test_only_who_is_looked_at_is_raced():
 
 
 def test_a_switch_that_is_better_later_waits():
-    """Most are nearly done, and one has far to go: a switch pays now, and more when it is alone."""
+    """Most requests are nearly done and one is not: a switch pays now, and pays more later."""
     tokens = {e: {100 * e + i: 7000 for i in range(60)} for e in range(4)}
     tokens[0][999] = 100
     state = Made().controller().outlook.forecast(view_of(tokens))

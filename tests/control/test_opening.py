@@ -1,5 +1,5 @@
-"""The layout in which a stage begins: as good as the best of them in hindsight, and left as it is
-where nothing is known or nothing is gained."""
+"""A stage begins in a layout that is as good as the best one in hindsight. The layout stays when
+lengths are unknown or a change gains nothing."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ FREE = costs_on_a40(wake_s=0.0)
 
 
 def queued(num_requests, tp_degree=2):
-    """So many, dealt in turn; none has begun."""
+    """Return a view with `num_requests` requests dealt in turn, none of which has begun."""
     num = len(POOL.engines[tp_degree])
     return view_of(
         tp_degree, {e: dict.fromkeys(range(e, num_requests, num), 0) for e in range(num)}
@@ -33,7 +33,7 @@ def queued(num_requests, tp_degree=2):
 
 
 def begun(lengths, tp_degree=2, **changes):
-    """TP degree in which the stage begins."""
+    """Return the TP degree in which the stage begins."""
     controller = switching(lengths, opening=Reshaping(), **changes)
     assert isinstance(controller, Opening)
     moves = controller.begin(queued(len(lengths), tp_degree))
@@ -54,7 +54,7 @@ def test_as_good_as_the_best_beginning_in_hindsight(num_requests, seed):
 
 @dataclass(frozen=True)
 class GuessedAt:
-    """Another one's times, which are guesses at some TP degrees."""
+    """Wraps a latency model. At the TP degrees `guessed` its times are extrapolated."""
 
     latency: Latency
     guessed: tuple[int, ...]
@@ -75,7 +75,7 @@ def test_no_stage_begins_on_a_guess(guessed, chosen):
 
 
 def test_many_begin_in_a_lower_degree_than_few():
-    """On this machine TP 8 is the slower one for a crowd that ends together."""
+    """On this machine TP 8 is slower for many requests of the same length."""
     few, many = ([2000] * num for num in (3, 1500))
     assert begun(few, costs=FREE) == 8
     assert begun(many, costs=FREE) == min(
@@ -90,8 +90,8 @@ def test_also_to_a_lower_one():
 
 
 def change_after(history, wake_s):
-    """Stages until one begins elsewhere, and where; (None, 2) if none does. `history`: lengths of
-    each stage."""
+    """Return the number of the first stage that begins in another layout, and its TP degree, or
+    (None, 2). `history`: lengths of each stage."""
     forgone, costs = Forgone(), costs_on_a40(wake_s=wake_s)
     for number, lengths in enumerate(history, 1):
         opening = Reshaping(forgone=forgone)
@@ -113,16 +113,20 @@ def test_a_change_is_made_once_as_much_was_forgone_as_it_costs():
 
 
 def test_who_gains_in_turn_stays():
-    """Few gain in TP 8 what many lose: nobody pays for changes there and back."""
+    """Stages with few requests gain at TP 8, and stages with many lose. When they alternate, the
+    layout must not change back and forth."""
     few, many = [2000] * 3, [2000] * 1500
     wake_s = 1.5 * gain_s(few)
     assert change_after([few, few], wake_s) == (2, 8)
     assert change_after([few, many] * 3, wake_s) == (None, 2)
-    assert change_after([many, few, few], wake_s) == (3, 8), "what was right before is no debt"
+    assert change_after([many, few, few], wake_s) == (3, 8), (
+        "a good earlier layout counts against a change"
+    )
 
 
 def test_what_was_forgone_begins_anew_with_a_change():
-    """Also what others of the layouts would have saved: they are compared with another one now."""
+    """A change also resets the savings of the other layouts, because they now compare with another
+    layout."""
     forgone = Forgone({4: 1e6, 8: 1e6})
     lengths = [2000] * 3
     controller = switching(lengths, opening=Reshaping(forgone=forgone), costs=FREE)
@@ -131,13 +135,15 @@ def test_what_was_forgone_begins_anew_with_a_change():
 
 
 def test_no_keys_and_values_are_paid_for():
-    """Each response is long enough that moving its prompt would keep it from changing."""
+    """With this slow link, moving even the prompts' keys and values would rule out a change. But no
+    request has begun, so there are none to move."""
     dear = costs_on_a40(wake_s=0.0, link_bytes_per_s=1e-3, kv="move")
     assert begun([2000] * 3, costs=dear) == 8
 
 
 def forecasts(present, medians, scenario=0.0):
-    """The objective of each layout by who is in this one; prompts of 8 samples, dealt in turn."""
+    """Return the objective of each layout as forecast from the layout `present`. Prompts of 8
+    samples are dealt in turn."""
     engines, keys = POOL.engines[present], list(medians)
     view = RolloutView(
         0.0,
@@ -166,8 +172,9 @@ def forecasts(present, medians, scenario=0.0):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("scenario", [0.0, 1 / 3])
 def test_a_layout_is_forecast_alike_from_each(seed, scenario):
-    """Otherwise two of them may each look better from the other, and a run pays for changes there
-    and back: prompts stay together, so that no layout is as even as its requests could be."""
+    """Otherwise each of two layouts may look better from the other one, and a run pays for changes
+    back and forth. This can happen because samples of a prompt stay together, so no layout balances
+    its requests perfectly."""
     medians = {f"prompt-{i}": m for i, m in enumerate(long_tailed(16, seed))}
     base, *others = (forecasts(present, medians, scenario) for present in POOL.engines)
     assert set(base) == set(POOL.engines)
@@ -196,7 +203,7 @@ def test_every_pool_by_itself():
 
 
 def test_few_questions_are_asked():
-    """128 responses on 8 GPUs, three layouts, by what the latency model is asked."""
+    """Count the calls of the latency model for 128 responses on 8 GPUs and three layouts."""
     lengths = long_tailed(128, 0)
     asked = []
     latency = GuessedAt(ON_A40, ())

@@ -1,4 +1,4 @@
-"""Algorithm 1: against brute force, against the best single switch, and when it must not switch."""
+"""PAT's algorithm 1 agrees with brute force, and equals the best single switch in hindsight."""
 
 import itertools
 import math
@@ -36,7 +36,7 @@ OTHER_POOL = Pool(1, {2: (7, 8), 4: (9,)})
 
 @dataclass(frozen=True)
 class ShardedLatency:
-    """What a step has to load is shared among t GPUs, and t - 1 exchanges are added."""
+    """Divides the loads of a step among t GPUs, and adds the time of t - 1 exchanges."""
 
     load_s: float = 0.02
     each_s: float = 1e-4
@@ -79,20 +79,20 @@ def numbered(per_engine: list[list[int]]) -> dict[int, dict[int, int]]:
 
 
 def paper(latency, wake_s, **fields) -> Controller:
-    """Algorithm 1 as it is printed: the maximum lengths, now or never."""
+    """Return a controller with algorithm 1 as printed: maximum lengths, and no later switches."""
     costs = costs_on_a40(latency, wake_s=wake_s)
     at = {"costs": costs, "remaining": Maximum(LONGEST), "wait_shares": ()}
     return switching(latency=latency, **(at | fields))
 
 
 def brute_force(latency, costs, per_engine: list[list[int]], tp_degrees) -> dict[int, float]:
-    """Seconds by TP degree, the present one without a switch; one step at a time."""
+    """Return the seconds at each TP degree, step by step. The present one needs no switch."""
     context = [[PROMPT_TOKENS + num for num in of] for of in per_engine]
     seconds = {2: max(_decode_all(latency, 2, of) for of in context)}
     per_token_s = costs.kv_bytes_per_token / costs.link_bytes_per_s
     ahead_s = max(map(sum, context)) * per_token_s / 2
     then = [_decode_for(latency, 2, of, ahead_s) for of in context]
-    # All grow alike, and the longest end first.
+    # All requests grow at the same pace, so the longest ones end first.
     since = max(
         sum(left) - sum(sorted(before)[: len(left)])
         for before, left in zip(context, then, strict=True)
@@ -102,7 +102,7 @@ def brute_force(latency, costs, per_engine: list[list[int]], tp_degrees) -> dict
         recomputed_s = max(
             latency.prefill_s(tp, len(t), (sum(x * x for x in t) / len(t)) ** 0.5) for t in now if t
         )
-        # Saved ahead while they go on, what came since when they stop, and loaded.
+        # Requests go on while their KV is saved. Once stopped, save the newer KV and load all.
         moved_s = (since / 2 + max(map(sum, later)) / tp) * per_token_s
         ways = [recomputed_s + max(_decode_all(latency, tp, t) for t in now)]
         if any(later):
@@ -131,7 +131,7 @@ def _decode_all(latency, tp_degree, contexts: list[int]) -> float:
 
 
 def _decode_for(latency, tp_degree, contexts: list[int], seconds: float) -> list[int]:
-    """Contexts of those that are left after so many seconds."""
+    """Return the contexts of the requests that are left after `seconds`."""
     running = list(contexts)
     while running and seconds > 0.0:
         seconds -= latency.decode_s(tp_degree, len(running), sum(running) + len(running) / 2)
@@ -170,7 +170,7 @@ def test_not_where_the_gain_is_not_above_the_cost(latency, per_engine):
 @given(latencies, wakes_s, batches_of_4, st.booleans())
 @settings(deadline=None)
 def test_every_move_is_forecast_to_pay(latency, wake_s, per_engine, foresees):
-    """And where later moments are not looked at, every switch that pays is made."""
+    """A controller that does not consider later moments makes every switch that pays."""
     waits = {"wait_shares": (1 / 8, 1 / 2)} if foresees else {}
     controller, view = paper(latency, wake_s, **waits), view_of(2, numbered(per_engine))
     moves = controller.decide(view)
@@ -182,8 +182,8 @@ def test_every_move_is_forecast_to_pay(latency, wake_s, per_engine, foresees):
 
 
 def test_a_switch_counts_until_it_is_made():
-    """100 tokens are to come, and saving takes as long as 80 of them: a switch that would pay now
-    does not pay then."""
+    """Requests have 100 tokens left, and saving takes as long as 80 of them. The switch would pay
+    at once, but not after saving."""
     latency = ShardedLatency(exchange_s=0.0, exchange_each_s=0.0)
     view = view_of(2, numbered([[LONGEST - 100] * 4, [], [], []]))
     costs = costs_on_a40(latency, wake_s=0.0, kv="move", link_bytes_per_s=3.1e8)
@@ -208,7 +208,7 @@ def test_nobody_is_left_by_then():
 
 
 class LongOrDone:
-    """Much is to come, or next to nothing, by the scenario."""
+    """Predicts the maximum length or one token, by scenario."""
 
     is_known = True
 
@@ -217,7 +217,7 @@ class LongOrDone:
 
 
 def test_where_nobody_is_left_by_then_a_switch_brings_nothing():
-    """On average over scenarios it pays all the same."""
+    """No request is left in some scenarios. On average the switch still pays."""
     costs = costs_on_a40(SHARDED, wake_s=0.0, kv="move", link_bytes_per_s=3e8)
     controller = paper(SHARDED, 0.0, costs=costs, remaining=LongOrDone())
     view = view_of(2, {0: {0: 9}})
@@ -228,8 +228,8 @@ def test_where_nobody_is_left_by_then_a_switch_brings_nothing():
 
 
 def test_of_equal_times_the_present_layout():
-    """A machine that is as fast at any TP degree, with one request and switches that cost nothing.
-    A little faster at TP 8, and it switches."""
+    """The machine is equally fast at all TP degrees, and switches are free. The control: a machine
+    slightly faster at TP 8 makes it switch."""
     costs = costs_on_a40(wake_s=0.0, kv_bytes_per_token=0.0, kv="move")
     same = paper(LinearLatency(), 0.0, costs=costs)
     view = view_of(2, {0: {0: 1}})
@@ -246,12 +246,12 @@ class FasterAtTP8(LinearLatency):
 
 
 def test_uniform_lengths_never_switch():
-    """128 of 2000 tokens on 8 A40: TP 8 is the slower one until the end."""
+    """With 128 requests of 2000 tokens on 8 A40, TP 8 is slower until the end."""
     lengths = [2000] * 128
     assert ON_A40.decode_s(8, 128, 128 * 1500) > ON_A40.decode_s(2, 32, 32 * 1500)
     no_tp4 = Pool(0, {2: POOL.engines[2], 8: POOL.engines[8]})
     assert play(switching(lengths, pools=[no_tp4]).decide, lengths).switches == []
-    # The control: a few of them switch at once.
+    # Negative control: with few requests it switches.
     few = switching(lengths[:3], pools=[no_tp4])
     assert [tp for _, tp in play(few.decide, lengths[:3]).switches] == [8]
 
@@ -271,7 +271,7 @@ def test_as_good_as_the_best_switch_in_hindsight(seed):
 
 
 def test_a_switch_that_pays_is_put_off_while_waiting_is_better():
-    """Known lengths make a switch pay from the start, when TP 8 is still the slower one."""
+    """With known lengths a switch pays from the start, but TP 8 is still slower then."""
     lengths = long_tailed(128, 1)
     begun = play(switching(lengths, wait_shares=()).decide, lengths)
     put_off = play(switching(lengths).decide, lengths)
@@ -281,7 +281,7 @@ def test_a_switch_that_pays_is_put_off_while_waiting_is_better():
 
 @dataclass(frozen=True)
 class MeasuredTo(ShardedLatency):
-    """Decoding was measured to so many tokens of context at some TP degrees."""
+    """Measured only up to `most_tokens` (TP degree, context tokens) at some TP degrees."""
 
     most_tokens: tuple[tuple[int, float], ...] = ()
 
@@ -304,7 +304,7 @@ ALL_TOKENS = PROMPT_TOKENS + LONGEST
     ],
 )
 def test_nobody_switches_on_a_guess(most_tokens, chosen):
-    """What would be at its end is known, of where it is and of where it goes."""
+    """The profile must reach the final context at both the present and the new TP degree."""
     latency = MeasuredTo(most_tokens=tuple(most_tokens.items()))
     controller = paper(latency, wake_s=0.01)
     moves = controller.decide(view_of(2, numbered([[10], [], [], []])))
@@ -324,7 +324,7 @@ def test_the_maximum_switches_in_one_direction():
 
 
 def test_a_lower_degree_is_not_looked_at():
-    """TP 2 would be faster for a crowd."""
+    """TP 2 would be faster for many requests."""
     crowd = view_of(8, {0: dict.fromkeys(range(100), 10)})
     controller = paper(SHARDED, 0.0)
     assert switched_s(controller, crowd, 2) < current_s(controller, crowd)
@@ -332,7 +332,7 @@ def test_a_lower_degree_is_not_looked_at():
 
 
 def test_drafting_counts():
-    """Three times the tokens a step: what is left is too little for a switch."""
+    """With three times the tokens per step, too little is left for a switch to pay."""
     setting = DraftSetting("small", 4)
     view = view_of(2, {0: {0: 0}})
 
@@ -344,7 +344,7 @@ def test_drafting_counts():
     told = DraftProgress(setting, 1000, 500, round(500 / p - 500))
     free, drafting = paper(SHARDED, 0.0), drafted(told)
     plain_s, fast_s = current_s(free, view), current_s(paper(SHARDED, 0.0), drafting)
-    # 1 + 0.5 * 4 tokens a pass, each of which costs a fifth more.
+    # A pass yields 1 + 0.5 * 4 tokens and takes a fifth longer.
     assert fast_s == pytest.approx(plain_s * 1.2 / 3, rel=0.01)
     gain_s = plain_s - min(switched_s(free, view, degree) for degree in (4, 8))
     assert paper(SHARDED, gain_s * 0.9).decide(view)

@@ -1,4 +1,4 @@
-"""States after each kind of move, by hand."""
+"""Predicted states after each kind of move, compared with sums by hand."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def test_a_course_is_the_same_however_often_it_is_looked_at():
 
 def test_what_is_drafted_for_goes_faster_and_costs_its_drafting():
     plain, drafted = state_of(), state_of(drafting={3: told(SMALL, 1.0)})
-    # Windows of 4 that are always right: 5 tokens a step, which drafts for 4 ms before.
+    # All drafts of window 4 are accepted: 5 tokens a step, and 4 ms of drafting before each.
     step_s = MACHINE.verify_s(2, 1, 4600, 4) + 4e-3
     assert drafted.engine_end_s(3) == pytest.approx(7000 / 5 * step_s, rel=0.01)
     assert drafted.engine_end_s(3) < plain.engine_end_s(3)
@@ -77,7 +77,7 @@ def test_a_race_ends_with_the_first_of_its_copies():
     assert (copy.drafting, copy.acceptance) == (LARGE, EXPECTED["large"])
     assert after.engines[2].delay_s == MACHINE.prefill_s(2, 1, 1100)
     slow = Race(request(4), 2, SMALL)
-    assert effects().of(after, [slow]) is None, "it is there already"
+    assert effects().of(after, [slow]) is None, "raced to an engine that has a copy"
 
 
 def test_who_migrates_takes_its_prefill_along():
@@ -118,7 +118,7 @@ def test_a_switch_takes_all_requests_along_once():
     courses = [state.course(engine) for engine in working(POOLS[0], state)]
     made = at_once.switched(courses, POOLS[0], 4, move_kv=True)
     assert {engine.delay_s for engine in after.engines.values()} == {made.ready_s}
-    assert effects().of(after, [Reshape(0, 4)]) is None, "it is there already"
+    assert effects().of(after, [Reshape(0, 4)]) is None, "switched to the present layout"
     back = effects().of(after, [Reshape(0, 2)]).after(after)
     assert set(back.engines) == {0, 1, 2, 3}
 
@@ -147,7 +147,7 @@ def test_gpu_seconds_count_every_gpu_until_its_engine_is_free():
 
 
 def test_what_engines_tell_late():
-    """Tokens and drafting that were once told count until there is something newer."""
+    """The last reported tokens and drafting count until newer reports arrive."""
     memory = outlook()
     memory.forecast(view_of(TOKENS, drafting={0: told(SMALL, 0.7)}))
     moved = memory.forecast(view_of({10: {1: 0, 2: 0}}, {10: 8}))
@@ -175,9 +175,9 @@ def test_a_prompt_tells_of_drafts_from_history_until_its_request_does():
     view = view_of({engine: {engine: 10} for engine in told_of}, drafting=told_of)
     state = memory.forecast(view)
     found = [state.engines[engine].copies[0].acceptance for engine in told_of]
-    # Known by itself, by its prompt, and of another drafter than its prompt's.
+    # The first request's own acceptance, the prompt's acceptance, and another drafter's.
     assert found == [0.0, 0.9, 0.0]
-    # The fourth was never seen: the others' mean.
+    # The fourth prompt is unknown, so the expected acceptance applies.
     unseen = memory.forecast(view_of({0: {3: 10}})).engines[0].copies[0]
     assert unseen.acceptance == 0.5
 
