@@ -1,4 +1,4 @@
-"""Allocations against all there are."""
+"""Allocations of engines to ranking groups are close to the best of all possible ones."""
 
 from itertools import combinations, pairwise
 
@@ -31,7 +31,8 @@ def compositions(total, num_parts):
 
 @st.composite
 def cases(draw, most_engines=11):
-    """(times, groups, engines): a longest response and work to share, neither in any order."""
+    """Draw (times, groups, engines). A group takes the time of its longest response plus work that
+    its engines share."""
     num_groups = draw(st.integers(1, 4))
     num_engines = draw(st.integers(num_groups, most_engines))
     seconds = st.floats(0.1, 100)
@@ -79,10 +80,10 @@ def test_the_period_is_close_to_the_smallest_there_is(case):
 
 def test_the_period_is_what_an_engine_needs_for_a_step_and_its_mirror_image():
     table = np.array([[1.0, 0.5], [10.0, 6.0]])
-    # Engines 0 to 2 have 1, 6, 6 seconds, and in the next step 6, 6, 1.
+    # Engines 0 to 2 take 1, 6, 6 seconds, and 6, 6, 1 in the next step.
     assert period_s(table, (1, 2)) == 12.0
     assert cost(table, (1, 2)) == (12.0, 13.0)
-    # 0.5, 0.5, 10 and 10, 0.5, 0.5.
+    # Here they take 0.5, 0.5, 10 seconds, then 10, 0.5, 0.5.
     assert period_s(table, (2, 1)) == 10.5
 
 
@@ -95,7 +96,7 @@ def test_a_group_that_no_engines_help_gets_no_more_than_it_needs_for_the_line():
     def times(group, num):
         return 10.0 if group == 0 else 80.0 / num
 
-    # 10 seconds are 20 at the end of the line: so are 80 over 4 engines.
+    # The line allows group 0 its 10 s and group 1 20 s, which is 80 s over 4 engines.
     assert fit_line(tabulate(times, 2, 5), line(0.0, 2), 5) == (1, 4)
 
 
@@ -103,12 +104,12 @@ def test_engines_left_over_go_to_where_the_maximum_is():
     def times(group, num):
         return [5.0, 3.0, 9.0][group] if num < 3 else [5.0, 3.0, 8.0][group]
 
-    # The first group keeps the maximum at 5 whatever it gets, and gets the three left over.
+    # Group 0 sets the maximum of 5 s whatever it gets, so it gets the three spare engines.
     table = tabulate(times, 3, 6)
     assert fit_line(table, np.array([1.0, 1.0, 9.0]), 6) == (4, 1, 1)
 
 
 def test_a_little_of_the_period_is_given_up_for_engines_with_time_to_spare():
-    # (5, 1): 110 seconds, engines busy for 150; (4, 2): 106 and 232; even: 126.
+    # (5, 1) has a period of 110 s and 150 busy seconds, (4, 2) has 106 s and 232. Even takes 126 s.
     table = [[30.0, 30.0, 30.0, 10.0, 10.0], [100.0, 96.0, 96.0, 96.0, 96.0]]
     assert allocate_engines(lambda group, num: table[group][num - 1], 2, 6) == (5, 1)

@@ -1,4 +1,4 @@
-"""Dealing groups: every prompt once, loads near even."""
+"""Dealing groups to engines: each prompt goes to one engine, and loads are nearly even."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +20,7 @@ def test_every_prompt_is_dealt_once_and_loads_are_near_even(by_key, num_engines)
     loads = [0.0] * num_engines
     for group in groups:
         loads[group.engine] += known.get(group.prompt_key, typical)
-    # Longest first: no engine is ahead of another by more than one group.
+    # The longest group is dealt first, so loads differ by at most one group.
     longest = max([typical, *known.values()])
     assert max(loads) - min(loads) <= longest * (1 + 1e-9)
 

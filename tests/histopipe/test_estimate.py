@@ -1,4 +1,4 @@
-"""Estimates: by hand, against a step-by-step decoder, and falling with the engines."""
+"""Estimates agree with sums by hand and with step-by-step decoding, and fall with more engines."""
 
 import itertools
 from functools import partial
@@ -19,7 +19,7 @@ some_lengths = st.lists(st.integers(1, 400), min_size=1, max_size=90)
 
 
 def decode(latency, lengths, max_num_seqs, prompt_tokens):
-    """Seconds, one step at a time, each at the middle of its context."""
+    """Return the seconds of all steps, each at the middle of its context."""
     waiting = sorted(lengths)
     running, seconds = [], 0.0
     while waiting or running:
@@ -32,7 +32,7 @@ def decode(latency, lengths, max_num_seqs, prompt_tokens):
 
 
 def test_by_hand():
-    # 10 steps of two with contexts from 2 * 5 to 2 * 15 tokens, then 20 of one, from 15 to 35.
+    # 10 steps of both, from 2 * 5 to 2 * 15 context tokens, then 20 steps of one, from 15 to 35.
     expected = 10 * (0.01 + 2e-3 + 20e-6) + 20 * (0.01 + 1e-3 + 25e-6)
     assert estimate(np.array([10, 30]), 1, prompt_tokens=5) == pytest.approx(expected)
     assert estimate(np.array([10, 30]), 2, prompt_tokens=5) == pytest.approx(30 * (0.011 + 20e-6))
@@ -49,13 +49,13 @@ def test_as_a_step_by_step_decoder_has_it(lengths, max_num_seqs, prompt_tokens):
 @settings(deadline=None)
 def test_it_falls_with_the_engines(lengths, max_num_seqs):
     times = [estimate(np.array(lengths), n, max_num_seqs=max_num_seqs) for n in range(1, 30)]
-    # Merged ends round the batch.
+    # With many requests, the estimate merges ends and so rounds the batch.
     slack = 1.01 if len(lengths) > 64 else 1 + 1e-9
     assert all(b <= a * slack for a, b in itertools.pairwise(times))
 
 
 def test_what_the_cache_does_not_hold_waits():
-    # Eight times 100 tokens, with contexts of 50 in the mean.
+    # Eight requests of 100 tokens have a mean context of 50.
     lengths, held = np.full(8, 100), 8 * 50
     free_s = estimate(lengths, 1, prompt_tokens=0)
     assert estimate(lengths, 1, prompt_tokens=0, max_context_tokens=held) == free_s
@@ -82,7 +82,7 @@ def test_what_a_pass_gains_may_differ_between_responses():
     assert estimate_rollout_s(
         latency, 1, lengths, 2, tokens_per_pass=same, window=5
     ) == pytest.approx(estimate_rollout_s(latency, 1, lengths, 2, tokens_per_pass=2.0, window=5))
-    # The longest takes 60 passes, the shortest 80: with one engine each, the last decides.
+    # The longest takes 60 passes, the shortest 80. With an engine each, the shortest decides.
     rates = np.array([[5.0, 5.0], [2.0, 2.0], [1.0, 1.0]])
     seconds = estimate_rollout_s(latency, 1, lengths, 3, tokens_per_pass=rates, window=5)
     assert seconds == pytest.approx(80 * 0.02 * 1.05)

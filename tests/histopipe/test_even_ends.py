@@ -1,5 +1,5 @@
-"""Engines that end together, against all ways to cut the order of prompts, and the choice between
-that and equal passes, against forecasts of every engine."""
+"""The cut that lets engines end together is as good as the best of all cuts. The choice between it
+and equal passes agrees with forecasts of all engines."""
 
 import itertools
 from collections import Counter
@@ -25,7 +25,7 @@ AT_ONCE = {"step_requests": 80.0, "group_size": 16, "max_num_seqs": 10**6}
 
 
 def end_of(tokens, step_requests, max_num_seqs) -> float:
-    """End of an engine, in units of what a request takes of a step."""
+    """Return the end of an engine, in units of the time that a request adds to a step."""
     total = GROUP * sum(tokens)
     return step_requests * max(*tokens, total / max_num_seqs) + total
 
@@ -71,7 +71,8 @@ def test_the_longest_have_few_others_beside_them():
 
 
 def test_engines_fill_up_to_the_end_of_the_longest_alone():
-    # Of the short ones 80 (20K - 500) / (16 * 500) = 195 would end by then, or 48.
+    # Until the longest prompt ends, an engine can finish 80 (20K - 500) / (16 * 500) = 195 short
+    # ones, or 48 if a step costs as much as 20 requests.
     lengths = [20_000.0] + 63 * [500.0]
     cheap = Counter(cut_evenly(lengths, 4, **AT_ONCE))
     assert cheap == {0: 1, 1: 61, 2: 1, 3: 1}
@@ -96,7 +97,7 @@ def test_a_step_costs_as_much_as_so_many_requests():
     each_s = LATENCY.sequence_s * (window + 1) + LATENCY.token_s * context
     found = step_requests_of(lambda num: LATENCY.verify_s(4, num, num * context, window), 256)
     assert found == pytest.approx(LATENCY.step_s / each_s)
-    # Requests that seem to cost nothing are taken to cost next to nothing.
+    # Requests without measurable cost get a tiny cost.
     assert 1e5 < step_requests_of(lambda _: 0.01, 16) < 1e9
     assert step_requests_of(lambda num: 0.01 * num, 16) == 0
 
@@ -139,7 +140,7 @@ def test_no_step_is_expected_to_end_later_than_with_equal_passes(
 
 
 def forecast_s(groups, history, latency, max_num_seqs) -> float:
-    """When the last engine ends, by the forecast that switches go by."""
+    """Return when the last engine ends, by the forecast that decides on switches."""
     engines: dict[int, list[Unfinished]] = {}
     typical = median(of.median_tokens for of in history.values())
     for group in groups:
@@ -152,7 +153,7 @@ def forecast_s(groups, history, latency, max_num_seqs) -> float:
 
 
 def test_only_steps_that_wait_for_the_last_engine_and_race_are_placed_so():
-    # Where a step is dear and a request cheap, the longest alone say when engines end.
+    # A step is expensive and a request cheap, so the longest responses determine the ends.
     latency = LinearLatency(step_s=0.01, sequence_s=1e-3, token_s=0.0)
     history = {f"p{i}": LengthHistory(1000 if i < 4 else 100, 0) for i in range(64)}
     keys = list(history)
@@ -176,6 +177,6 @@ def test_only_steps_that_wait_for_the_last_engine_and_race_are_placed_so():
         assert unknown.expected_s is unknown.equal_s is None
     assert placed(config_of("pipelined", enabled=False)).groups == equal
     assert placed(config_of("pipelined")).ranking_groups
-    # With a cache that holds few of them a large batch is no gain.
+    # If the cache holds few requests, a large batch gains nothing.
     tight = placed(config_of(), max_context_tokens=4 * 1200.0)
     assert tight.equal_s > 2 * ending.equal_s

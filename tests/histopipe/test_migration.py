@@ -1,4 +1,5 @@
-"""Migration: the thresholds of the paper, targets of the step, nobody twice."""
+"""Migration uses the paper's thresholds, picks targets among the step's engines, and moves each
+request once at most."""
 
 import timeit
 
@@ -15,7 +16,8 @@ STEP = 3
 
 
 def plan_of(num_groups=4, engines_each=2, prompts_each=2, group_size=10, unknown=(), growth=1.1):
-    """Group g has engines 2g and 2g + 1, prompts g-0 and g-1, and 100 (g + 1) tokens at most."""
+    """Return a plan. By default, group g has engines 2g and 2g + 1, prompts g-0 and g-1, and at
+    most 100 (g + 1) tokens."""
     groups, ranking_groups = [], []
     for g in range(num_groups):
         engines = tuple(range(g * engines_each, (g + 1) * engines_each))
@@ -72,7 +74,7 @@ def test_an_outlier_of_a_short_group_goes_to_the_engine_busy_for_longest():
 
 
 def test_how_long_an_engine_is_busy_is_told_by_passes():
-    """Of two prompts of the same length one is well drafted: its engine ends first."""
+    """Two prompts have the same length, but one is well drafted: its engine ends first."""
     passes = {"3-0": 32.0, "3-1": 320.0}
     plan = plan_of()
     groups = [
@@ -107,7 +109,7 @@ def test_only_beyond_the_threshold(tokens, moves):
 
 @pytest.mark.parametrize(("num_left", "moves"), [(2, 2), (3, 0)])
 def test_only_within_the_last_tenth(num_left, moves):
-    # A group has 2 * 10 samples.
+    # A group has 2 * 10 samples, so its last tenth are 2.
     left = {sample("0-0", i): 1000 for i in range(num_left)}
     assert len(policy().decide(view_of({0: left, 6: BUSY}))) == moves
 
@@ -122,7 +124,7 @@ def test_the_last_of_a_small_group_counts_as_its_last_tenth(group_size, last_sha
 def test_samples_elsewhere_count_as_left():
     away = {sample("0-1", i): 5 for i in range(2)}
     assert policy().decide(view_of({0: {sample("0-0"): 1000}, 6: BUSY | away})) == []
-    # A foreign one on the group's own engine does not.
+    # Requests of other groups on the group's own engine do not count.
     foreign = {sample("1-0", i): 5 for i in range(5)}
     view = view_of({0: foreign | {sample("0-0"): 1000}, 6: BUSY})
     assert policy().decide(view) == [Migrate(sample("0-0"), 6)]
@@ -160,10 +162,10 @@ def test_a_group_without_known_lengths_and_a_plan_without_groups_or_growth_move_
 
 def test_the_other_kind_stands_in_and_where_both_are_impossible_it_stays():
     short, long = {sample("0-0"): 999}, {sample("2-0"): 999}
-    # A short group with no longer group left in the step.
+    # There is no longer group for a short group's outlier, so it is deferred if possible.
     assert policy().decide(view_of({0: short, 1: {}}, 1)) == [Defer(sample("0-0"), 0)]
     assert policy().decide(view_of({0: short, 1: {}}, 0)) == []
-    # A long group with nothing to defer; the longest has nowhere to go.
+    # Nothing can be deferred: a long group's outlier migrates, and the longest group's stays.
     both = {4: long, 6: {sample("3-0", i): 5 for i in range(9)}}
     deferring = policy(defer_share=0.5)
     assert deferring.decide(view_of(both)) == [Migrate(sample("2-0"), 6)]
@@ -189,7 +191,7 @@ def test_who_was_asked_in_vain_is_asked_again_and_who_moved_is_not():
 
 @st.composite
 def views(draw):
-    """Any requests of the plan, and strangers, on any of eight engines."""
+    """Draw views with any requests, of the plan or not, on up to nine engines."""
     by_engine = {engine: {} for engine in draw(st.sets(st.integers(0, 8), min_size=1))}
     for g in range(4):
         for p in range(2):
@@ -200,7 +202,7 @@ def views(draw):
 
 
 def expected_outliers(plan, view, last_share):
-    """By the text of 6.3, the long way round."""
+    """Return the outliers by the definition in RhymeRL 6.3, without shortcuts."""
     found = set()
     for rank, group in enumerate(plan.ranking_groups):
         left = {
@@ -249,7 +251,7 @@ def test_deciding_that_nothing_moves_is_quick():
     assert view.num_tokens == 81920
     assert migration.decide(view) == []
     seconds = min(timeit.repeat(lambda: migration.decide(view), number=100, repeat=5)) / 100
-    # 50 us on an idle machine.
+    # Measured: 50 us on an idle machine.
     assert seconds < 5e-4
 
 
@@ -261,4 +263,4 @@ def test_what_is_proposed_leaves_no_trace_until_it_is_noted():
     assert decider.propose(last) == once
     decider.note(last, once)
     elsewhere = view_of({0: {sample("3-0"): 999}, 6: {sample("0-0"): 111}}, num_deferrable=9)
-    assert decider.propose(elsewhere) == [], "nobody moves twice"
+    assert decider.propose(elsewhere) == [], "a request moved twice"

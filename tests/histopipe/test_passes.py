@@ -1,4 +1,4 @@
-"""Expected passes: tokens where nothing is drafted, and what drafts leave of them where it is."""
+"""Expected passes equal the tokens without drafts, and fewer with accepted drafts."""
 
 import numpy as np
 import pytest
@@ -74,14 +74,14 @@ def test_a_line_through_the_prompts_is_found():
     assert expected.slope == pytest.approx(0.8, abs=0.01)
     passes = expected.of({key: of.median_tokens for key, of in history.items()})
     assert list(passes.values()) == pytest.approx(0.5 * medians**0.8, rel=0.05)
-    # One that was never seen is on the line.
+    # A prompt without history is on the line.
     assert expected.of({"new": 1000.0})["new"] == pytest.approx(0.5 * 1000**0.8, rel=0.05)
 
 
 def test_a_prompt_keeps_half_of_what_it_differs():
     slow, fast = LengthHistory(100, 0, None, 2.0), LengthHistory(100, 0, None, 8.0)
     passes = fit_passes({"slow": slow, "fast": fast}).of({"slow": 100, "fast": 100, "new": 100})
-    # Fourfold in the last epoch.
+    # In the last epoch the ratio was 4. Half of it, in logarithms, is 2.
     assert passes["slow"] / passes["fast"] == pytest.approx(2.0)
     assert passes["new"] == pytest.approx(25.0)
 
@@ -99,7 +99,7 @@ def test_the_line_is_at_what_a_pass_gains_now(history, gained):
 
 
 def mixed(num: int) -> dict[str, LengthHistory]:
-    """Prompts of the same length, every other one of which is hardly drafted."""
+    """Return prompts of the same length. Every other one gains little from drafts."""
     return {f"p{i}": LengthHistory(100.0, 120, None, 1.1 if i % 2 else 10.0) for i in range(num)}
 
 

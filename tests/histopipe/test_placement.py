@@ -1,4 +1,5 @@
-"""Placement: every prompt once, mirrored from step to step, engines conserved."""
+"""Placement puts each prompt on one engine, uses all engines, and mirrors them from step to
+step."""
 
 import itertools
 
@@ -20,7 +21,7 @@ HISTORY = {key: LengthHistory(100.0 * (i + 1), 120 * (i + 1)) for i, key in enum
 
 @st.composite
 def cases(draw):
-    """(keys, history, engines, groups, engines per group)."""
+    """Draw (keys, history, engines, groups, engines per group)."""
     num = draw(st.integers(1, 30))
     keys = [f"p{i}" for i in range(num)]
     lengths = st.builds(LengthHistory, st.floats(1, 1e4), st.integers(1, 10**4))
@@ -95,7 +96,7 @@ def test_odd_steps_begin_with_the_shortest_group_on_engine_0():
     assert [group.representative_tokens for group in odd.ranking_groups] == [450, 1250, 2050]
     even = place(KEYS, HISTORY, 2, 6, 3, [1, 2, 3])
     assert [group.engines for group in even.ranking_groups] == [(5,), (3, 4), (0, 1, 2)]
-    # Eight prompts over three engines: no engine is ahead by more than one prompt.
+    # Eight prompts go to three engines, whose loads differ by at most one prompt.
     loads = [sum(g.expected_tokens for g in even.groups if g.engine == e) for e in (0, 1, 2)]
     assert max(loads) - min(loads) <= 2400
 

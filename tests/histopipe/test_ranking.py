@@ -1,4 +1,4 @@
-"""Ranking: every prompt once, ascending, in equal groups."""
+"""Ranking sorts all prompts by length and cuts them into groups of equal size."""
 
 import pytest
 from hypothesis import given, settings
