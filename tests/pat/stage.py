@@ -1,4 +1,5 @@
-"""A stage in virtual time: a pool, its requests, and a policy that may reshape it."""
+"""Simulates a rollout stage in virtual time: a pool, its requests, and a policy that may reshape
+it."""
 
 import math
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from schemas.rollout import RequestId, Split
 LLAMA = SHAPES["LLaMA3.1-8B"]
 ON_A40 = AnalyticLatency(LLAMA, A40)
 A40_LINK = 3.1e9
-"""Bytes a second of one rank with which figure 12's migration takes as long as printed."""
+"""Bytes per second of one rank, fitted to the migration time in PAT's figure 12."""
 (POOL,), _ = plan_pools(4, 2, (4, 8), 8)
 PROMPT_TOKENS = 500
 
@@ -42,7 +43,7 @@ def costs_on_a40(latency=ON_A40, **fields) -> SwitchCosts:
 
 @dataclass(frozen=True)
 class Known:
-    """Remaining lengths that are known, by the index of the request."""
+    """Known response lengths, by the index of the request."""
 
     lengths: list[int]
     is_known = True
@@ -56,7 +57,7 @@ class Known:
 
 
 class PromptsOf(dict):
-    """All prompts are of one length."""
+    """Prompt lengths, all equal."""
 
     def __missing__(self, key: str) -> int:
         return PROMPT_TOKENS
@@ -73,7 +74,8 @@ def switching(
     opening=None,
     **known,
 ) -> Controller:
-    """Decides on switches alone, with lengths that are known; `known`: of drafting."""
+    """Return a controller that only switches, with known lengths by default. `known`: settings of
+    drafting."""
     costs = costs or costs_on_a40(latency)
     outlook = Outlook(Forecaster(latency), remaining or Known(lengths), PromptsOf(), **known)
     effects = Effects(latency, {pool.index: pool for pool in pools or (POOL,)}, costs)
@@ -83,19 +85,20 @@ def switching(
 
 
 def current_s(controller: Controller, view: RolloutView) -> float:
-    """Until all are finished, left alone."""
+    """Return the seconds until all requests are finished without a switch."""
     return controller.outlook.forecast(view).end_s
 
 
 def switched_s(controller: Controller, view: RolloutView, tp_degree: int) -> float:
-    """Until all are finished with a switch now."""
+    """Return the seconds until all requests are finished with a switch now."""
     state, effects = controller.outlook.forecast(view), controller.effects
     ways = (effects.of(state, [Reshape(POOL.index, tp_degree, kv)]) for kv in (True, False))
     return min(effect.after(state).end_s for effect in ways)
 
 
 def view_of(tp_degree: int, batches: dict[int, dict[int, int]], elapsed_s=0.0, pool=POOL):
-    """By engine of the layout and request, the response tokens so far."""
+    """Return a view of the layout `tp_degree`. `batches`: response tokens so far, by place of the
+    engine in the layout and by request."""
     return RolloutView(
         elapsed_s,
         tuple(
@@ -115,7 +118,7 @@ def view_of(tp_degree: int, batches: dict[int, dict[int, int]], elapsed_s=0.0, p
 class Played:
     seconds: float = 0.0
     switches: list[tuple[float, int]] = field(default_factory=list)
-    """(when, to which TP degree)"""
+    """(time in seconds, new TP degree)"""
 
 
 def dealt(ids: dict[int, float], num_engines: int) -> dict[int, dict[int, float]]:
@@ -124,7 +127,7 @@ def dealt(ids: dict[int, float], num_engines: int) -> dict[int, dict[int, float]
 
 
 def play(decide, lengths, latency=ON_A40, costs=None, tick_s=0.5, begin=POOL.base) -> Played:
-    """Seconds that the stage takes from this TP degree on. `decide(view)` gives moves, as policies
+    """Simulate a stage that begins at this TP degree. `decide(view)` returns moves, as policies
     do."""
     costs = costs or costs_on_a40(latency)
     tp, num_engines = begin, len(POOL.engines[begin])
@@ -167,7 +170,7 @@ def _decoded(latency, tp, batch, lengths, seconds):
 
 
 def switch_at(seconds: float, tp_degree: int):
-    """Decides on one switch, at that time."""
+    """Return a policy that switches once, at that time."""
     left = [Reshape(POOL.index, tp_degree)]
     return lambda view: [left.pop()] if left and view.elapsed_s >= seconds else []
 

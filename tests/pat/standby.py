@@ -1,4 +1,4 @@
-"""What engines that wait take on the machines of PAT, beside resharding in place: a calculation."""
+"""Compares the cost of standby engines with resharding in place, on the machines of PAT."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,22 +10,23 @@ from engines.pat.memory import PARKED_BYTES
 
 @dataclass(frozen=True, slots=True)
 class StandbyCost:
-    """What it takes to have one more layout at hand, by waiting engines and by resharding."""
+    """Cost of one more layout, with standby engines and with resharding."""
 
     model: str
     hardware: str
     from_tp: int
     to_tp: int
     resident_bytes: float
-    """Per GPU, weights and process of an engine that keeps its weights. It loads nothing."""
+    """Per GPU, weights and process of a standby engine that keeps its weights. It loads none."""
     resident_share: float
-    """Of the GPU's memory."""
+    """Share of the GPU's memory."""
     reloaded_bytes: float
-    """Per GPU, the process of one that does not."""
+    """Per GPU, the process of a standby engine without weights."""
     reload_s: float
-    """Its weights, from host memory at every switch."""
+    """To load its weights from host memory at every switch."""
     reshard_s: float
-    """All-gather of all weights among the GPUs of the target, at every switch; no memory."""
+    """To all-gather all weights among the target's GPUs at every switch. This needs no standby
+    memory."""
 
 
 def compare_standby(
@@ -34,7 +35,7 @@ def compare_standby(
     tp_degrees: Sequence[int],
     host_bytes_per_s: float = 12e9,
 ) -> list[StandbyCost]:
-    """By higher TP degree. `host_bytes_per_s`: from host memory to one GPU, one way."""
+    """Return the cost of each higher TP degree. `host_bytes_per_s`: from host memory to one GPU."""
     link = hardware.link_bytes_per_s * hardware.link_share
     return [
         StandbyCost(

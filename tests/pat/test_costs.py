@@ -1,4 +1,4 @@
-"""Costs of a switch: equations 1 to 4 by hand, and figure 12."""
+"""Costs of a switch agree with PAT's equations 1 to 4 by hand, and with its figure 12."""
 
 import math
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.pat.stage import LLAMA, ON_A40, costs_on_a40
 PRINTED_S = {p.note.removeprefix("TP 2 to 8: "): p.seconds for p in PRINTED if p.tp_degree == 8}
 NINE = [float(12 * 1024)] * 9
 SPREAD = [NINE[:3], NINE[3:5], NINE[5:7], NINE[7:]]
-"""Over the four engines of TP 2."""
+"""The nine samples on the four engines of TP 2."""
 contexts = st.lists(st.floats(1, 20_000), max_size=6)
 sources_of = st.lists(contexts, min_size=4, max_size=4).filter(any)
 
@@ -26,13 +26,13 @@ def as_printed(**fields) -> SwitchCosts:
 
 def test_equations_1_and_2():
     costs = as_printed(kv_bytes_per_token=100.0, link_bytes_per_s=50.0)
-    # 6 tokens of 100 bytes, halved by TP 2, at 50 bytes a second.
+    # 6 tokens of 100 bytes, halved by TP 2, at 50 bytes per second.
     assert costs.move_s(2, 8, [[1.0], [2.0, 3.0]], [[1.0, 2.0, 3.0]]) == pytest.approx(6.0)
 
 
 def test_through_host_memory_engines_write_at_once():
     costs = costs_on_a40(kv_bytes_per_token=100.0, link_bytes_per_s=50.0, ahead=False)
-    # Out: 5 tokens halved by TP 2. In: 4 of the fuller engine, by TP 4.
+    # The fuller source engine saves 5 tokens, halved by TP 2. The fuller target loads 4, by TP 4.
     seconds = costs.move_s(2, 4, [[1.0], [2.0, 3.0]], [[3.0, 1.0], [2.0]])
     assert seconds == pytest.approx((250 + 100) / 50)
 
@@ -42,8 +42,8 @@ def test_what_is_saved_ahead_is_not_waited_for():
     seconds = costs.move_s(2, 4, [[1.0], [2.0, 3.0]], [[3.0, 1.0], [2.0]])
     assert seconds == pytest.approx(100 / 50)
     since_s = costs.move_s(2, 4, [[1.0], [2.0, 3.0]], [[3.0, 1.0], [2.0]], since_tokens=0.5)
-    assert since_s == pytest.approx((25 + 100) / 50), "what came since is"
-    # Engines write at once: 5 tokens halved by TP 2.
+    assert since_s == pytest.approx((25 + 100) / 50), "newer tokens must be waited for"
+    # Engines save in parallel: the fuller one has 5 tokens, halved by TP 2.
     assert costs.ahead_s(2, [[1.0], [2.0, 3.0]]) == pytest.approx(250 / 50)
     for otherwise in ({"ahead": False}, {"staged": False}):
         assert replace(costs, **otherwise).ahead_s(2, [[1.0], [2.0, 3.0]]) == 0.0
@@ -114,7 +114,7 @@ def test_more_context_costs_more(sources):
 
 
 def test_figure_12_recomputation():
-    """14.2 s of 19.01: a quarter less than printed."""
+    """The model predicts 14.2 s, a quarter less than the printed 19.01 s."""
     seconds = as_printed().recompute_s(8, [NINE])
     printed = PRINTED_S["full KV recomputation, naive restart"]
     assert 0.7 * printed < seconds < printed
@@ -126,7 +126,8 @@ def test_figure_12_recomputation():
     ids=["KV heads", "hidden size, as printed"],
 )
 def test_figure_12_migration(bytes_per_token, gb_per_s):
-    """The bandwidth of one rank behind 2.36 s: 0.1 or 0.4 of the 31.5 GB/s of PCIe 4.0 x16."""
+    """The printed 2.36 s imply this bandwidth of one rank: 0.1 or 0.4 of PCIe 4.0 x16, which has
+    31.5 GB/s."""
     costs = as_printed(kv_bytes_per_token=bytes_per_token, link_bytes_per_s=gb_per_s * 1e9)
     cost = costs.cost(2, 8, SPREAD, [NINE])
     assert cost.move_kv
@@ -138,7 +139,7 @@ def test_figure_12_in_all():
     rest_s = PRINTED_S["everything"] - sum(PRINTED_S[part] for part in parts)
     costs = as_printed(wake_s=rest_s + PRINTED_S[parts[2]], weights_s=PRINTED_S[parts[1]])
     assert costs.cost(2, 8, SPREAD, [NINE]).seconds == pytest.approx(5.52, rel=0.01)
-    # Engines that wait with weights and graphs, and write at once: 3 of 9 samples at most.
+    # Standby engines keep weights and graphs. Engines save in parallel, at most 3 of 9 samples.
     assert costs_on_a40(wake_s=rest_s).cost(2, 8, SPREAD, [NINE]).seconds < 3.0
 
 

@@ -1,4 +1,5 @@
-"""Pools: engines of every layout fill the GPUs, and no GPU needs a weight that it did not have."""
+"""In a pool, the engines of each layout fill the GPUs. A higher layout's shard on a GPU lies in the
+lower layout's shard on it."""
 
 import itertools
 from fractions import Fraction
@@ -27,7 +28,7 @@ def degrees_of(base: int, steps: list[int]) -> list[int]:
 
 
 def shards(engines, tp_degree) -> dict[int, tuple[Fraction, Fraction]]:
-    """The part of each weight that each GPU has, from 0 to 1."""
+    """Return the part (begin, end) of each weight that each GPU holds, from 0 to 1."""
     return {
         gpu: (Fraction(rank, tp_degree), Fraction(rank + 1, tp_degree))
         for engine in engines
@@ -36,7 +37,7 @@ def shards(engines, tp_degree) -> dict[int, tuple[Fraction, Fraction]]:
 
 
 def device_order(tp_degree: int, num_engines: int) -> tuple[int, ...]:
-    """GPUs by rank of the engine that merges so many."""
+    """Return the GPUs, by rank, of an engine that merges `num_engines` engines."""
     merged = tp_degree * num_engines
     return plan_layouts(merged, (tp_degree, merged))[merged][0]
 
@@ -55,7 +56,8 @@ def test_each_shard_lies_in_that_of_the_layout_before(chain):
 
 
 def test_in_their_own_order_shards_lie_elsewhere():
-    """The control: GPUs 0, 1, 2, 3 as ranks of TP 4 over two engines of TP 2."""
+    """Negative control: with GPUs 0, 1, 2, 3 as the ranks of TP 4, two shards lie outside those of
+    TP 2."""
     before, after = shards([(0, 1), (2, 3)], 2), shards([(0, 1, 2, 3)], 4)
     outside = [gpu for gpu, part in after.items() if not before[gpu][0] <= part[0] < before[gpu][1]]
     assert outside == [1, 2]
@@ -68,7 +70,7 @@ def test_one_merge_has_the_order_of_the_formula(tp, num):
 
 
 def test_a_chain_is_not_what_one_merge_would_be():
-    """The TP 8 ranks of the docstring lie in those of TP 4; the direct ones do not."""
+    """The TP 8 shards of the chain lie in the TP 4 shards. Those of a direct merge do not."""
     layouts = plan_layouts(8, (2, 4, 8))
     assert layouts[4] == ((0, 2, 1, 3), (4, 6, 5, 7))
     assert layouts[8] == ((0, 4, 2, 6, 1, 5, 3, 7),)
@@ -136,7 +138,7 @@ def test_degrees_that_do_not_fit_are_refused(engines, tp, higher, node, message)
 
 
 def test_heads_must_be_shared_evenly():
-    shape = SHAPES["Qwen2.5-0.5B"]  # 14 heads, 2 of keys and values
+    shape = SHAPES["Qwen2.5-0.5B"]  # 14 attention heads, 2 KV heads
     require_divisible(shape, (1, 2, 14))
     with pytest.raises(ValueError, match="14 attention heads, which 4 does not divide"):
         require_divisible(shape, (2, 4))

@@ -1,4 +1,5 @@
-"""Room for engines that wait: added up, kept or loaded again, refused with figures."""
+"""Memory for parked engines: the sum of its parts, whether they keep their weights, and errors with
+figures when it does not fit."""
 
 import pytest
 from hypothesis import given
@@ -31,7 +32,7 @@ def test_a_gpu_by_hand():
 
 
 def test_a_host_by_hand():
-    """2 processes: two copies at TP 1, one at TP 2, all with their KV cache."""
+    """Two processes: two copies of the weights at TP 1, one at TP 2, and a KV cache for each."""
     host = host_footprint(1 * GB, (1, 2), 0.25 * GB, 2)
     assert host.weights_bytes == 3 * GB
     assert host.bytes == 3 * GB + 4 * (0.25 * GB + CPU_PROCESS_BYTES)
@@ -48,7 +49,7 @@ def test_kept_where_there_is_room_loaded_where_there_is_less(weight_bytes, kv, d
         for resident in (True, False)
     )
     assert loaded < kept
-    # Just enough, and just too little.
+    # Test just enough memory, and just too little.
     assert plan(weight_bytes, degrees, kv, kept * 1.001) == "resident"
     assert plan(weight_bytes, degrees, kv, max(loaded * 1.001, kept * 0.99)) == "reloaded"
     assert plan(weight_bytes, degrees, kv, kept * 1.001, "reloaded") == "reloaded"
@@ -83,7 +84,7 @@ def test_what_waiting_engines_cost_on_the_papers_machines():
     (tp4, tp8) = compare_standby(LLAMA, A40, (2, 4, 8))
     assert tp8.resident_bytes == pytest.approx(16.06e9 / 8 + 1.2e9, rel=0.01)
     assert (tp4.resident_share + tp8.resident_share) == pytest.approx(0.18, abs=0.01)
-    # Printed: 1.03 s (figure 12).
+    # PAT prints 1.03 s (figure 12).
     assert tp8.reshard_s == pytest.approx(1.59, abs=0.01)
     (fast,) = compare_standby(QWEN, H100, (2, 8))
     assert fast.resident_share < 0.07

@@ -1,4 +1,4 @@
-"""What is left of responses: by the formula, never 0, never beyond the maximum."""
+"""Estimates of remaining tokens follow the formula, are never 0, and never exceed the maximum."""
 
 import math
 
@@ -14,7 +14,7 @@ from tests.pat.stage import request
 
 MOST = 8000
 XI = 1.4342
-"""Of 8 samples, by Blom."""
+"""Expected maximum of 8 standard normals, by Blom."""
 histories = st.builds(
     lambda median, factor, previous: LengthHistory(median, int(median * factor), previous),
     st.floats(10, 3000),
@@ -26,7 +26,7 @@ generated_of = st.dictionaries(st.integers(0, 9), st.integers(0, MOST), min_size
 
 
 class SameForAll(FromHistory):
-    """All requests have this quantile."""
+    """Gives all requests the same quantile."""
 
     def __init__(self, *args, quantile, **fields):
         super().__init__(*args, **fields)
@@ -69,7 +69,7 @@ def test_as_scipy_has_the_conditional_quantile(so_far, quantile):
 
 
 def test_the_longest_is_the_expected_longest():
-    """Of 8 draws, on average over many groups; in logarithms, as the spread is."""
+    """The longest of 8 draws matches on average over many groups, in logarithms."""
     (far,) = estimate({"prompt-0": LengthHistory(500.0, 2000)}, {0: 0}, quantile=0.5)
     assert far + 1 == pytest.approx(500, rel=1e-3)
     random = np.random.default_rng(0)
@@ -100,7 +100,7 @@ def test_within_the_spread_what_is_left_falls_at_first():
 
 
 def test_quantiles_are_spread_over_requests():
-    """One alone has its median; of many at the same point few go on for long."""
+    """A single response gets its median. Of many with the same tokens so far, few are long."""
     history = {"prompt-0": LengthHistory(500.0, 2000)}
     ids = [RequestId(Split.TRAIN, 0, "prompt-0", sample) for sample in range(100)]
     remaining = FromHistory(history, MOST, group_size=8)
@@ -113,7 +113,7 @@ def test_quantiles_are_spread_over_requests():
 
 
 def test_by_itself_each_has_its_median():
-    """However many there are, of however many prompts; a forecast of them together is another."""
+    """`medians` treats each request alone. `tokens` spreads the quantiles over all of them."""
     history = {"prompt-0": LengthHistory(500.0, 2000), "prompt-1": LengthHistory(900.0, 1000)}
     remaining = FromHistory(history, MOST, group_size=8)
     so_far = {request(i): num for i, num in enumerate([100, 850, 40])}
@@ -140,7 +140,7 @@ def test_prompts_without_history():
     history = {"prompt-0": LengthHistory(100.0, 200), "prompt-1": LengthHistory(10_000.0, 20_000)}
     (typical,) = estimate(history, {7: 0}, quantile=0.5)
     assert typical + 1 == pytest.approx(1000, rel=0.01)
-    # Its spread is that of all: the others' own quantiles are much closer to their medians.
+    # It has the spread of all prompts, which is much larger than a single prompt's.
     (low,) = estimate(history, {7: 0}, quantile=0.16)
     (own,) = estimate(history, {0: 0}, quantile=0.16)
     assert low + 1 < 0.11 * (typical + 1)
@@ -153,7 +153,7 @@ def test_no_requests():
 
 
 def test_steady_estimates_keep_their_order_as_others_end():
-    """All of one prompt and as far: who is taken to be longer than whom stays."""
+    """Equal requests of one prompt keep their estimated order when others end."""
     history = {"p": LengthHistory(1000.0, 4000)}
     ids = [RequestId(Split.TRAIN, 1, "p", index) for index in range(9)]
     steady = FromHistory(history, 16000, group_size=8)
