@@ -34,7 +34,8 @@ def plain_s(truth, batch, context):
 def run(times, rng, num_steps, truth=TRUE, noise=0.05, *, drafts_now=True):
     now_s, drafting = 0.0, False
     for number in range(num_steps):
-        # A pass without drafts right after one with drafts teaches nothing, so keep both in runs.
+        # The first pass without drafts after passes with drafts teaches nothing. So change only
+        # every fourth pass.
         drafting = rng.random() < 0.8 if number % 4 == 0 else drafting
         batch = int(rng.integers(1, rng.choice([16, 256])))
         context = batch * float(rng.integers(50, 300))

@@ -28,7 +28,7 @@ KEYS = [f"{n:08x}" for n in range(40)]
 
 
 def aside(call, *args):
-    """Make the call in a new thread, because a worker limits the cores and priority of itself."""
+    """Make the call in a new thread: a worker changes the cores and priority of its thread."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(call, *args).result()
 
@@ -185,7 +185,7 @@ async def test_nodes_that_share_a_directory_copy_nothing(tmp_path):
 
 
 async def test_marks_of_an_earlier_run_mean_nothing(tmp_path):
-    """Both directories hold marks and files of an earlier run, as copies of directories do."""
+    """Both directories still hold the marks of an earlier run, as after copying them whole."""
     nodes = [tmp_path / name for name in "ab"]
     for node in nodes:
         await workers_of(node, node).ensure({KEYS[0]: 1}, read)

@@ -109,7 +109,7 @@ def test_an_engine_that_has_gone_on_comes_back_to_the_stage(of_next, num):
 
 
 def test_no_engine_comes_back_for_nothing():
-    """Engine 1 is lost before stage 2, but has no request in it: engine 0 need not return."""
+    """Engine 1 had no request in stage 2. So engine 0 returns to stage 1, but not to stage 2."""
     works = [work(1, [SHORT, LONG]), work(2, [SHORT]), work(3, [SHORT])]
     scene = Scene(works, {1: 0.030})
     scene.roll_out()
