@@ -1,4 +1,5 @@
-"""Old steps in files: every reader finds what it would find in the database, after a crash too."""
+"""Old steps move to files. Every reader must find the same rows as in the database, even after a
+crash."""
 
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def keys_of(step: int) -> list[str]:
 
 
 def add_step(store: Store, step: int) -> None:
-    """A step of two prompts with two samples each, one of which is left to the next step."""
+    """Add a step of two prompts with two samples each. It defers one sample to the next step."""
     keys, late = keys_of(step), keys_of(step - 1)[0]
     samples = [(key, i) for key in keys for i in range(2)][1:]
     rollouts = [make_rollout(step, *name, tokens=step % 5 + 1, token=step) for name in samples]
@@ -54,7 +55,7 @@ def add_step(store: Store, step: int) -> None:
 
 
 def told(store: Store, num_steps: int = NUM_STEPS) -> dict:
-    """Answer to everything that may be asked."""
+    """Return the answers of all readers."""
     found: dict = {"summary": store.summary(1.0), "times": sorted(map(str, store.engine_times()))}
     for step in (1, 2, 7, 12, 16, num_steps, num_steps + 1):
         found[step] = (
@@ -84,7 +85,7 @@ def live_steps(store: Store) -> int:
 
 @pytest.fixture
 def few(monkeypatch):
-    """A few steps are enough to be moved."""
+    """Move steps in chunks of five."""
     monkeypatch.setattr(archive, "CHUNK_STEPS", 5)
 
 
@@ -132,7 +133,7 @@ def test_what_comes_twice_is_there_once(whole):
     assert whole.add_rollouts(rollout_rows([make_rollout(4, *name) for name in names]), 0) == 0
     assert whole.add_rewards(Split.TRAIN, 4, make_rewards([(*name, 5.0) for name in names])) == 0
     assert told(whole) == before
-    # A row that is late is not lost either, and leaves with the next ones.
+    # A late row is kept too. It moves with the next chunk.
     assert whole.add_rollouts(rollout_rows([make_rollout(4, "late")]), 0) == 1
     for step in range(NUM_STEPS + 1, NUM_STEPS + 6):
         add_step(whole, step)
@@ -230,7 +231,7 @@ def test_files_that_are_gone_are_missed(tmp_path, whole):
 
 
 def archived(path: Path) -> dict[str, Entry]:
-    """Steps of which the first five have left the database; the archive as it is then."""
+    """Add steps until the first five have moved to the archive. Return the archive's files."""
     with Store(path) as store:
         for step in range(1, archive.KEPT_STEPS + 6):
             add_step(store, step)
@@ -285,7 +286,7 @@ def test_as_much_of_a_drafter_is_remembered_as_its_health_needs():
 
 @pytest.mark.usefixtures("few")
 def test_an_archive_from_before_passes_were_kept_is_read_on(tmp_path):
-    """Its responses count as many passes as tokens, until their prompts return."""
+    """Its responses count as many passes as tokens, until their prompts are rolled out again."""
     path = tmp_path / "old.duckdb"
     with Store(path) as store:
         for step in range(1, NUM_STEPS + 1):
@@ -310,7 +311,7 @@ def test_an_archive_from_before_passes_were_kept_is_read_on(tmp_path):
 
 @pytest.mark.usefixtures("few")
 def test_steps_from_before_rejections_were_kept_say_nothing_of_acceptance(tmp_path):
-    """They are read on beside new ones, of which the first has a sample of version 5."""
+    """Later steps are read beside them. The first of these has a sample of policy version 5."""
     path = tmp_path / "run.duckdb"
     with Store(path) as store:
         for step in (1, 2, 3, 4, 5, 6):

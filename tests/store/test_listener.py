@@ -1,4 +1,4 @@
-"""A live run's store gives its tables to other processes of its user."""
+"""The store of a live run serves its tables to other processes of the same user."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become anot
 
 
 def steps_of(run_dir: Path, timeout_s: float = 5.0) -> list[int] | None:
-    """Steps that a live store has; None when there is none."""
+    """Return the steps that a live store has, or None when no store is live."""
     with live_snapshot(run_dir, timeout_s) as live:
         if live is None:
             return None
@@ -55,7 +55,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def all_served() -> None:
-    """Wait for those that the store still serves: it cannot be closed before."""
+    """Wait until the store has served all its readers: it cannot be closed before."""
     for thread in threading.enumerate():
         if thread.name == listener.SERVING:
             thread.join(10.0)
@@ -66,7 +66,7 @@ def test_tables_are_of_one_moment(store: Store) -> None:
     assert steps_of(run_dir) is None
     before = {*run_dir.iterdir()}
     listen(run_dir, store.snapshot)
-    assert {*run_dir.iterdir()} == before, "nothing is left when it is killed"
+    assert {*run_dir.iterdir()} == before, "a kill would leave such files behind"
     with live_snapshot(run_dir, 5.0) as live:
         assert live is not None
         assert live.columns["steps"]["report"] == "JSON"
@@ -104,7 +104,7 @@ def test_one_that_waits_keeps_nobody_waiting(store: Store, monkeypatch: pytest.M
         assert steps_of(run_dir) == [1, 2]
         with live_snapshot(run_dir, 2.0), pytest.raises(ValueError, match="not answered"):
             steps_of(run_dir, 0.2)
-        assert steps_of(run_dir, 30.0) == [1, 2], "when the slow one has had its time"
+        assert steps_of(run_dir, 30.0) == [1, 2], "the slow reader must free its place in time"
 
 
 def test_a_process_that_was_killed_is_followed_by_another(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_process_that_was_killed_is_followed_by_another(tmp_path: Path) -> Non
 
 @contextmanager
 def another_user(does: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
-    """A process of `nobody` that has done this; the result is what it returned."""
+    """Run this in a process of `nobody`. Yield a function that returns its result."""
     ours, theirs = socket.socketpair()
     if (pid := os.fork()) == 0:
         os.setgroups([])
@@ -143,7 +143,7 @@ def another_user(does: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
 
 
 def takes(addresses: list[str], said: bytes) -> bytes:
-    """Take these names, and answer whoever comes."""
+    """Bind these addresses, and send `said` to everyone that connects."""
 
     def answer(listening: socket.socket) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""A profile's store: nothing measured is lost, nothing is measured twice."""
+"""A profile's store loses no measurement, and measures nothing twice."""
 
 import os
 import signal
@@ -82,7 +82,7 @@ for index in range(100_000):
 def test_another_machine_is_refused(store):
     assert store.facts(1) is None
     assert store.check_facts(FACTS, 1) == FACTS
-    # A drafting engine may say other limits; the first engine's hold.
+    # A drafting engine may report other limits. Those of the first engine stay.
     other_limits = FACTS.model_copy(update={"max_step_tokens": 7})
     assert store.check_facts(other_limits, 1) == FACTS
     other = FACTS.model_copy(update={"hardware": "a slide rule"})

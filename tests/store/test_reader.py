@@ -1,5 +1,5 @@
-"""SQL of people: it reads all steps, alike in a live run and in one that has ended, and does
-nothing else."""
+"""SQL queries of users see all steps, give the same answers for live and ended runs, and can only
+read."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -60,7 +60,7 @@ QUERIES = (
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """Of a long run, most steps of which have left the database."""
+    """Return the stores of a long run, live and ended. Most of its steps are in the archive."""
     directory = tmp_path_factory.mktemp("runs")
     found = {kind: directory / kind / "refrain.duckdb" for kind in KINDS}
     found["ended"].parent.mkdir()
@@ -193,12 +193,12 @@ def calls(functions: list[tuple[str, str]], secret: Path, new: Path) -> Iterator
 
 
 def leaks(con: duckdb.DuckDBPyConnection, queries: Iterator[str], words: list[str]) -> list[str]:
-    """Queries that show one of these words."""
+    """Return the queries whose results or errors contain one of these words."""
     found = []
     for query in queries:
         try:
             shown = str(con.sql(query).fetchall())
-        except Exception as error:  # Whatever it is, it must not show them.
+        except Exception as error:  # No error may contain them either.
             shown = str(error)
         if any(word in shown for word in words):
             found.append(query)
@@ -206,7 +206,7 @@ def leaks(con: duckdb.DuckDBPyConnection, queries: Iterator[str], words: list[st
 
 
 def test_no_function_reaches_a_file(paths: dict[str, Path], tmp_path: Path) -> None:
-    """All functions that this DuckDB has, on a file's path, a pattern and a new path."""
+    """Try every function of this DuckDB on a file's path, a pattern and a new path."""
     secret = tmp_path / "private" / "plan.json"
     secret.parent.mkdir()
     secret.write_text('{"hunter2": 1}\n')

@@ -1,4 +1,4 @@
-"""A query's process bounds itself."""
+"""A query's process limits its own memory, files and time."""
 
 import signal
 import subprocess

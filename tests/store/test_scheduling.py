@@ -1,4 +1,4 @@
-"""What a step is scheduled by, beside rollouts: it is there when a run goes on."""
+"""A resumed run finds the records that steps are scheduled by, other than rollouts."""
 
 from pathlib import Path
 

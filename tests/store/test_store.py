@@ -1,4 +1,4 @@
-"""The store: each row once, nothing lost, the right rows for each reader."""
+"""The store keeps each row once, loses none, and gives each reader the right rows."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def make_rollout(
 
 
 def make_deferred(from_step=1, **options) -> Rollout:
-    """A rollout that its step left to the next one."""
+    """Return a rollout that its step deferred to the next one."""
     rollout = make_rollout(step=from_step, **options)
     return replace(rollout, request=rollout.request.deferred())
 
@@ -221,7 +221,7 @@ def test_a_reward_is_a_finite_number(store, reward):
     ],
 )
 def test_what_comes_with_a_reward_is_json_that_everybody_reads(store, extra, kept):
-    """Whatever has slipped through before: it would be refused again at each resume."""
+    """JSON that cannot be read again must not be stored: each resume would refuse it."""
     store.add_rollouts(rollout_rows([make_rollout()]), epoch=0)
     rewards = make_rewards([("a", 0, 1.0)])
     rewards = rewards.set_column(3, "extra", pa.array([extra]))
@@ -276,7 +276,7 @@ def test_truncate_keeps_on_policy_rollouts_of_the_next_step(store):
     assert store.training_rows(1).num_rows == 1
     assert (store.last_step(), len(store.steps())) == (1, 1)
     assert store.add_rollouts(rollout_rows([mixed]), epoch=0) == 1, (
-        "what was removed can come again"
+        "a removed rollout must be accepted again"
     )
     store.truncate_after(1, policy_version=None)
     assert store.rollouts(Split.TRAIN, 2).num_rows == 0
@@ -325,7 +325,7 @@ lengths = st.dictionaries(
     st.tuples(st.integers(1, 4), st.sampled_from("abc"), st.integers(0, 3)),
     st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted),
 )
-"""Accepted tokens and all tokens of each response."""
+"""Maps (step, prompt, sample) to the accepted tokens and all tokens of the response."""
 
 
 @settings(max_examples=15, deadline=None)
@@ -337,7 +337,7 @@ def test_length_history_against_brute_force(lengths, before, keys):
             for name, (accepted, tokens) in lengths.items()
         ]
         store.add_rollouts(rollout_rows(rollouts), epoch=0)
-        # One response of step 1 was deferred: it belongs to the lengths of step 1.
+        # A response that step 1 deferred counts towards the lengths of step 1.
         store.add_rollouts(
             rollout_rows([make_deferred(from_step=1, prompt="a", sample=9, tokens=5, accepted=1)]),
             epoch=0,
@@ -355,7 +355,7 @@ def test_length_history_against_brute_force(lengths, before, keys):
             medians = [statistics.median(t for _, t in of) for of in by_step.values()]
             last = next(iter(by_step.values()))
             longest = max(tokens for _, tokens in last)
-            # A response takes one pass at least.
+            # A response takes at least one pass.
             num_passes = sum(max(1, tokens - accepted) for accepted, tokens in last)
             gained = max(1.0, sum(tokens for _, tokens in last) / num_passes)
             previous = medians[1] if len(medians) > 1 else None
@@ -412,7 +412,7 @@ def test_summary(store):
 
 
 def test_a_validations_mean_has_the_digits_of_its_evaluation(store):
-    """0.1, and 0.10000000000000002 where each sum is rounded."""
+    """The mean is 0.1. Summing with rounding would give 0.10000000000000002."""
     samples = range(16)
     store.add_step(make_report(1, epoch=0))
     store.add_rollouts(rollout_rows([make_rollout(step=1)]), epoch=0)

@@ -1,4 +1,5 @@
-"""The store's actor: killed, it comes back with every acknowledged row."""
+"""The store's actor: rollouts reach it by reference, and a killed actor restarts with every
+acknowledged row."""
 
 import asyncio
 import os
@@ -51,7 +52,7 @@ async def test_rows_pass_by_their_reader(ray_cluster, tmp_path):
 
 
 class Source:
-    """An engine's process, as far as it makes rows."""
+    """The part of an engine's process that makes rows."""
 
     def told(self, rollouts):
         return rollout_rows(rollouts)
@@ -70,14 +71,14 @@ async def test_rollouts_are_stored_by_reference_as_far_as_they_count(ray_cluster
     await client.add_finished([told[0], told[2]], 0)
     rows = await client.call("rollouts", Split.TRAIN, 1)
     assert rows["sample_index"].to_pylist() == [0, 2]
-    ray_cluster.kill(source)  # What it has told survives it.
+    ray_cluster.kill(source)  # The reported rows must outlive their engine.
     await client.add_finished(told[1:2], 0)
     rows = await client.call("rollouts", Split.TRAIN, 1)
     assert rows["response_token_ids"].to_pylist() == [[7] * 20_000] * 3
 
 
 async def test_rollouts_that_are_lost_are_a_death_of_their_engine(ray_cluster, tmp_path):
-    """Their engine died before it told their rows."""
+    """The engine died before it reported their rows."""
     client = StoreClient(start_store(tmp_path / "run.duckdb"))
     rollouts = [make_rollout(tokens=20_000)]
     source = ray_cluster.remote(Source).remote()

@@ -1,4 +1,4 @@
-"""The store's file: who may open it, what is refused, and what a killed writer leaves."""
+"""The store's file: how it is locked, which files it refuses, and what a killed writer leaves."""
 
 import random
 import subprocess
@@ -74,7 +74,7 @@ def test_what_is_not_a_store_is_refused(tmp_path):
     ("what", "fewest"), [("emptied", 1.0), ("cut", 0.9), ("bit", 0.1), ("block", 0.1)]
 )
 def test_a_damaged_store_says_how_to_go_on(tmp_path, what, fewest):
-    """Of its bytes many are nobody's; of the others DuckDB has checksums."""
+    """DuckDB does not use all bytes of the file. It has checksums for those that it uses."""
     path, seen, num_refused = tmp_path / "run.duckdb", random.Random(3), 0
     with Store(path) as store:
         rollouts = [make_rollout(sample=sample, tokens=50) for sample in range(500)]
@@ -144,6 +144,6 @@ def test_killing_the_writer_loses_no_acknowledged_batch(tmp_path, trial):
         found = [(row["prompt_key"], row["sample_index"]) for row in rows.to_pylist()]
         assert len(found) == len(set(found))
         assert {(f"p{batch}", i) for batch in acknowledged for i in range(8)} <= set(found)
-        assert len(found) % 8 == 0, "a batch is there whole or not at all"
+        assert len(found) % 8 == 0, "a batch must be stored whole or not at all"
         again = [make_rollout(prompt="p0", sample=i, tokens=50) for i in range(8)]
         assert store.add_rollouts(rollout_rows(again), epoch=0) == 0

@@ -1,4 +1,4 @@
-"""What a training step is given of the groups that its samples belong to."""
+"""Rows of a training step carry the rewards and lengths of each sample's group so far."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +19,7 @@ from tests.store.test_store import make_rewards, make_rollout
 
 
 class Sample(NamedTuple):
-    """One that is trained in `step` and was planned by `origin_step`."""
+    """A sample that `step` trains on and `origin_step` planned."""
 
     step: int
     origin_step: int
