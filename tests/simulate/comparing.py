@@ -1,4 +1,4 @@
-"""Policy sets on the steps of a trace, as `refrain simulate` has them."""
+"""Helper that simulates the steps of a trace under policy sets, as `refrain simulate` does."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def compare(
     steps: Sequence[int] | None = None,
     acceptance: float | None = None,
 ) -> list[SimulatedStep]:
-    """Every policy set on every step (all of the trace's when None), steps outermost."""
+    """Return each policy set's result on each step, grouped by step. None: all steps."""
     return [
         simulation.step
         for step in (trace.steps if steps is None else steps)

@@ -1,4 +1,4 @@
-"""The batch in jumps against a batch that goes token by token."""
+"""A batch that jumps over steps agrees with one that goes token by token."""
 
 import random
 
@@ -28,7 +28,7 @@ def finish(batch):
 
 
 def token_by_token(arrivals, max_num_seqs):
-    """[(time, name, prompt tokens, length)] -> finish times, one step at a time."""
+    """Return finish times, step by step, of arrivals (time, name, prompt tokens, length)."""
     arrivals, waiting, running, now, ends = sorted(arrivals), [], {}, 0.0, {}
     while arrivals or waiting or running:
         if not waiting and not running:

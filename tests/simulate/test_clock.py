@@ -1,4 +1,4 @@
-"""Virtual time: sleeps cost nothing, order is kept, standstill is an error."""
+"""Virtual time: sleeps take no real time, events keep their order, and a deadlock is an error."""
 
 import asyncio
 import time

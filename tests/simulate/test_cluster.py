@@ -1,4 +1,5 @@
-"""Simulated steps: the arithmetic, the determinism, the refusals."""
+"""Simulated steps: the arithmetic is right, the same seed gives the same bytes, and bad input is
+refused."""
 
 import numpy as np
 import pyarrow as pa
@@ -46,7 +47,7 @@ def test_shares_follow_from_the_finish_times():
 
 
 class Balance:
-    """Moves one request from the fullest engine to an empty one."""
+    """Moves one request from the fullest engine to an idle one."""
 
     def decide(self, view):
         idle = [e for e in view.engines if not e.progress]
@@ -101,7 +102,8 @@ def own(**settings):
 
 
 def test_placement_is_a_pipelined_runs():
-    """Ranking groups alternate between the ends of the cluster; a first epoch is dealt."""
+    """The order of known groups alternates between the ends of the cluster. In the first epoch,
+    nothing is known, and groups are dealt."""
     trace, layout = generate(SMALL, 5, range(1, 9)), ClusterLayout(num_engines=8)
     for step in trace.steps:
         found, dealt = compare_step(trace, step, layout, LATENCY, [own(), SETS[1]])
@@ -166,7 +168,8 @@ STEPWISE = LinearLatency(1.0, prefill_step_s=1.0)
 
 
 def test_every_engine_drafts_with_the_acceptance_of_the_trace():
-    """7 tokens at p = 1/2 and 9 at p = 1 on an engine each: a drafting step takes 1.022 s."""
+    """Engine 0 makes 7 tokens at p = 1/2 and engine 1 makes 9 at p = 1. A drafting step takes
+    1.022 s."""
     columns = {"prompt_key": ["a", "b"] * 2, "step": [1, 1, 2, 2], "acceptance": [0.5, 1.0] * 2}
     trace = Trace(changed(**columns, response_tokens=[8, 10, 8, 10]), "t").step(1)
     step = simulate_step(trace, ClusterLayout(num_engines=2), STEPWISE, DRAFTING).step
@@ -177,7 +180,7 @@ def test_every_engine_drafts_with_the_acceptance_of_the_trace():
 
 @pytest.mark.parametrize(("default", "num_steps"), [(None, 6), (0.0, 6), (1.0, 3)])
 def test_a_default_is_for_the_rows_without_acceptance(default, num_steps):
-    trace = Trace(changed(), "t").step(1)  # 5 tokens at 1/2, 7 without
+    trace = Trace(changed(), "t").step(1)  # 5 tokens at 1/2, and 7 without an acceptance
     step = simulate_step(
         trace, ClusterLayout(num_engines=1), STEPWISE, DRAFTING, acceptance=default
     ).step

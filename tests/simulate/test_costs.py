@@ -1,4 +1,5 @@
-"""Requests that are drafted for in several ways in one batch: what a step costs and yields."""
+"""One batch whose requests draft in different ways: how long a step takes and how many tokens it
+yields."""
 
 import math
 
@@ -16,7 +17,7 @@ from tests.simulate.latencies import LinearLatency
 LATENCY = LinearLatency(0.01)
 COUPLED, DECOUPLED = DraftSetting("small", 4), DraftSetting("small", 4, coupled=False)
 SLOW_S = 0.005
-"""Of a token by the drafter `slow`."""
+"""Seconds in which the drafter `slow` drafts one token."""
 
 
 class TwoDrafters(LinearLatency):
@@ -47,7 +48,7 @@ def verify_s(window):
 
 
 def share(setting, pace=math.inf, acceptance=0.5):
-    """Draft tokens that a decoupled step verifies on average."""
+    """Return the mean number of draft tokens that a decoupled step verifies."""
     return streamed_step(setting.window, acceptance, pace).num_verified
 
 
@@ -97,7 +98,7 @@ def batch_of(*members, latency=LATENCY):
 @pytest.mark.parametrize("window", [1, 2, 4, 8])
 @pytest.mark.parametrize("drafter", ["small", "slow"])
 def test_a_decoupled_request_is_as_fast_as_its_protocol(acceptance, window, drafter):
-    """A step takes as long as 2 tokens of `slow`, and more than 8 of `small`."""
+    """A step takes as long as 2 draft tokens of `slow`, and longer than 8 of `small`."""
     setting = DraftSetting(drafter, window, coupled=False)
     latency = TwoDrafters(0.01)
     done = finish(batch_of(member("a", setting, acceptance, 20_000), latency=latency))["a"]
@@ -113,7 +114,7 @@ def test_decoupled_counts_add_up():
     steps = round((done.finished_s - 0.01) / verify_s(step.num_verified))
     assert done.num_verifications == pytest.approx(steps * step.verifying, abs=1)
     assert done.num_draft_tokens == pytest.approx(steps * step.num_verified, abs=1)
-    # Of every window as many are accepted as of a coupled one.
+    # A decoupled window has as many accepted tokens as a coupled one.
     rate = done.num_accepted_tokens / done.num_draft_tokens
     assert rate == pytest.approx((0.5 + 0.5**2 + 0.5**3 + 0.5**4) / 4, rel=0.02)
 

@@ -1,4 +1,4 @@
-"""A batch that drafts, in jumps against one that goes step by step."""
+"""A drafting batch that jumps over steps agrees with one that goes step by step."""
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +30,7 @@ def batch_of(latency=LATENCY, max_num_seqs=4, max_context_tokens=None, setting=N
 
 
 def finish(batch):
-    """(finish time, verifications, draft tokens, accepted tokens) by name."""
+    """Return (finish time, verifications, draft tokens, accepted tokens) by name."""
     batch.advance(1e9)
     return {
         m.request.id.prompt_key: (
@@ -44,7 +44,8 @@ def finish(batch):
 
 
 class Slow:
-    """A request that goes step by step. Tokens are floats, exact for acceptances in eighths."""
+    """A request that goes step by step. It counts tokens in floats, which are exact when the
+    acceptance is a multiple of 1/8."""
 
     def __init__(self, name, length, acceptance, prompt_tokens):
         self.name, self.length, self.prompt = name, length, prompt_tokens
@@ -72,7 +73,7 @@ class Slow:
 
 
 class SlowBatch:
-    """The rules of `VirtualBatch`, one step at a time."""
+    """The rules of `VirtualBatch`, applied one step at a time."""
 
     def __init__(self, max_num_seqs, capacity):
         self.max_num_seqs, self.capacity = max_num_seqs, capacity
@@ -132,7 +133,8 @@ class SlowBatch:
 
 
 def both(requests, changes, max_num_seqs, capacity):
-    """What happens by jumps and by steps; [(gap, length, prompt, eighths accepted)], changes."""
+    """Return the outcomes by jumps, those by steps, and the preemptions. Requests are (gap, length,
+    prompt tokens, accepted eighths)."""
     events, now_s = list(changes), 0.0
     for i, (gap, length, prompt, eighths) in enumerate(requests):
         now_s += gap
@@ -205,7 +207,7 @@ def test_drafting_may_begin_when_the_cache_is_almost_full():
 
 
 def test_drafting_may_begin_while_another_request_joins():
-    """Its prefill ends before anybody has to leave, and then the youngest go first."""
+    """The prefill ends before any request must leave. Then the youngest leave first."""
     for i in range(60):
         joins_s = 0.03 + i * 0.01
         requests = [(1e-3, 100, 10, 8), (1e-3, 100, 10, 8), (joins_s, 100, 1, 8)]
@@ -225,7 +227,7 @@ def test_one_request_is_as_much_faster_as_the_speedup_says(acceptance, window):
 
     speedup = Ladder(latency, 1, ("ngram",), 10.0).speedup("ngram", acceptance, 1, window)
     measured = decoding_s(None) / decoding_s(DraftSetting("ngram", window))
-    # The last step drafts on beyond the end: up to `window` of 10,000 tokens.
+    # The last step drafts past the end: it wastes up to `window` of 10,000 tokens.
     assert speedup * (1 - (window + 1) / 10_000) <= measured <= speedup * (1 + 1e-9)
 
 

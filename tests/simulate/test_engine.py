@@ -1,4 +1,4 @@
-"""Virtual engines under the real coordinator."""
+"""Virtual engines, driven by the real coordinator."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ from tests.simulate.latencies import LinearLatency
 LATENCY = LinearLatency(0.01, 1e-3)
 NGRAM = DraftSetting("ngram", 2)
 DRAFTING_S = 0.011 * 1.02 + 0.002
-"""A step of one request that drafts so."""
+"""Seconds of a step of one request that drafts with `NGRAM`."""
 
 
 def request(name: str, limit: int = 1000) -> RolloutRequest:
@@ -23,7 +23,7 @@ def request(name: str, limit: int = 1000) -> RolloutRequest:
 
 
 def roll_out(lengths, assignments, num_engines=2, policies=(), **options):
-    """Rollouts by name, shares, engines."""
+    """Return the rollouts by name, the shares and the engines."""
     known = {request(name).id: length for name, length in lengths.items()}
     engines = [VirtualEngine(i, 1, LATENCY, known, **options) for i in range(num_engines)]
     finished = {}
@@ -59,7 +59,7 @@ def test_rollouts_have_their_length_and_version():
 
 
 class MoveOnce:
-    """Moves request "a" to engine 1 when it is half done."""
+    """Moves request "a" to engine 1 when it has made half of its tokens."""
 
     def __init__(self):
         self.views = []
@@ -123,7 +123,7 @@ def test_what_has_finished_meanwhile_comes_as_an_event():
 
 
 def test_a_change_of_drafting_holds_from_the_end_of_the_step():
-    """At 0.5 s the 45th step is in progress; 24 tokens are left, at 1.75 a step."""
+    """At 0.5 s the 45th step is under way. 24 tokens are left, at 1.75 a step."""
     engine = VirtualEngine(0, 1, LATENCY, {request("a").id: 70}, acceptances={request("a").id: 0.5})
 
     async def run():
@@ -184,7 +184,7 @@ def test_a_move_keeps_whole_tokens_and_what_was_drafted(settings):
     moved_at = len(before.token_ids)
     assert moved_at == sum(span.num_tokens for span in before.spans)
     if settings[0]:
-        # 24 steps have ended at 0.33 s and one is in progress, at 2.44 tokens each.
+        # At 0.33 s, 24 steps have ended and one is under way, at 2.44 tokens each.
         assert moved_at == 1 + int(2.44 * 25)
         assert (before.num_verifications, before.num_draft_tokens) == (25, 50)
         assert before.num_accepted_tokens == moved_at - 1 - 25

@@ -1,4 +1,4 @@
-"""Drafting from history: what the replay says is what the virtual engines do."""
+"""Drafting from history: virtual engines do what the replay predicts."""
 
 import asyncio
 from dataclasses import dataclass
@@ -28,16 +28,16 @@ UNGATED = {
     name: config.model_copy(update={"gate": False, "max_draft": 32, "min_match": 3})
     for name, config in DRAFTINGS.items()
 }
-"""Everything that is drafted is verified."""
+"""Without the gate, every draft token is verified."""
 HISTOSPEC = DraftSetting("histospec", 1)
 LONG = list(range(100, 141))
-"""After its first token, 40 tokens."""
+"""A first token and 40 more."""
 OTHER = [LONG[0], *range(200, 240)]
 LINEAR = LinearLatency(1.0, prefill_step_s=1.0)
 
 
 def trace_of(*groups, **columns) -> Trace:
-    """Of (step, prompt, responses); a prompt's name is its last token."""
+    """Return a trace of (step, prompt, responses) groups. A prompt's name is its last token."""
     rows = [
         (step, key, i, response)
         for step, key, responses in groups
@@ -63,14 +63,14 @@ def replay_of(trace: Trace, step: int, config, latency=LINEAR, num_parts=1):
 
 
 def replayed(trace: Trace, step: int, config=UNGATED["paper"]) -> list[Passes]:
-    """In the order of the rows."""
+    """Return the passes of each response, in row order."""
     return list(replay_of(trace, step, config).values())
 
 
 @pytest.mark.parametrize(
     ("window", "passes"),
     [
-        # 2, 4, 6, 8, 10 and the 4 before the last token, each with a token of the pass.
+        # 2, 4, 6, 8, 10 and the 4 before the last token; each pass adds a token of its own.
         ("paper", Passes(6, 40, 6, 34)),
         # 2, 4, 8, 16 and 5.
         ("doubling", Passes(5, 40, 5, 35)),
@@ -111,8 +111,8 @@ def test_a_response_of_one_token_has_no_decode_steps():
     [((1.0, None), [6, 7]), ((None, 0.5), [7, 6]), ((-1.0, None), [7, 6])],
 )
 def test_what_was_rewarded_is_drafted(rewards, num_passes):
-    """Both begin alike. A missing reward is 0; the wrong guess costs a pass, and the match of the
-    token after it is unique."""
+    """Both responses begin with the same token. A missing reward counts as 0. The wrong guess costs
+    a pass. From the next token on, the match is unique."""
     trace = trace_of((1, "a", [LONG, OTHER]), (2, "a", [LONG, OTHER]), reward=[*rewards, 0.0, 0.0])
     assert [passes.num_passes for passes in replayed(trace, 2)] == num_passes
 
@@ -122,14 +122,14 @@ def test_only_the_last_earlier_group_is_drafted_from():
     trace = trace_of((1, "a", [LONG]), (2, "a", [OTHER]), step, (4, "a", [LONG]))
     assert trace.before(3).column("step").tolist() == [2]
     of_old, of_new = replayed(trace, 3)
-    # The first token is that of the history, and never again.
+    # The first token matches the history. No later token does.
     assert of_old == Passes(40, 40, 1, 2)
     assert of_new == Passes(6, 40, 6, 34)
 
 
 @dataclass(frozen=True)
 class Stepwise(LinearLatency):
-    """A second for every step, whatever it does."""
+    """Each step takes a second, whatever it does."""
 
     def verify_s(self, tp_degree, batch, context_tokens, window):
         return self.decode_s(tp_degree, batch, context_tokens) + 0.0 * window
@@ -191,7 +191,7 @@ def test_the_rate_ends_it_exactly_after_its_passes(num_passes, num_accepted):
 
 @dataclass(frozen=True)
 class Steep(LinearLatency):
-    """A second to decode; to verify, and to draft by, the square of the window more."""
+    """Decoding takes a second. Verifying and drafting add the square of the window."""
 
     def decode_s(self, tp_degree, batch, context_tokens):
         return 1.0 + 0.0 * (tp_degree + batch + context_tokens)
@@ -205,7 +205,7 @@ class Steep(LinearLatency):
 
 
 def test_a_step_costs_what_the_mean_window_of_those_in_it_costs():
-    """Windows of 4 and 1 in the mean, then 1 alone; windows of 1 and 0, then 0 alone."""
+    """The requests have windows of 4 and 1 on average, or of 1 and 0. The second ends alone."""
     steep = Steep(1.0, prefill_step_s=1.0)
     for first, second, both_s, alone_s in (
         (Passes(10, 20, 10, 40), Passes(30, 40, 30, 30), 1.0 + 0.11 * (2**2 + 3**2) / 2, 1.11),
@@ -229,7 +229,8 @@ def test_a_full_cache_costs_passes_and_keeps_the_tokens():
 
 
 def test_a_moved_request_keeps_its_remaining_passes():
-    """Of 20 passes, 4 tokens each, 5 are done; a prefill there yields 1 of the other 60 tokens."""
+    """5 of the 20 passes are done, at 4 tokens each. The prefill on the other engine yields 1 of
+    the remaining 60 tokens."""
     id = RequestId(Split.TRAIN, 1, "a", 0)
     request = RolloutRequest(id, (1, 2, 3), 0, 1000)
     replays = {id: Passes(20, 80, 10, 80)}
@@ -280,8 +281,8 @@ def test_the_rollouts_carry_the_replayed_counts():
 
 @dataclass(frozen=True)
 class Dear(LinearLatency):
-    """A second to decode, 0.3 s more for each draft token of the batch: for one request a token
-    pays that is as likely right as wrong, and for two together it does not."""
+    """Decoding takes a second, and each draft token of the batch 0.6 s more. For one request alone,
+    a token pays if it is right often enough. For two together, none pays."""
 
     def decode_s(self, tp_degree, batch, context_tokens):
         return 1.0 + 0.0 * (tp_degree + batch + context_tokens)
@@ -305,7 +306,7 @@ def test_what_pays_alone_may_not_pay_together(name):
 
 
 def test_prompts_are_dealt_round_robin_and_those_without_history_count():
-    """In two parts: a with c, of which nobody knows anything, and b alone."""
+    """There are two parts: a with c, which has no history, and b alone."""
     past = [(1, key, [LONG]) for key in "ab"]
     now = [(2, key, [LONG]) for key in "abc"]
     passes = replay_of(trace_of(*past, *now), 2, DRAFTINGS["goodput"], DEAR, 2)
@@ -325,8 +326,8 @@ def test_an_engine_has_its_share_of_the_batch():
 
 
 def test_the_paper_waits_for_a_match_of_three():
-    """After its first two tokens, which match nothing, 38 in drafts of 16; or after the first
-    three 37 in drafts of 2, 4, 6, 8, 10 and 1."""
+    """By default, two tokens come without a match, then 38 with drafts of 16. With the paper's
+    setting, three come without a match, then 37 with drafts of 2, 4, 6, 8, 10 and 1."""
     trace = trace_of((1, "a", [LONG]), (2, "a", [[7, *LONG[1:]]]))
     assert DRAFTINGS["goodput"] == DraftingConfig()
     (shipped,), (paper,) = (
@@ -348,7 +349,7 @@ def test_same_trace_same_rows():
 @pytest.mark.parametrize("column", ["prompt_token_ids", "response_token_ids"])
 @pytest.mark.parametrize("row", [0, 1])
 def test_a_trace_without_token_ids_is_refused(column, row):
-    """Of the step, or of the history."""
+    """Row 0 belongs to the history, row 1 to the step."""
     ids = [[1, 2, 97], [1, 2, 97]] if column.startswith("prompt") else [LONG, LONG]
     ids[row] = None
     trace = trace_of((1, "a", [LONG]), (2, "a", [LONG]), **{column: pa.array(ids)})

@@ -1,4 +1,4 @@
-"""Jumps take as long as the single steps they stand for."""
+"""A jump takes as long as the single steps that it replaces."""
 
 import pytest
 from hypothesis import example, given

@@ -1,4 +1,4 @@
-"""Virtual engines that leave their GPUs to others, and save keys and values for them."""
+"""Virtual engines park and wake on shared GPUs, and save keys and values for other engines."""
 
 import asyncio
 from dataclasses import replace
@@ -36,7 +36,7 @@ async def ready(engine: VirtualEngine) -> VirtualEngine:
 
 
 async def halfway(**options):
-    """A request after its prefill and 10 steps, and how long it took to have it back."""
+    """Return a request withdrawn after its prefill and 10 steps, and the seconds that took."""
     source = await ready(engine(tp_degree=2))
     await source.submit([request()])
     await asyncio.sleep(PREFILL_S + 10 * STEP_S)
@@ -47,7 +47,7 @@ async def halfway(**options):
 
 
 async def finish(request: RolloutRequest) -> tuple[float, object]:
-    """Seconds that another engine takes for the rest, and the rollout."""
+    """Return the seconds that another engine takes to finish the request, and the rollout."""
     target = await ready(engine())
     loop = asyncio.get_running_loop()
     began_s = loop.time()
@@ -64,7 +64,7 @@ def test_what_is_saved_is_the_context_without_the_last_token():
 
 
 def test_what_is_saved_ahead_is_saved_while_it_goes_on():
-    """What comes meanwhile is saved afterwards."""
+    """Tokens made during the copy are saved when the request is withdrawn."""
 
     async def saved_ahead():
         source = await ready(engine(tp_degree=2, length=900, switch=replace(TIMES, ahead=True)))

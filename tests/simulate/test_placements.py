@@ -1,4 +1,5 @@
-"""Divisions of GPUs between engines and trainer: by hand, against each other, and the fastest."""
+"""Divisions of GPUs between engines and trainer: times computed by hand, comparisons between
+divisions, and the choice of the fastest."""
 
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -44,7 +45,7 @@ SHARED, SPLIT, PIPELINED = divisions(2, 1)
 
 
 def scene(trace: Trace | None = None, **changes: Any) -> DividedScene:
-    """A step takes a second, whatever it holds; two steps of two rollouts."""
+    """Return a scene with one-second steps of any size, and two rollouts in each trace step."""
     given: dict[str, Any] = {
         "trace": trace or Trace(changed(), "t"),
         "steps": (2,),
@@ -60,14 +61,15 @@ def scene(trace: Trace | None = None, **changes: Any) -> DividedScene:
 
 
 def equal_rollouts(num: int) -> Trace:
-    """Prompts of one token with a response of three."""
+    """Return a trace in which each prompt has one token and its response three."""
     columns = {"prompt_tokens": [1] * num, "response_tokens": [3] * num}
     names = {"prompt_key": [f"p{i}" for i in range(num)], "sample_index": [0] * num}
     return Trace(pa.table({"step": [1] * num, "epoch": [0] * num, **names, **columns}), "equal")
 
 
 def scaling(num_gpus: int, **changes: Any) -> DividedScene:
-    """All time is that of single sequences, of which every division has as many for each GPU."""
+    """Return a scene whose step times are proportional to its sequences. Up to six engines get
+    equal shares of the 60."""
     latency = LinearLatency(0.0, sequence_s=0.01, prefill_step_s=0.0, prefill_token_s=0.01)
     given = {"handover": NO_COST, "gpu_s_per_token": 0.004, "shape": SHAPES["Qwen3-0.6B"]}
     return scene(
@@ -76,7 +78,7 @@ def scaling(num_gpus: int, **changes: Any) -> DividedScene:
 
 
 def test_shared_by_hand() -> None:
-    """9 s of rollouts on one of two engines, 13 tokens of half a second on two GPUs."""
+    """One of two engines generates for 9 s. Two GPUs train on 13 tokens of half a second each."""
     run = simulate_division(scene(), EVEN, SHARED)
     assert run.rollout_s == 9.0
     assert run.train_s == 13 * 0.5 / 2 + 0.25
@@ -86,7 +88,7 @@ def test_shared_by_hand() -> None:
 
 
 def test_split_by_hand() -> None:
-    """Weights in and out are all that is handed over."""
+    """Here the handover only moves weights, out of the trainer and into the engines."""
     run = simulate_division(scene(), EVEN, SPLIT)
     assert (run.rollout_s, run.train_s) == (9.0, 6.75)
     assert run.between_s == pytest.approx(0.5)
@@ -95,7 +97,7 @@ def test_split_by_hand() -> None:
 
 
 def test_pipelined_by_hand() -> None:
-    """The slower of the two says how long a step takes."""
+    """The slower of generation and training sets the step time."""
     generating = simulate_division(scene(), EVEN, PIPELINED)
     assert generating.step_s == pytest.approx(9.5)
     training = simulate_division(scene(gpu_s_per_token=2.0), EVEN, PIPELINED)
@@ -103,7 +105,7 @@ def test_pipelined_by_hand() -> None:
 
 
 def test_steps_are_added_up() -> None:
-    """Steps of 7 and of 9 seconds, with 16 and 13 tokens."""
+    """The steps generate for 7 and 9 seconds and train on 16 and 13 tokens."""
     run = simulate_division(scene(steps=(1, 2), handover=NO_COST), EVEN, SPLIT)
     assert run.seconds == pytest.approx(7 + 9 + (16 + 13) * 0.5)
     assert (run.num_steps, run.num_rollouts) == (2, 4)
@@ -125,7 +127,8 @@ def test_divisions_are_all_there_are() -> None:
 @settings(max_examples=12, deadline=None)
 @given(num_gpus=st.integers(2, 6), token_s=st.floats(1e-4, 1.0))
 def test_what_scales_is_fastest_in_turn(num_gpus: int, token_s: float) -> None:
-    """(G + T) / N beats G / e + T / (N - e), whatever e."""
+    """(G + T) / N is less than G / e + T / (N - e) for every e: generation takes G GPU seconds,
+    training takes T, and e of N GPUs run engines."""
     of = scaling(num_gpus, gpu_s_per_token=token_s)
     shared, *others = simulate_divisions(of, RANKED)
     assert shared.step_s == pytest.approx((60 * 0.03 + 240 * token_s) / num_gpus)
@@ -135,7 +138,7 @@ def test_what_scales_is_fastest_in_turn(num_gpus: int, token_s: float) -> None:
 
 
 def test_no_part_of_a_hand_over_makes_it_faster() -> None:
-    """Each costs what it costs, and enough of them make a split placement faster."""
+    """Each part adds its own seconds. When they add up to enough, a split placement is faster."""
     for part in fields(Handover):
         costs = [replace(NO_COST, **{part.name: seconds}) for seconds in (0.0, 0.01, 1.0, 100.0)]
         steps = [simulate_division(scaling(2, handover=c), EVEN, SHARED).step_s for c in costs]
@@ -159,7 +162,7 @@ def test_slower_training_makes_nothing_faster(token_s: float, factor: float) -> 
 
 
 def test_nobody_generates_while_the_trainer_has_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where they are shared: a pipelined run does both at once."""
+    """Only where they share GPUs: a pipelined run generates and trains at once."""
     seen: list[tuple[Any, Any]] = []
     run_course = placements.run_course
 
@@ -248,7 +251,7 @@ def test_costs_by_hand() -> None:
 
 
 def test_the_trainers_state_leaves_where_both_do_not_fit() -> None:
-    """The smaller the KV cache, the more fits beside it."""
+    """The trainer's state stays on the GPU if the KV cache is small enough."""
     eight = Division(mode="sync", placement="shared", engine_gpus=8, trainer_gpus=8)
     small, large = (
         scene(layout=ClusterLayout(num_engines=1, max_context_tokens=tokens), num_gpus=8)

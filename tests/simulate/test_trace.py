@@ -1,4 +1,4 @@
-"""Traces: what goes in comes out, and what is wrong is named."""
+"""Traces keep their rows when written and read again. Errors name the row that is wrong."""
 
 import numpy as np
 import pyarrow as pa
