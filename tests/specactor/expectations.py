@@ -1,26 +1,27 @@
-"""Estimates of decoupled drafting that are less exact than that of `engines.specactor.expectation`.
+"""Estimates of decoupled drafting that are less exact than `engines.specactor.expectation`.
 
     paper      tau_w / max(w D, V)      tau_w = sum_{a<w} p^a (1-p) (a+1) / 2 + w p^w
     windowed   tau / max(w D, V)        tau = (1 + p + ... + p^(w-1) + 1 - p^w) / (2 - p^w)
 
-Windowed is renewal-reward over cycles that end with a mismatch: windows of w tokens, each whole
-with probability p^w, then one with a < w right ones, worth a + 1, and a step worth 1. It assumes
-that the verifier waits for whole windows, and that a whole one is worth w: one token less is in
-flight for the one more that the model gives.
+The windowed estimate is renewal-reward over cycles that end with a mismatch. A cycle has whole
+windows of w tokens, each with probability p^w. Then comes a window with a < w right tokens, worth
+a + 1, and a step worth 1. The estimate assumes that the verifier waits for whole windows. It counts
+a whole window as w: the model adds a token, but one draft token fewer is under way.
 """
 
 from engines.specactor.expectation import _require, expected_tokens
 
 
 def paper_tokens(window: int, acceptance: float) -> float:
-    """tau_w: tokens per window of decoupled drafting, as the paper has it."""
+    """Return tau_w: tokens per window of decoupled drafting, by the paper's formula."""
     _require(window, acceptance)
     partial = sum(acceptance**a * (1 - acceptance) * (a + 1) / 2 for a in range(window))
     return partial + window * acceptance**window
 
 
 def windowed_tokens(window: int, acceptance: float) -> float:
-    """Tokens per verification of decoupled drafting, where the verifier waits for whole windows."""
+    """Return tokens per verification of decoupled drafting, if the verifier waits for whole
+    windows."""
     _require(window, acceptance)
     whole = acceptance**window
     return (expected_tokens(window - 1, acceptance) + 1 - whole) / (2 - whole)
@@ -29,12 +30,12 @@ def windowed_tokens(window: int, acceptance: float) -> float:
 def paper_tokens_per_s(
     window: int, acceptance: float, draft_token_s: float, verify_s: float
 ) -> float:
-    """TGS of the paper."""
+    """Return the TGS of the paper."""
     return paper_tokens(window, acceptance) / max(window * draft_token_s, verify_s)
 
 
 def windowed_tokens_per_s(
     window: int, acceptance: float, draft_token_s: float, verify_s: float
 ) -> float:
-    """Tokens per second where the verifier waits for whole windows."""
+    """Return tokens per second, if the verifier waits for whole windows."""
     return windowed_tokens(window, acceptance) / max(window * draft_token_s, verify_s)

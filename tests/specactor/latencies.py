@@ -1,4 +1,4 @@
-"""Machines that are affine in the batch, as SpecActor's model of them is (section 4.1)."""
+"""Latency models that are affine in the batch, as in SpecActor (section 4.1)."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 @dataclass(frozen=True)
 class AffineLatency:
-    """V_w(b) = base + b (each + w per_draft), over g_v; D(b) = alpha + b slope, per drafter."""
+    """V_w(b) = (base + b (each + w per_draft)) / g_v^0.7. A draft token takes D(b) = alpha + b
+    slope."""
 
     base_s: float = 10e-3
     each_s: float = 20e-6

@@ -1,7 +1,7 @@
-"""A drafter and a verifier, event by event: what `engines.specactor.expectation` predicts.
+"""Event-driven simulations of a drafter and a verifier, to check `engines.specactor.expectation`.
 
-Written from the protocol's words alone. The drafter's tokens are right with probability p, which
-is drawn when they are drafted. Once one is wrong, whatever follows it is of no use.
+They follow the protocol and share no code with the formulas. Each draft token is right with
+probability p, drawn when it is drafted. After a wrong token, all that follow are useless.
 """
 
 import heapq
@@ -22,9 +22,9 @@ class Machine:
     num_tokens: int = 0
     now_s: float = 0.0
     most_wasted: int = 0
-    """Draft tokens that one mismatch cost."""
+    """Most draft tokens that one mismatch cost."""
     pending: list[bool] = field(default_factory=list)
-    """Of every unverified draft token, whether it is right."""
+    """Whether each unverified draft token is right."""
 
     def run(self, num_steps: int) -> "Machine":
         self._random = random.Random(self.seed)
@@ -73,15 +73,15 @@ class Machine:
 
 @dataclass
 class BatchMachine:
-    """A batch on one verifier: all its requests verify in the same step, which takes as long as
-    what it verifies says, and each is drafted for meanwhile, token after token."""
+    """A batch on one verifier. All requests verify in the same step, whose time depends on how much
+    it verifies. Meanwhile each request is drafted for, token after token."""
 
     window: int
     acceptance: float
     draft_token_s: float
-    """Seconds in which a token is drafted for each request."""
+    """Seconds to draft one token for each request."""
     verify_s: Callable[[float], float]
-    """Seconds of a step by the mean draft tokens of a request that it verifies."""
+    """Seconds of a step, given the mean number of draft tokens that it verifies for a request."""
     batch: int
     seed: int = 0
     num_steps: int = 0
@@ -95,7 +95,7 @@ class BatchMachine:
         self._random = random.Random(self.seed)
         self._pending: list[list[bool]] = [[] for _ in range(self.batch)]
         self._next_s: list[float | None] = [self.draft_token_s] * self.batch
-        """When the next token of each is drafted; None: its drafter waits."""
+        """When the next token of each request is drafted. None: its drafter waits."""
         for _ in range(num_steps):
             taken = [min(len(pending), self.window) for pending in self._pending]
             self.now_s += self.verify_s(sum(taken) / self.batch)
@@ -107,12 +107,12 @@ class BatchMachine:
 
     @property
     def tokens_per_step(self) -> float:
-        """Of one request."""
+        """Tokens of one request."""
         return self.num_tokens / self.num_steps / self.batch
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one request."""
+        """Tokens of one request."""
         return self.num_tokens / self.now_s / self.batch
 
     def _draft(self, i: int) -> None:

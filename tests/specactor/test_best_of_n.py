@@ -1,4 +1,4 @@
-"""Algorithm 3: freed engines race the last requests."""
+"""Algorithm 3: idle engines race the last requests."""
 
 from collections import Counter
 from dataclasses import replace
@@ -42,13 +42,13 @@ racers = st.lists(
 
 
 def assigned(contenders, racers, max_batch) -> list[tuple]:
-    """(request, drafter, engine) of each race."""
+    """Return (request, drafter, engine) of each race."""
     races = assign_races(contenders, racers, dict(zip(DRAFTERS, METHODS, strict=True)), max_batch)
     return [(race.id, race.drafting.drafter, race.to_engine) for race in races]
 
 
 def algorithm_3(contenders, racers, max_batch) -> set[tuple]:
-    """Line by line: method by method, not request by request."""
+    """Follow the paper line by line: it goes method by method, not request by request."""
     workers = {d: [r.engine for r in racers if r.drafter == d] for d in DRAFTERS}
     useful = [d for d in DRAFTERS if any(d not in c.drafters for c in contenders)]
     for racer in sorted(racers, key=lambda r: r.engine):
@@ -91,7 +91,8 @@ def test_a_request_stays_on_its_node_where_it_can():
 @settings(deadline=None)
 @given(contenders, racers, st.integers(1, 4))
 def test_the_paper_s_algorithm(contenders, racers, max_batch):
-    """Request by request gives what method by method does, as methods share no engine."""
+    """Going request by request gives the same races as method by method: no two methods share an
+    engine."""
     found = assigned(contenders, racers, max_batch)
     assert len(set(found)) == len(found)
     assert set(found) == algorithm_3(contenders, racers, max_batch)
@@ -118,8 +119,8 @@ def test_what_holds_of_every_assignment(contenders, racers, max_batch):
 @settings(deadline=None)
 @given(contenders, racers, st.integers(1, 4))
 def test_the_lowest_acceptance_comes_first(contenders, racers, max_batch):
-    """Who is passed over for a method that it lacks has a lower or equal one on every engine of
-    that method, or is on it."""
+    """If a request races by a method, so does each request with a lower acceptance, unless it has
+    the method already or is on that engine."""
     found = assigned(contenders, racers, max_batch)
     rank = {c.id: (c.acceptance is None, c.acceptance or 0.0, c.id.prompt_key) for c in contenders}
     assert [rank[id] for id, _, _ in found] == sorted(rank[id] for id, _, _ in found)
@@ -131,7 +132,7 @@ def test_the_lowest_acceptance_comes_first(contenders, racers, max_batch):
 
 
 def test_depth_first():
-    """The lowest gets both methods; the next one takes what room there is."""
+    """The request with the lowest acceptance gets both methods. The next one gets the rest."""
     lowest, next_one = contender(1, 0.2), contender(2, 0.4)
     freed = [Racer(engine, None, 0) for engine in (5, 6)]
     assert assigned([next_one, lowest], freed, 1) == [
@@ -182,7 +183,7 @@ def test_a_raced_engine_with_room_takes_more_of_its_method_only():
     late = {**BUSY, 4: {7: drafted(0.1)}}
     raced = {i: drafted(0.4, NGRAM) for i in (0, 1, 2)}
     del raced[0]
-    assert decider.decide(view_of({**late, 2: raced})) == [], "three are on their way to it"
+    assert decider.decide(view_of({**late, 2: raced})) == [], "three races are on their way"
     without_0 = {0: {1: BUSY[0][1]}, 1: BUSY[1], 4: late[4]}
     assert decider.decide(view_of({**without_0, 2: raced})) == [Race(request(7), 2, NGRAM)]
 
@@ -217,7 +218,7 @@ def test_a_raced_request_counts_by_its_best_copy():
 
 
 def with_tokens(*engines: tuple[int, dict[int, int]]) -> RolloutView:
-    """By engine: response tokens of its requests."""
+    """Return a view from each engine's requests and their response tokens."""
     views = tuple(EngineView(e, {request(i): num for i, num in of.items()}) for e, of in engines)
     return RolloutView(0.0, views, 0, 100)
 
@@ -229,7 +230,7 @@ def test_where_a_copy_leads_clearly_the_origin_is_left():
     assert decider.decide(with_tokens((0, {0: 100, 1: 100}), (1, {0: near, 1: 50}))) == []
     ahead = with_tokens((0, {0: 100, 1: 900}), (1, {0: near + 1, 1: 100}))
     assert decider.decide(ahead) == [Concede(request(0), 0)]
-    assert decider.decide(ahead) == [], "it is on its way"
+    assert decider.decide(ahead) == [], "the move is on its way"
 
 
 def test_the_drafter_that_was_left_is_not_tried_again():
@@ -242,7 +243,8 @@ def test_the_drafter_that_was_left_is_not_tried_again():
 
 
 def test_where_lengths_are_known_the_most_verifications_to_come_go_first():
-    """Not the fewest right drafts, which end soon; and the fewest again without lengths."""
+    """The lowest acceptance alone does not decide, because such a request may end soon. Without
+    lengths it does decide."""
     to_come = {request(0): 100.0, request(1): 900.0, request(2): 1200.0, request(3): 500.0}
     told = {0: drafted(0.1), 1: drafted(0.5), 2: drafted(0.9), 3: None}
 
@@ -256,14 +258,14 @@ def test_where_lengths_are_known_the_most_verifications_to_come_go_first():
         seen.append(dict(so_far))
         return to_come
 
-    # Of windows of 4, 1.9 tokens a verification at 0.5, 4.1 at 0.9; 1 where nothing is told.
+    # A window of 4 gives 1.9 tokens a verification at 0.5, and 4.1 at 0.9; 1 if not reported.
     assert raced(known) == [request(3), request(1)]
     assert seen == [dict.fromkeys(to_come, 70)]
     assert raced(None) == [request(0), request(1)]
 
 
 def test_a_raced_request_goes_on_as_its_best_copy():
-    """With the tokens of the one that leads, at the pace of the one that is right most often."""
+    """It has the tokens of its longest copy and the pace of the copy with the best acceptance."""
     seen = []
 
     def to_come(so_far):
@@ -292,7 +294,8 @@ events = st.lists(
     events,
 )
 def test_a_rollout_to_its_end(homes, rates, max_batch, events):
-    """Requests finish, races arrive late: nothing is raced twice and no engine is overfull."""
+    """Requests finish and races arrive late. No request races twice by one method, and no race
+    overfills an engine."""
     decider = policy(max_batch)
     engines = {e: {i: drafted(rates[i]) for i, h in enumerate(homes) if h == e} for e in range(8)}
     on_its_way, raced = [], set()
@@ -309,7 +312,7 @@ def test_a_rollout_to_its_end(homes, rates, max_batch, events):
         for move in moves:
             at_home = engines[homes[index_of(move)]]
             assert isinstance(move, Race)
-            assert index_of(move) in at_home, "its verifier is kept"
+            assert index_of(move) in at_home, "a race must not move the original"
             assert move.drafting != at_home[index_of(move)].setting
             assert (move.id, move.drafting.drafter) not in raced
             raced.add((move.id, move.drafting.drafter))

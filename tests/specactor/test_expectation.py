@@ -1,4 +1,4 @@
-"""Tokens per second of drafting, against a simulation of the protocol."""
+"""Predicted tokens per second of drafting, against a simulation of the protocol."""
 
 from functools import cache
 from itertools import product
@@ -32,7 +32,7 @@ windows, acceptances = st.integers(1, 16), st.floats(0, 1)
 
 @cache
 def errors() -> dict[tuple, list[float]]:
-    """By (w, p, D / V): the relative error of each of `EXPECTATIONS`."""
+    """Return the relative error of each of `EXPECTATIONS`, by (w, p, D / V)."""
     found = {}
     for point in product(WINDOWS, ACCEPTANCES, RATIOS):
         truth = Machine(*point, verify_s=1.0).run(NUM_STEPS).tokens_per_s
@@ -55,7 +55,7 @@ def test_whole_windows_are_a_fair_guess_where_the_drafter_keeps_up():
 
 
 def test_time_that_the_drafter_waits_is_lost():
-    """Two windows less one are full within a step, now and then."""
+    """Sometimes the drafter fills two windows less one within a step and must wait."""
     point = (3, 0.95, 0.35)
     truth = Machine(*point, verify_s=1.0).run(10_000).tokens_per_s
     assert streamed_tokens_per_s(*point, 1.0) == pytest.approx(truth, rel=0.02)
@@ -77,7 +77,7 @@ def test_the_paper_s_sum(window, p):
 @settings(deadline=None, max_examples=30)
 @given(windows, st.floats(0, 0.95))
 def test_whole_windows_are_a_renewal_process(window, p):
-    """Cycle by cycle: so many whole windows, a partial one, an empty step."""
+    """Sum over cycles: some whole windows, a partial one, and an empty step."""
     whole = p**window
     tokens = steps = 0.0
     for num_whole in range(1000):
@@ -92,7 +92,8 @@ def test_whole_windows_are_a_renewal_process(window, p):
 
 
 def test_extremes():
-    """Nothing right is plain decoding; all right is bound by the slower of the two."""
+    """With no token right, speed is that of plain decoding. With all right, the slower of drafter
+    and verifier limits it."""
     for window, ratio in product((2, 4, 8), (0.05, 0.3, 2.0)):
         assert streamed_tokens_per_s(window, 0.0, ratio, 1.0) == pytest.approx(1.0)
         at_one = streamed_tokens_per_s(window, 1.0, ratio, 1.0)

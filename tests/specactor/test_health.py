@@ -1,4 +1,4 @@
-"""Drafters that no longer know the policy leave the ladder, and come back."""
+"""A drafter that no longer follows the policy leaves the ladder. It returns when it recovers."""
 
 import pytest
 
@@ -11,7 +11,7 @@ BATCH = 64
 
 
 def health_of(*probabilities: float, first: int = 0) -> DrafterHealth:
-    """One policy version each."""
+    """Return health with one acceptance for each policy version, from version `first` on."""
     health = DrafterHealth()
     for version, p in enumerate(probabilities, first):
         add(health, version, p)
@@ -53,7 +53,7 @@ def test_a_collapse_takes_it_off_the_ladder_at_once():
     assert health.collapsed("small", LADDER, BATCH)
     assert health.acceptances(LADDER, BATCH) == {}
     mean = sum(health.history("small").values()) / 3
-    assert choose_drafter(LADDER, {"small": mean}, BATCH), "the mean alone would keep it"
+    assert choose_drafter(LADDER, {"small": mean}, BATCH), "the mean alone must keep the drafter"
 
 
 def test_what_is_halved_and_pays_has_not_collapsed():

@@ -1,4 +1,4 @@
-"""The draft ladder, and the acceptance that it is climbed with."""
+"""The draft ladder chooses the fastest drafter, by acceptances that are measured from rates."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def test_the_rate_is_what_counting_gives():
     measured = right.cumprod(axis=1).sum() / right.size
     assert acceptance_rate(5, 0.7) == pytest.approx(measured, abs=0.01)
     assert token_acceptance(5, measured) == pytest.approx(0.7, abs=0.01)
-    assert measured < 0.5, "far from the probability"
+    assert measured < 0.5, "the rate must be far below the probability"
 
 
 def test_a_window_of_one_has_the_probability_as_its_rate():
@@ -54,7 +54,7 @@ def test_a_request_s_acceptance():
     assert request_acceptance(drafted(None)) is None
     assert request_acceptance(drafted(0.5, None)) is None
     assert request_acceptance(drafted(0.5)) == request_acceptance(drafted(0.5, NGRAM)) == 0.5
-    assert request_acceptance(DraftProgress(SMALL, 12, 2, 1)) == 0.67, "to hundredths"
+    assert request_acceptance(DraftProgress(SMALL, 12, 2, 1)) == 0.67, "must round to hundredths"
 
 
 @settings(deadline=None)
@@ -71,7 +71,7 @@ def test_the_largest_speed_up_is_chosen(acceptances, batch, ladder):
 
 
 def test_the_choice_changes_with_acceptance_and_batch():
-    """Figure 10: the rungs cross."""
+    """The best drafter depends on both, as in the paper's figure 10."""
     alike = {"ngram": 0.5, "small": 0.5, "large": 0.5}
     assert choose_drafter(LADDER, alike, 1).drafter == "ngram"
     better = {"ngram": 0.1, "small": 0.7, "large": 0.72}

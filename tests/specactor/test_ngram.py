@@ -1,4 +1,4 @@
-"""Prompt lookup against a search through the whole text."""
+"""Prompt lookup drafts what a search through the whole text finds."""
 
 import numpy as np
 from hypothesis import example, given, settings
@@ -9,7 +9,7 @@ from engines.specactor.ngram import NgramDrafter
 
 
 def slow_draft(tokens, window, min_match, max_match):
-    """By definition: the longest match first, its places from the last to the first."""
+    """Return the draft by definition: the longest match first, then the most recent one."""
     for length in range(max_match, min_match - 1, -1):
         pattern = tokens[len(tokens) - length :]
         for end in range(len(tokens) - 1, length - 1, -1):
@@ -19,7 +19,7 @@ def slow_draft(tokens, window, min_match, max_match):
 
 
 def propose(drafter, slots, texts, windows):
-    """The draft of each text. Behind it stands what is not generated yet."""
+    """Return the draft of each text. The array has ones after each text: they must not be read."""
     token_ids = np.ones((len(texts), max(map(len, texts)) + 3), np.int32)
     for row, text in zip(token_ids, texts, strict=True):
         row[: len(text)] = text
@@ -44,7 +44,7 @@ def propose(drafter, slots, texts, windows):
 )
 @example(seed=0, num_tokens=3, steps=[3 * PAGE] * 12, match=(2, 7))
 def test_drafts_equal_a_search_through_the_text(seed, num_tokens, steps, match):
-    """Requests come with a text, go, and begin on the slots of others; none reads another's."""
+    """Requests come with a text, leave, and reuse slots. No request may read another's text."""
     rng = np.random.default_rng(seed)
     drafter = NgramDrafter(min_match=match[0], max_match=match[1])
     texts = {}
@@ -53,7 +53,7 @@ def test_drafts_equal_a_search_through_the_text(seed, num_tokens, steps, match):
             texts[drafter.add()] = rng.integers(0, num_tokens, rng.integers(0, 3 * PAGE)).tolist()
         for text in texts.values():
             text += rng.integers(0, num_tokens, rng.integers(0, most + 1)).tolist()
-        # Some rows wait: what they got is taken in when they come again.
+        # Some rows skip a step. The drafter catches up when they return.
         slots = [slot for slot in rng.permutation(list(texts)).tolist() if rng.random() < 0.9]
         windows = rng.integers(0, 20, len(slots) + 1).tolist()
         rows = [texts[slot] for slot in slots]

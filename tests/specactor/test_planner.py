@@ -1,4 +1,4 @@
-"""Algorithm 1: the best plan there is, against enumeration."""
+"""Algorithm 1 finds the best plan: no plan in an enumeration is better."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from tests.specactor.latencies import AffineLatency, affine_latencies
 
 MAX_WINDOW = 10
 SETTLED = 0.03
-"""Share to which the formulas are true; windows nearer than that may be taken for each other."""
+"""Relative error of the formulas. Windows that are closer than this may replace each other."""
 MACHINE = AffineLatency()
 
 clusters = st.builds(
@@ -30,7 +30,7 @@ clusters = st.builds(
 
 
 def every_plan(cluster, latency, p) -> list[ExecutionPlan]:
-    """All of the search space, straight from the formulas."""
+    """Return all plans of the search space, computed directly from the formulas."""
     plans = []
     num, gpus = cluster.num_requests, cluster.num_gpus
     for g_v, g_d in product(cluster.verifier_gpus, range(1, 5)):
@@ -46,8 +46,9 @@ def every_plan(cluster, latency, p) -> list[ExecutionPlan]:
 
 
 def line_5(latency, batch) -> int:
-    """w_max of the paper for one drafter and one verifier, its coefficients by the difference of
-    two batches. V' and beta are of the window that they bound: the least that is no less."""
+    """Return the paper's w_max for one drafter and one verifier, with coefficients from two
+    batches. V' and beta depend on the window that they bound: take the least window that reaches
+    its bound."""
     draft_slope, alpha = line(batch, lambda b: latency.draft_s("small", b, 1))
 
     def bound(window):
@@ -58,7 +59,7 @@ def line_5(latency, batch) -> int:
 
 
 def line(batch, seconds_at) -> tuple[float, float]:
-    """Slope and intercept through this batch and twice as many."""
+    """Return slope and intercept through this batch and one twice as large."""
     slope = (seconds_at(2 * batch) - seconds_at(batch)) / batch
     return slope, seconds_at(batch) - batch * slope
 
@@ -109,7 +110,7 @@ def test_line_5_loses_nothing_by_the_paper_s_own_expectation(
 
 
 def test_line_5_can_lose_by_the_exact_one():
-    """V / D = 1.8: a third token is often there, if not always."""
+    """At V / D = 1.8, the third token is often there, but not always."""
     latency = AffineLatency(7.4e-3, 2e-5, 0.0, {"small": (3.87e-3, 1.17e-5)})
     bound = line_5(latency, 292)
     within, beyond = (
@@ -122,7 +123,7 @@ def test_line_5_can_lose_by_the_exact_one():
 def test_drafts_that_cost_nothing_can_be_planned_for():
     free = AffineLatency(drafters={"small": (0.0, 0.0)})
     plan = plan_decoupled(Cluster(64, 8, (4,), 1000.0), free, "small", 0.8)
-    assert plan.drafter_gpus == 1, "more drafters draft no faster than at once"
+    assert plan.drafter_gpus == 1, "free drafts need only one drafter"
 
 
 @pytest.mark.parametrize("verifier_gpus", [(), (0,), (16,)])
@@ -142,7 +143,7 @@ def test_one_gpu_has_no_drafter_beside_it():
 
 
 def every_split(cluster, latency, p, max_batch, max_drafted) -> list[tuple[float, int, int, int]]:
-    """(tokens per second, engines, drafters, window): whole engines, each with one drafter."""
+    """Return (tokens per second, engines, drafters, window). Each engine uses one drafter."""
     (tp,), found = cluster.verifier_gpus, []
     for drafters, w in product(range(1, cluster.num_gpus), range(1, MAX_WINDOW + 1)):
         engines = (cluster.num_gpus - drafters) // tp

@@ -1,4 +1,4 @@
-"""Algorithm 2: window and mode of every request, each thousand tokens."""
+"""Algorithm 2 chooses the window and mode of each request every thousand tokens."""
 
 import timeit
 from dataclasses import replace
@@ -43,7 +43,8 @@ def test_the_choice_is_the_best_for_the_engine_s_batch_and_context():
 
 
 def test_who_is_right_less_often_than_the_mean_drafts_as_far_as_that():
-    """Others would end before it, and wait."""
+    """With a shorter window it would end later, and the others of its engine would end before
+    it."""
     slow, mean = (MODEL.best_setting("small", p, 3, 1000.0) for p in (0.2, 0.57))
     assert slow.window < mean.window
     moves = {move.id: move.drafting for move in turns(policy(), {0: MIXED}, 0, 1000)[-1]}
@@ -62,7 +63,7 @@ def test_who_has_what_is_best_is_left_alone():
 
 
 def test_what_gains_little_is_left_alone():
-    """Two settings of one mode of which the better is faster by less than is worth a change."""
+    """Two settings of one mode differ in speed by less than a change is worth."""
     p, at = 0.5, (1, 1000.0)
     best = MODEL.best_setting("small", p, *at)
     near = [
@@ -77,7 +78,7 @@ def test_what_gains_little_is_left_alone():
 
 
 def test_the_mode_is_the_engine_s():
-    """One that would take turns alone does not keep the others waiting."""
+    """A request that would be coupled if it were alone does not slow the others down."""
     quick = AffineLatency(drafters={"small": (2e-4, 0.0)})
     model = replace(MODEL, ladder=replace(MODEL.ladder, latency=quick))
     low, high = (model.best_setting("small", p, 4, 1000.0) for p in (0.3, 0.97))
@@ -88,8 +89,8 @@ def test_the_mode_is_the_engine_s():
 
 
 def close_modes() -> tuple[RequestModel, float, bool]:
-    """A machine on which the best mode at this acceptance is faster by less than is worth a change,
-    and whether the other one takes turns."""
+    """Return a model and an acceptance at which the best mode gains less than a change is worth.
+    Also return whether the other mode is coupled."""
     at = 4, 1000.0
     for draft_us in range(100, 4000, 50):
         quick = AffineLatency(drafters={"small": (draft_us * 1e-6, 0.0)})
@@ -179,7 +180,8 @@ def test_requests_that_are_gone_are_forgotten():
 
 
 def test_a_decision_is_quick():
-    """One engine of 64 changed, with 256 requests each; no turn: 320,000 such in a simulation."""
+    """One of 64 engines has changed. Each has 256 requests, and none is due for a decision. A
+    simulation decides 320,000 times like this."""
     decider = policy()
     view = view_of({e: {256 * e + i: drafted(0.5, SMALL) for i in range(256)} for e in range(64)})
     decider.decide(view)

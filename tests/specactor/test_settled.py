@@ -1,4 +1,5 @@
-"""Steps that verify what has come, and decisions by them, against batches token by token."""
+"""Predictions for steps that verify only the drafts that have arrived, and decisions that use
+them, against a simulation of batches token by token."""
 
 from functools import cache, partial
 from itertools import product
@@ -25,7 +26,7 @@ SLOW, FAST = (
     AffineLatency(10e-3, 50e-6, 50e-6, {"small": (alpha, slope)})
     for alpha, slope in ((3e-3, 40e-6), (1e-3, 10e-6))
 )
-"""Drafters that need a third of a decoding step for a token, and a tenth."""
+"""Drafters that need a third, or a tenth, of a decoding step for a token."""
 NUM_TOKENS = 20_000
 
 
@@ -55,8 +56,8 @@ def test_tokens_a_step_are_those_of_the_machine():
 
 
 def test_acceptance_is_measured_without_bias():
-    """Whatever the window, and though decoupled steps verify shorter drafts; over all points the
-    deviations are those of chance, too."""
+    """The window does not matter, although decoupled steps verify shorter drafts. Over all points,
+    the deviations are no larger than chance allows."""
     scores = []
     for slow, batch, window, p in GRID:
         run = machine(slow, batch, window, p)
@@ -76,13 +77,13 @@ def test_acceptance_is_measured_without_bias():
 
 
 def test_the_rate_at_the_full_window_is_no_acceptance():
-    """What was inverted before: true 0.5 at a window of 8 reads more."""
+    """Inverting the rate at the full window gives more than the true 0.5."""
     run = machine(True, 8, 8, 0.5)
     assert token_acceptance(8, run.num_accepted / run.num_drafted) > 0.6
 
 
 def test_the_step_of_specactor_s_plan():
-    """b = 321, p = 0.77: a step verifies 1.4 tokens of a window of 3, and drafting pays."""
+    """At b = 321 and p = 0.77, a step verifies 1.4 tokens of a window of 3. Drafting pays."""
     context_tokens = 321 * 2048.0
     verify_s = partial(step_s, LATENCY, 4, 321, context_tokens)
     found = settled_step(3, 0.77, LATENCY.draft_s(SMALL, 321, 3) / 3, verify_s)
@@ -94,8 +95,8 @@ def test_the_step_of_specactor_s_plan():
 
 
 def speeds(slow: bool, batch: int, p: float) -> dict[DraftSetting, float]:
-    """Tokens per second of each setting: the machine's ahead, and in turn, where a step is always
-    the same."""
+    """Return the tokens per second of each setting. The machine gives those of decoupled settings.
+    Coupled steps are all alike, so a formula gives theirs."""
     latency = SLOW if slow else FAST
     found = {}
     for window in WINDOWS:
@@ -111,7 +112,7 @@ def speeds(slow: bool, batch: int, p: float) -> dict[DraftSetting, float]:
 
 @pytest.mark.parametrize("slow", [True, False])
 def test_decisions_are_the_best_by_brute_force(slow):
-    """Plan and reconfiguration, of windows up to the machine's largest, lose 2 % at most."""
+    """The plan and the reconfiguration reach 98 % of the best simulated speed."""
     model = RequestModel(Ladder(SLOW if slow else FAST, 1, ("small",), 1000.0, 8), coupled=False)
     for batch, p in product(BATCHES, ACCEPTANCES):
         best = model.best_setting("small", p, batch)
@@ -128,7 +129,7 @@ def test_decisions_are_the_best_by_brute_force(slow):
 
 
 def test_who_is_right_more_often_than_the_mean_drafts_further():
-    """And not as far as one that is alone."""
+    """But not as far as a request that is alone."""
     model = RequestModel(Ladder(SLOW, 1, ("small",), 1000.0, 16), coupled=False)
     narrow = DraftSetting("small", 2, coupled=False)
     many = {0: {i: drafted(0.95 if i else 0.5, narrow) for i in range(200)}}

@@ -1,4 +1,4 @@
-"""Where drafting pays."""
+"""At which batch sizes and acceptances drafting pays."""
 
 from dataclasses import replace
 
@@ -25,8 +25,8 @@ acceptances = st.floats(0, 1)
 
 
 def break_even_acceptance(drafter: str, batch: int) -> float | None:
-    """Acceptance above which drafting pays; None where even p = 1 does not. The speed-up of every
-    window is continuous and rising in p, so its root is unique."""
+    """Return the acceptance above which drafting pays, or None if it does not pay even at p = 1.
+    The speed-up of each window rises continuously in p, so there is one root."""
 
     def gain(acceptance: float) -> float:
         windows = range(1, LADDER.max_window + 1)

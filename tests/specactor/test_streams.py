@@ -1,4 +1,4 @@
-"""The two ends of a stream of draft tokens, with everything that takes time in random order."""
+"""The two ends of a stream of draft tokens agree, whatever the order of messages and steps."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ PROMPT = [7, 8, 9]
 
 @dataclass
 class Session:
-    """One request: what the model says, what the drafter thinks it says, and two wires."""
+    """One request: the model's response, the drafter's guesses, and the messages under way."""
 
     response: list[int]
     window: int
@@ -45,7 +45,7 @@ class Session:
         self.to_verifier: deque[Drafted] = deque()
         self.text = list(PROMPT)
         self.sequence = list(PROMPT)
-        """The drafter's, which is set back and never sent again."""
+        """The drafter's copy of the text. Corrections cut it back. It is never sent as a whole."""
 
     @property
     def done(self) -> bool:
@@ -55,14 +55,16 @@ class Session:
         return self.response[position - len(PROMPT)]
 
     def draft(self) -> int:
-        """Right with the acceptance, wrong after a wrong one."""
+        """Return the right token with probability `acceptance`, or -1. After an error, return
+        -1."""
         so_far = self.sequence == [*PROMPT, *self.response][: len(self.sequence)]
         return (
             self.right(len(self.sequence)) if so_far and self.rng.random() < self.acceptance else -1
         )
 
     def step(self) -> None:
-        """The verifier's: emit the accepted prefix of what is pending, and one token more."""
+        """Take a step of the verifier: emit the accepted prefix of the pending drafts and one token
+        more."""
         while self.to_verifier and self.rng.random() < 0.7:
             self.verifier.receive(self.to_verifier.popleft(), np.array(self.text))
         room = len(PROMPT) + len(self.response) - len(self.text) - 1
@@ -80,7 +82,7 @@ class Session:
         self.verifier.advance(emitted)
 
     def draft_on(self) -> None:
-        """Whatever the drafter's side may do next."""
+        """Let the drafter's side take its next action, if there is one."""
         if self.to_drafter and self.rng.random() < 0.5:
             if back := self.drafter.verified(self.to_drafter.popleft()):
                 self.sequence[back.keep :] = back.token_ids
@@ -126,12 +128,12 @@ def test_right_drafts_are_never_thrown_away(coupled):
         one = session(4, coupled, acceptance=1.0, seed=seed)
         one.run()
         assert one.num_accepted == one.num_verified
-        assert one.counts.num_failures <= 1  # After the end.
+        assert one.counts.num_failures <= 1  # Only past the end.
 
 
 @pytest.mark.parametrize(("coupled", "ahead"), [(False, 5), (True, 3)])
 def test_each_token_is_told_and_no_more_than_are_allowed(coupled, ahead):
-    """Decoupled, what is to come is drafted while the last window is verified."""
+    """A decoupled drafter drafts the next tokens while the verifier checks the last window."""
     one = session(3, coupled, acceptance=1.0)
     for _ in range(20):
         one.draft_on()
@@ -171,7 +173,7 @@ def test_what_was_drafted_before_the_failure_was_known_is_dropped():
     stream = VerifyStream(3)
     stream.receive(Drafted("r", 3, 3, [1, 2]), np.array(PROMPT))
     stream.advance([5])
-    # Sent before the drafter heard of the 5, and now level with the text by chance.
+    # The drafter sent these before it knew of the 5. By chance they fit the length of the text now.
     stream.advance([6])
     stream.receive(Drafted("r", 3, 5, [3, 4]), np.array([*PROMPT, 5, 6]))
     assert stream.pending == []
@@ -192,7 +194,7 @@ def test_a_draft_that_knew_of_the_failure_is_taken_though_the_verifier_is_beyond
     stream.receive(Drafted("r", 3, 3, [1]), np.array([*PROMPT, 5, 6, 7]))
     stream.receive(Drafted("r", 3, 6, [2]), np.array([*PROMPT, 5, 6, 7]))
     assert stream.pending == []
-    # It had heard of the 5 alone.
+    # The drafter knew of the 5 alone.
     stream.receive(Drafted("r", 4, 6, [8]), np.array([*PROMPT, 5, 6, 7]))
     assert stream.pending == [8]
 
@@ -203,14 +205,14 @@ def test_nothing_is_drafted_after_the_end():
     assert not stream.wants
     stream.verified(Verified("r", 3, [9]))
     assert stream.wants
-    # Whether it was one is the verifier's word.
+    # The verifier decides whether a token was the end.
     stream.drafted(0, ended=True)
     stream.verified(Verified("r", 4, [0]))
     assert stream.wants
 
 
 def test_nothing_is_drafted_that_there_is_no_room_for():
-    """The last token of a response is the verifier's own."""
+    """The verifier itself makes the last token of a response."""
     stream = DraftStream(Opened("r", PROMPT, 0, 4, False, 6), StreamCounts())
     assert stream.room == 2
     stream.drafted(1, ended=False)

@@ -1,4 +1,4 @@
-"""Views of made-up rollouts."""
+"""Made-up views of rollouts."""
 
 from engines.rollout.moves import EngineView, RolloutView
 from schemas.rollout import DraftProgress, DraftSetting, RequestId, Split
@@ -13,7 +13,7 @@ def request(index: int) -> RequestId:
 
 
 def drafted(acceptance: float | None, setting: DraftSetting | None = SMALL) -> DraftProgress:
-    """None: nothing verified yet."""
+    """Return progress with this acceptance. None: nothing is verified yet."""
     if acceptance is None:
         return DraftProgress(setting)
     num_accepted = round(1000 * acceptance)
@@ -21,7 +21,8 @@ def drafted(acceptance: float | None, setting: DraftSetting | None = SMALL) -> D
 
 
 def view_of(engines: dict[int, dict[int, DraftProgress | None]], num_tokens: int = 0):
-    """By engine and request; None: the engine has not told how it drafts."""
+    """Return a view from progress by engine and request. None: the engine has not reported how it
+    drafts."""
     return RolloutView(
         0.0,
         tuple(
