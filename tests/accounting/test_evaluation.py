@@ -1,4 +1,4 @@
-"""What an evaluation reports, from hand-made rewards."""
+"""The figures that an evaluation reports, from hand-made rewards."""
 
 import json
 
@@ -52,7 +52,8 @@ REWARDED = RewardedBatch(
 
 @pytest.fixture
 def report() -> EvaluationReport:
-    """Two prompts of `org/easy`, whose scorer tells no answer, and one of `hard`, which does."""
+    """Return a report on two prompts of `org/easy` and one of `hard`. Only the scorer of `hard`
+    returns an answer."""
     plain, answered = json.dumps({}), json.dumps({"pred": "7"})
     rewards = pa.table(
         {

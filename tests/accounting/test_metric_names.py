@@ -1,5 +1,5 @@
-"""Every metric that a run logs is described, and nothing else; the trainer's are looked at where it
-is tested (`tests/learn/test_algorithms_page.py`)."""
+"""Each metric that a run logs has a description, and each description has a metric.
+`tests/learn/test_algorithms_page.py` checks the trainer's metrics."""
 
 import pyarrow as pa
 

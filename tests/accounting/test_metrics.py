@@ -1,4 +1,4 @@
-"""Numbers of a phase, against hand-made rows."""
+"""Metrics of each stage of a step, computed from hand-made rows."""
 
 from collections.abc import Sequence
 
@@ -98,7 +98,7 @@ def test_rollouts_are_summarised(batch):
     assert batch.moves.num_diverged == 1
     assert batch.generation_s == 4.0
     assert batch.idle_share == pytest.approx(0.25)
-    # From 6 to 14 s; engine 0 began at 9 s, engine 1 at 10 s.
+    # The window is 6 to 14 s. Engine 0 began at 9 s, engine 1 at 10 s.
     assert batch.bubble_share == pytest.approx((3.0 + 6.0) / 16.0)
 
 
@@ -154,10 +154,10 @@ def test_a_steps_report_has_veRLs_names(batch):
         107.0,
         **known,
     )
-    assert after.timing_s["step"] == 2.0, "the step before was reported after this one was planned"
+    assert after.timing_s["step"] == 2.0, "a step must begin after the last report"
     assert report.metrics["rollout/tokens_per_s"] == 25.0, "100 tokens in 4 s"
     assert report.metrics["perf/total_num_tokens"] == 140
-    assert report.metrics["perf/throughput"] == 140 / (7.0 * 2), "of the whole step, a device"
+    assert report.metrics["perf/throughput"] == 140 / (7.0 * 2), "per second of the step and device"
     timings = timing_metrics(report.timing_s)
     assert (timings["timing_s/gen"], timings["timing_s/step"]) == (4.0, 7.0)
     assert "timing_s/rollout" not in timings
@@ -172,7 +172,7 @@ def test_a_steps_report_has_veRLs_names(batch):
 
 
 def test_drafting_in_numbers():
-    """Of 100 tokens, 60 came from drafts: 80 were drafted in 20 verifications."""
+    """60 of 100 tokens came from drafts: 80 tokens were drafted in 20 verifications."""
     rows = ROWS.drop_columns(["num_draft_tokens", "num_accepted_tokens", "num_verifications"])
     drafts = {
         "num_draft_tokens": [80, 0, 0, 0],
@@ -241,7 +241,7 @@ GROUPS = tuple(PromptGroup(prompt_key=key, engine=0, expected_tokens=None) for k
         (8, 1, 7, False),
         (8, 0, 0, False),
         (6, 0, 8, True),
-        # Two prompts of eight may well be those without.
+        # 2 of 8 prompts have no index. The 2 prompts of this engine may be exactly these.
         (6, 0, 4, False),
         (0, 0, 8, False),
     ],

@@ -1,4 +1,4 @@
-"""Names of users as MLflow takes them: by its own rules, and distinct."""
+"""Users' names become names that MLflow accepts, and different names stay different."""
 
 import pytest
 from hypothesis import given
@@ -62,7 +62,7 @@ def test_a_name_that_mlflow_takes_stays(name: str) -> None:
 
 
 def test_figures_of_one_source_stay_together() -> None:
-    """With the figure at the end, by which they are found and described."""
+    """The figure must stay at the end, because lookups and descriptions use it."""
     names = [tracked_name(f"validation/{'math (v2)' * 40}/{f}_at_4") for f in ("mean", "best")]
     heads = {name.rpartition("/")[0] for name in names}
     assert len(heads) == 1
@@ -77,7 +77,7 @@ def rewarded(**parts: float) -> RewardedBatch:
 
 
 def test_every_source_has_its_metrics() -> None:
-    """Whatever it is called, `a@b` and `a_at_b` too."""
+    """Any name of a source works, even both `a@b` and `a_at_b`."""
     sources = (*HOSTILE, "a_at_b", "math _v2_")
     figures = {f"{source}/mean@4": float(i) for i, source in enumerate(sources)}
     metrics = validation_metrics(rewarded(), figures)

@@ -1,4 +1,4 @@
-"""What returns from epoch to epoch, against a search that takes its time."""
+"""Similarity of responses, lengths and ranks between epochs, checked by a slow search."""
 
 import numpy as np
 import pytest
@@ -15,14 +15,14 @@ def as_arrays(epoch):
 
 
 def as_read(response):
-    """A response as it comes from a store."""
+    """Return a response as a store returns it."""
     array = np.array(response, np.int32)
     array.flags.writeable = False
     return array
 
 
 def searched(response, responses):
-    """Stretches of a response, by the words of section 5.1."""
+    """Return the lengths of a response's stretches, searched as section 5.1 describes."""
     found, at = [], PREFIX
     while at < len(response):
         best = 0
@@ -77,7 +77,7 @@ def test_responses_against_their_ranking_group():
         pytest.approx(1 / 20),
         pytest.approx(1 / 20),
     )
-    # Prompts whose lengths grew by half in the epoch before make it expected.
+    # Lengths that grew by half in the epoch before are expected to grow again.
     earlier = {"short": [3, 3], "long": [31, 31]}
     grown = rank_changes(1, 2, now, before, earlier)
     assert (grown.outgrown, grown.within) == (0.0, pytest.approx(2 / 20))
@@ -93,7 +93,7 @@ def test_medians_against_the_last_epoch():
     now = {"a": [30, 10, 31], "b": [31], "c": [40], "new": [7]}
     one = length_changes(1, now, before)
     assert (one.grown, one.shrunk) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
-    # Ranks 1, 2, 3 became 1, 2, 3.
+    # The ranks stayed 1, 2, 3.
     assert one.rank_correlation == pytest.approx(1.0)
     assert one.tokens[-1] == 40
     turned = length_changes(1, {"a": [70], "b": [31], "c": [3]}, before)

@@ -1,6 +1,5 @@
-"""Seconds that drafting is said to have saved, against laps without it on an engine whose times are
-known: as epochs pass, hardly a pass is made without drafts, and the machine does not stay as fast.
-"""
+"""The reported seconds that drafting saved, against the true ones of a simulated engine. Over the
+epochs, nearly all passes have drafts, and the machine gets slower."""
 
 from dataclasses import dataclass, field
 from itertools import count
@@ -19,12 +18,12 @@ MAX_PASS_TOKENS = 1024
 PROMPT_TOKENS = 64
 WINDOW = 6
 LAPS = 4
-"""An epoch."""
+"""Laps in an epoch."""
 
 
 @dataclass
 class Engine:
-    """Chunked prefill beside decoding, as vLLM has it."""
+    """An engine that mixes chunked prefill with decoding, as vLLM does."""
 
     rng: np.random.Generator
     times: MeasuredStepTimes
@@ -34,17 +33,18 @@ class Engine:
     last_drafts: float = 0.0
 
     def pass_s(self, content: np.ndarray) -> float:
-        """Not linear, as a CPU's are not, and noisy."""
+        """Return the seconds of a pass. They are noisy, and not linear, as on a CPU."""
         _, few, beyond, context, prompts, _, drafts = content
         seconds = (
             3e-3 + 4e-4 * (few + beyond) ** 0.75 + 1e-7 * context + 3e-5 * prompts + 2.5e-5 * drafts
         )
-        # The host is still at the tokens of the pass before.
+        # The host still handles the tokens of the last pass.
         seconds, self.last_drafts = seconds + 6e-6 * self.last_drafts, drafts
         return self.slowness * seconds * self.rng.choice([0.9, 1.0, 1.1])
 
     def lap(self, lengths: np.ndarray, known: float) -> tuple[float, list[StepRequest]]:
-        """Every request drafts for a share `known` of its passes; none: drafting is off."""
+        """Roll out these responses. Each request drafts in a share `known` of its passes, 0: never.
+        Return the seconds and the requests."""
         began_s, num = self.now_s, len(lengths)
         prompts = np.full(num, PROMPT_TOKENS)
         computed, done, passes = np.zeros(num, int), np.zeros(num, int), np.zeros(num, int)
@@ -92,8 +92,8 @@ class Engine:
 
 
 def epochs(seed: int, plain_share: float) -> list[tuple[float, float, float]]:
-    """Of twelve epochs: seconds that drafting is said to have saved, that it did, and how far the
-    first may be off."""
+    """Return, for each of twelve epochs, the reported seconds saved, the true ones, and the
+    reported uncertainty."""
     rng = np.random.default_rng(seed)
     on, off = Engine(rng, MeasuredStepTimes(plain_share)), Engine(rng, MeasuredStepTimes())
     found = []

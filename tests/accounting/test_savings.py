@@ -1,4 +1,4 @@
-"""Seconds saved, against rollouts that are counted by hand: a decoding step takes a second."""
+"""Seconds saved, checked by hand on rollouts in which a decoding step takes a second."""
 
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,7 @@ from schemas.timeline import MoveKind, MoveRecord, Saving, Savings, Technique
 
 @dataclass(frozen=True)
 class Constant:
-    """Whatever the batch; half as long with two GPUs."""
+    """A decoding step takes a second for any batch, and half of it on two GPUs."""
 
     prefills_s: float = 0.0
 
@@ -42,7 +42,7 @@ class Constant:
 
 
 class ByBatch(Constant):
-    """A second for each request."""
+    """A decoding step takes a second for each request of the batch."""
 
     def decode_s(self, tp_degree, batch, context_tokens):
         del tp_degree, context_tokens
@@ -80,13 +80,13 @@ def test_nothing_is_said_of_what_did_nothing():
 
 
 def test_drafting_saves_the_passes_that_it_saved():
-    """20 tokens in 10 passes with a draft token each, 1.1 s a pass: 11 s, and 20 s without."""
+    """20 tokens took 10 passes of 1.1 s with a draft token each: 11 s. Without drafts: 20 s."""
     drafted = request("a", 20, Stay(0, 3.0, 14.0), drafted=10, accepted=10)
     assert about(saved([drafted])[Technique.DRAFTING]) == (9.0, 0.0)
 
 
 def test_the_models_own_error_is_the_uncertainty():
-    """The rollout took 13 s in truth, not 11 s: without drafts it would also have been slower."""
+    """The model predicts 11 s, but the rollout took 13 s. Without drafts it is scaled up alike."""
     drafted = request("a", 20, Stay(0, 0.0, 13.0), drafted=10, accepted=10)
     assert about(saved([drafted])[Technique.DRAFTING]) == (13 * (20 / 11 - 1), 2.0)
 
@@ -98,8 +98,8 @@ def test_drafting_takes_time_too():
 
 
 def test_migration_saves_what_a_crowded_engine_would_have_taken_longer():
-    """With one second for each request of the batch: two of 10 tokens take 20 s together. Moved
-    after 4 s, when each has 2, both go on alone for 8 s."""
+    """A step takes one second for each request. Two requests of 10 tokens take 20 s on one engine.
+    After 4 s each has 2 tokens. Then `b` moves, and both finish alone in 8 s."""
     costs = {engine: EngineCosts(ByBatch()) for engine in range(2)}
     both = [
         request("a", 10, Stay(0, 0.0, 12.0)),
@@ -111,8 +111,8 @@ def test_migration_saves_what_a_crowded_engine_would_have_taken_longer():
 
 
 def test_a_race_saves_what_the_overtaken_copy_had_left():
-    """`b` crawled on engine 0 as `a` does there, 1 token a pass, and was overtaken by a copy that
-    gained 30 / 8 a pass from 10 s on, at no cost of drafts. Alone it takes 30 s."""
+    """On engine 0, `b` gained 1 token a pass, as `a` did. From 10 s on, a copy gained 30 / 8 a pass
+    with free drafts and overtook it. Without the race, `b` takes 30 s."""
     both = [
         request("a", 12, Stay(0, 0.0, 12.0)),
         request("b", 30, Stay(0, 0.0, 15.0, lost=True), Stay(1, 10.0, 15.0), accepted=22),
@@ -123,7 +123,8 @@ def test_a_race_saves_what_the_overtaken_copy_had_left():
 
 
 def test_a_copy_that_came_second_is_not_waited_for():
-    """By the model `b` ends after 10 + 20 / 3.75 s; its slow copy would after 30."""
+    """The model predicts that `b` ends after 10 + 20 / 3.75 s. Its slow copy would end after 30
+    s."""
     both = [
         request("a", 12, Stay(0, 0.0, 12.0)),
         request("b", 30, Stay(0, 0.0, 40.0, lost=True), Stay(1, 10.0, 40.0), accepted=22),
@@ -143,7 +144,7 @@ def test_a_race_that_the_origin_won_saved_nothing():
 
 
 def test_a_switch_saves_what_one_gpu_would_have_taken_longer():
-    """After 4 of 10 s two GPUs take 3 s for the rest."""
+    """After 4 of 10 s, two GPUs finish the rest in 3 s."""
     costs = {0: EngineCosts(Constant()), 1: EngineCosts(Constant(), tp_degree=2)}
     switched = request("a", 10, Stay(0, 0.0, 4.0), Stay(1, 4.0, 7.0))
     found = saved([switched], [move("a", MoveKind.RESHAPED, 4.0)], costs)
@@ -219,7 +220,7 @@ def test_what_an_engine_measured_is_what_its_steps_cost():
     assert costs[0].latency.decode_s(1, 10, 100.0) == 1 + 20 + 300
     assert costs[0].latency.decode_s(1, 20, 100.0) == 1 + 32 + 2 + 300
     assert costs[0].latency.verify_s(1, 10, 100.0, 2) == 321 + 10 * (4 + 2 * 5)
-    assert costs[1].latency.decode_s(1, 10, 100.0) == 321, "as another engine of its kind"
+    assert costs[1].latency.decode_s(1, 10, 100.0) == 321, "must use an engine of its kind"
     with pytest.raises(ValueError, match="engine 1 has not measured"):
         engine_costs(some, shares, {1: 2}, None)
 

@@ -1,4 +1,4 @@
-"""Where a step's requests were when, and in which rows they are drawn."""
+"""On which engines and when a step's requests ran, and in which rows of the page to draw them."""
 
 from itertools import pairwise
 
@@ -25,7 +25,7 @@ def named(prompt: str) -> RequestId:
 
 
 def row(prompt: str, engine: int, started_s: float, finished_s: float, **changes):
-    """Times on the timeline's clock, which is 1000 s behind."""
+    """Return a row with times on the timeline's clock, which is 1000 s behind."""
     return {
         "prompt_key": prompt,
         "sample_index": 0,
