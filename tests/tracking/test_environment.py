@@ -1,4 +1,4 @@
-"""What is recorded of the machines and of the code."""
+"""The recorded machines and the recorded commit."""
 
 import subprocess
 

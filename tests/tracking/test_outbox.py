@@ -1,4 +1,4 @@
-"""Records reach their server once it is there, in order, whatever happens in between."""
+"""The outbox delivers records in order once the server answers, whatever fails in between."""
 
 import errno
 import threading
@@ -13,7 +13,7 @@ from tests.disk import Disk, full_disk
 
 
 class Server:
-    """Takes records, or is away, or refuses the kind `bad`."""
+    """A server that takes records. It can be away, and it refuses the kind `bad`."""
 
     def __init__(self, away=False):
         self.away = away
@@ -92,7 +92,7 @@ def test_what_another_process_adds_is_delivered_by_the_one_that_does(open_outbox
     away = open_outbox(Server(away=True))
     for i in (3, 4):
         (away if i == 3 else other).add("metrics", {"i": i})
-    assert len(list(away._directory.glob("[0-9]*"))) == 2, "neither takes the other's number"
+    assert len(list(away._directory.glob("[0-9]*"))) == 2, "both must not use one number"
 
 
 def test_a_server_that_comes_back_gets_everything(open_outbox, said, monkeypatch):
@@ -122,14 +122,14 @@ def test_a_refused_record_is_kept_apart_and_holds_up_no_other(
     assert "1 records that MLflow refused" in sentence
     outbox.add("bad", {})
     assert outbox.flush(20.0)
-    assert ["ValueError: never" in sentence for sentence in said] == [True], "once"
+    assert ["ValueError: never" in sentence for sentence in said] == [True], "must be reported once"
     outbox.close(0.0)
     again = open_outbox(server)
     again.add("bad", {})
     assert again.flush(20.0)
     assert len(list((tmp_path / "outbox" / "refused").iterdir())) == 3
     assert {what for what, _ in record_failures} == {"delivering bad to MLflow"}
-    assert len(record_failures) == 5, "what was refused before is tried once more"
+    assert len(record_failures) == 5, "refused records must be tried again once"
     record_failures.clear()
     assert "ValueError: never" in (tmp_path / "record.log").read_text()
 
@@ -163,7 +163,8 @@ def test_half_a_record_is_none(open_outbox, tmp_path):
 
 
 def test_a_record_that_is_there_is_on_the_disk_whole(open_outbox, tmp_path, monkeypatch):
-    """After a crash half a record would be refused for ever, and end the run that is resumed."""
+    """Otherwise a crash could leave half a record. The server would refuse it forever, and the
+    resumed run would end."""
     outbox, disk = open_outbox(Server(), delivers=False), Disk(monkeypatch)
     for i in range(3):
         outbox.add("file", {"i": i}, ("t.json", b"x"))
@@ -196,8 +197,8 @@ def test_closing_does_not_wait_for_a_server_that_is_away(open_outbox):
 
 
 def test_a_record_that_a_server_never_takes_is_set_aside(open_outbox, monkeypatch, record_failures):
-    """The server answers everything else: those behind it are delivered, in order. Of its kind the
-    next is tried once; and all of them when the run is resumed."""
+    """The server answers other requests, so the outbox delivers the later records in order. It
+    tries the next record of this kind once, and tries all again when the run is resumed."""
     monkeypatch.setattr(engines.tracking.outbox, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(engines.tracking.outbox, "MAX_PAUSE_S", 0.002)
     tried = []
@@ -223,7 +224,8 @@ def test_a_record_that_a_server_never_takes_is_set_aside(open_outbox, monkeypatc
 
 
 def test_one_that_closes_looks_at_nothing_more(open_outbox, tmp_path):
-    """The next to open it moves records just then. This one cannot be read as a record."""
+    """The process that opens the outbox next moves records then. The file here is no valid
+    record."""
     outbox = open_outbox(Server())
     (tmp_path / "outbox" / "0").write_text("")
     outbox.close(0.0)
@@ -233,7 +235,7 @@ def test_one_that_closes_looks_at_nothing_more(open_outbox, tmp_path):
 
 @pytest.mark.parametrize("why", ["", "sqlite3.OperationalError: database or disk is full"])
 def test_nothing_is_set_aside_while_a_server_is_away(open_outbox, monkeypatch, why):
-    """Nor while it has no room, though it answers."""
+    """The same holds while a server answers but has no room."""
     monkeypatch.setattr(engines.tracking.outbox, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(engines.tracking.outbox, "MAX_PAUSE_S", 0.002)
     num_tries, enough = [], threading.Event()

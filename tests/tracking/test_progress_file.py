@@ -1,4 +1,4 @@
-"""What a run writes down for whoever watches it."""
+"""The progress that a run writes to disk for `refrain` commands that watch it."""
 
 import time
 from pathlib import Path
@@ -119,7 +119,7 @@ def test_figures_of_rollouts_under_way() -> None:
 def test_a_full_disk_is_waited_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_failures: list
 ) -> None:
-    """The thread goes on when there is room again, and nothing that was reported is lost."""
+    """The thread goes on when there is room again, and no reported step is lost."""
     monkeypatch.setattr(progress_file, "WRITE_EVERY_S", 0.01)
     said: list[str] = []
     with ProgressFile(tmp_path, 4, Failures(tmp_path, said.append)) as file:
@@ -140,7 +140,7 @@ def test_a_full_disk_is_waited_out(
         assert file._writer.is_alive()
     assert {what for what, _ in record_failures} == {"writing steps.jsonl", "writing progress.json"}
     record_failures.clear()
-    assert len(said) == 2, "once a kind"
+    assert len(said) == 2, "each kind of failure must be reported once"
     failed = read_progress(tmp_path)
     assert failed
     assert failed.failures["writing steps.jsonl"] == 1

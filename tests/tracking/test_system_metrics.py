@@ -1,4 +1,4 @@
-"""What MLflow's monitors see is logged while the run goes on, and not a moment longer."""
+"""System metrics of MLflow's monitors are logged while the run goes on, and stop with it."""
 
 import threading
 import time
@@ -43,7 +43,7 @@ def test_it_is_looked_at_until_the_run_ends(tmp_path: Path) -> None:
 def test_its_first_word_is_of_the_time_before_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A processor's load is known between two looks: the first alone would say 0."""
+    """A processor's load is measured between two samples: the first alone would be 0."""
     looks, told = [], threading.Event()
     monkeypatch.setattr(
         "engines.tracking.system_metrics._look", lambda _: {"look": len(looks.append(0) or looks)}

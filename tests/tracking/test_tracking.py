@@ -1,4 +1,4 @@
-"""A run in MLflow, resumed into the same one. Real MLflow on SQLite."""
+"""A run in MLflow, and its resumption into the same MLflow run. Uses real MLflow on SQLite."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def empty_database(tmp_path_factory):
-    """MLflow takes 8 s to lay one out."""
+    """Return an empty MLflow database. It is shared, because MLflow takes 8 s to make one."""
     file = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     MlflowClient(f"sqlite:///{file}").search_experiments()
     return file
@@ -80,7 +80,7 @@ def test_a_long_run_has_more_tables_than_fit_a_tag(config):
     assert len(shown) == MAX_TABLES
     assert shown[-1] == {"path": f"rollouts/train-{MAX_TABLES + 10:05d}.json", "type": "table"}
     assert len(client.list_artifacts(tracker.run_id, "rollouts")) == MAX_TABLES + 10
-    # As full as it may be.
+    # Check that the largest list fits MLflow's limit on tags.
     longest = {"path": f"distributions/validation-{99999}.json", "type": "table"}
     assert len(json.dumps([longest] * MAX_TABLES)) < 8000
 
@@ -132,7 +132,7 @@ def rows_of(config, tracker, path):
 
 
 def table_rows(path):
-    """Of a table's file."""
+    """Return the rows of a table's file."""
     with open(path) as file:
         written = json.load(file)
     return [dict(zip(written["columns"], row, strict=True)) for row in written["data"]]
@@ -181,7 +181,7 @@ def test_no_name_and_no_text_is_refused(config):
 
 
 def test_what_mlflow_refuses_ends_nothing(config, record_failures):
-    """Nor does what cannot be written as JSON, nor a picture that cannot be drawn."""
+    """Values that are no JSON and pictures that cannot be drawn end nothing either."""
     said = []
     tracker = Tracker(config, None, Failures(config.run_dir, said.append))
     tracker.log_metrics({"x": None}, step=1)
@@ -203,7 +203,7 @@ def test_what_mlflow_refuses_ends_nothing(config, record_failures):
 
 
 def test_a_run_that_somebody_deletes_goes_on(config, record_failures):
-    """Its process keeps what it records; the next one makes a new run, which gets that too."""
+    """The process keeps its records. The next process makes a new run, which receives them too."""
     said = []
     first = Tracker(config, None, Failures(config.run_dir, said.append))
     first.log_metrics({"x": 1.0}, step=1)
@@ -214,7 +214,7 @@ def test_a_run_that_somebody_deletes_goes_on(config, record_failures):
         first.log_metrics({"x": float(step)}, step=step)
     first.close("FAILED")
     assert {str(error).startswith(f"MLflow run {first.run_id}") for _, error in record_failures}
-    assert len(said) == 2, "once a kind: metrics and the status"
+    assert len(said) == 2, "metrics and the status must be reported once each"
     assert "was deleted" in said[0]
     record_failures.clear()
     second = Tracker(config, None, Failures(config.run_dir, said.append))
@@ -268,7 +268,7 @@ def test_a_run_that_was_killed_is_ended_unless_it_lives(config):
         client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
         return client.get_run(run_id).info.status
 
-    end_killed(config.run_dir, config.runs_dir)  # Before there is anything.
+    end_killed(config.run_dir, config.runs_dir)  # Nothing is there yet.
     lock = claim_run_dir(config, resume=False)
     run_id = Tracker(config, None).run_id
     end_killed(config.run_dir, config.runs_dir)
@@ -302,7 +302,8 @@ def test_an_evaluation_has_an_experiment_of_its_own_beside_the_runs(config):
 
 
 def test_a_checkpoint_is_a_model_with_its_validation(config):
-    """Validated before it is saved, or behind it; delivered twice; and one more that is not."""
+    """The first checkpoint is saved before its validation. The second is saved after it, and
+    recorded twice. The third has no validation."""
     tracker = Tracker(config, None)
     for step, saved_first in ((2, True), (4, False)):
         for kind in ("saved", "validated") if saved_first else ("validated", "saved"):
