@@ -1,4 +1,4 @@
-"""The numbers behind a step's picture, and that there is one."""
+"""The numbers in the picture of a step's distributions, and the picture itself."""
 
 import pyarrow as pa
 import pytest

@@ -1,4 +1,4 @@
-"""The draft ladder of a profile: which drafters, at which batches, in words and as a picture."""
+"""The draft ladder of a profile, as rungs, as a table and as a picture."""
 
 from dataclasses import dataclass
 from io import StringIO
@@ -19,7 +19,8 @@ from tests.latency.machines import AffineMachine, measure
 
 @dataclass
 class Machine(AffineMachine):
-    """Whose small model takes `share` of the time of a decoding step, and lookups none."""
+    """A machine whose small model drafts a token in `share` of a decoding step. Lookups are nearly
+    free."""
 
     share: float = 0.2
 

@@ -1,4 +1,4 @@
-"""A step's page, its link, and a table of moves."""
+"""The page of a step, the link to its run in MLflow, and the table of moves."""
 
 from engines.reports.markdown import record_link, step_page
 from engines.reports.timeline import move_rows

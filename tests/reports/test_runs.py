@@ -1,4 +1,4 @@
-"""Curves in the terminal, and a live run at one moment."""
+"""Reward curves in the terminal, and the view of a live run."""
 
 import pytest
 from rich.console import Console

@@ -1,4 +1,4 @@
-"""Timelines as tables, metrics and pictures. The pictures are decoded, not compared to others."""
+"""Timelines as tables and pictures. The tests decode the pictures and look at colours."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ SPANS = (
     Span(7, Activity.ROLLOUT, "train/1", 80.0, 100.0),
     Span(7, Activity.ROLLOUT, "train/3", 120.0, 130.0),
 )
-"""Some begin before the window, some end after it, some only touch it."""
+"""Some spans begin before the window, some end after it, and some only touch it."""
 
 
 MIGRATED, DEFERRED, RACED = MoveKind.MIGRATED, MoveKind.DEFERRED, MoveKind.RACED
@@ -84,11 +84,11 @@ SWITCHED = Timeline(
     (move(0, 2, 10.0, MoveKind.RESHAPED),),
     {0: 1, 1: 1, 2: 2},
 )
-"""Two engines of one GPU become one of two."""
+"""Two engines of one GPU each become one engine of two GPUs."""
 
 
 def pixels(timeline: Timeline, tmp_path, savings: Savings | None = None) -> np.ndarray:
-    """[height, width, RGB], 0 to 1."""
+    """Return the picture: [height, width, RGB], 0 to 1."""
     path = tmp_path / "timeline.png"
     draw_timeline(timeline, path, "title", savings)
     return imread(path)[:, :, :3]
@@ -155,7 +155,8 @@ def test_moves_at_one_time_between_two_engines_are_one_arrow():
 
 @pytest.mark.parametrize("num_engines", [1, 2, 40])
 def test_an_idle_lane_is_white(num_engines, tmp_path):
-    """Where the one picture has the step's colour and the other has not, that one is white."""
+    """Find the pixels where only the busy picture has the step's colour. The other must be white
+    there."""
     engines = tuple(range(num_engines + 1))
     busy = [Span(engine, Activity.ROLLOUT, "train/2", 0.0, 20.0) for engine in engines]
     picture = pixels(Timeline(0.0, 20.0, engines, tuple(busy)), tmp_path)
@@ -163,7 +164,7 @@ def test_an_idle_lane_is_white(num_engines, tmp_path):
     gone = coloured(picture, MAIN_COLOUR) & ~coloured(bubbly, MAIN_COLOUR)
     assert gone.sum() > 0.25 * coloured(picture, MAIN_COLOUR).sum() / len(engines)
     words = (bubbly[gone] < 0.9).any(axis=-1).mean()
-    assert words < 0.05, "white but for the words in it"
+    assert words < 0.05, "only words may be drawn on the white lane"
 
 
 def test_syncs_restarts_and_moves_are_seen(tmp_path):
@@ -176,7 +177,7 @@ def test_syncs_restarts_and_moves_are_seen(tmp_path):
 
 
 def test_a_switch_is_seen_and_a_gpu_counts_once(tmp_path):
-    """Engine 1 is idle for 2 s with one GPU, engine 2 likewise with two."""
+    """Engine 1 is idle for 2 s with one GPU, and engine 2 for 2 s with two GPUs."""
     assert SWITCHED.bubble_share == pytest.approx(6.0 / 40.0)
     *engines, _ = timeline_rows(SWITCHED)
     assert [(row["switch_s"], row["parked_s"], row["idle_s"]) for row in engines] == [
@@ -196,7 +197,7 @@ def test_a_switch_is_seen_and_a_gpu_counts_once(tmp_path):
 
 
 def test_what_lies_outside_the_window_is_not_drawn(tmp_path):
-    """The same bytes without it, and with spans cut to the window."""
+    """Spans that are cut to the window give the same bytes."""
     draw_timeline(TIMELINE, tmp_path / "whole.png", "title")
     cut = tuple(
         replace(s, start_s=max(100.0, s.start_s), end_s=min(120.0, s.end_s or 120.0))

@@ -1,4 +1,4 @@
-"""The page of a step: what is in the file. How it looks is for eyes."""
+"""The data and markup in the page of a step. Nothing here checks how the page looks."""
 
 import json
 import re
@@ -100,7 +100,7 @@ def test_spans_moves_shares_and_savings_are_there():
         "train step 1"
     ] * 3
     assert data["moves"] == [["reshaped", 0, 2, 10.0, 1]]
-    assert data["shares"] == [[0, 1.0, 4.0, 3.0, 2.0]], "what is not measured is left out"
+    assert data["shares"] == [[0, 1.0, 4.0, 3.0, 2.0]], "must omit the engine without times"
     assert data["savings"]["each"] == [["switching", 3.0, 1.0, True]]
     assert page_data(RecordedTimeline(SWITCHED, 0.0), [], POOL, "")["savings"] is None
     assert data["bubble_share"] == pytest.approx(6 / 40)

@@ -1,4 +1,4 @@
-"""What engines did, as trace-event viewers want it."""
+"""Timelines of engines in the format of trace-event viewers."""
 
 import json
 from pathlib import Path
