@@ -1,4 +1,4 @@
-"""What an engine leaves on its node is found and ended, and nothing else is."""
+"""All processes that an engine leaves on its node are ended, and no others."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ time.sleep(60)
 
 
 def started(mark):
-    """A process that has the mark, and those that it has left."""
+    """Start a process with this mark and return it. Leave two more behind, with other parents."""
     env = {**os.environ, MARK: mark}
     command = [sys.executable, "-c", TREE]
     parent = subprocess.Popen(command, env=env)
@@ -58,7 +58,7 @@ def test_all_that_is_marked_ends_and_nothing_else(others):
 
 
 def test_what_does_not_end_is_told_by_name(monkeypatch):
-    """A process that waits for a GPU in the kernel cannot be killed."""
+    """A process that waits for a GPU inside the kernel cannot be killed."""
     parent = started("stuck")
     monkeypatch.setattr(leftovers, "END_S", 0.2)
     monkeypatch.setattr(psutil.Process, "kill", lambda _: None)

@@ -1,4 +1,4 @@
-"""When an engine has no place in a cluster any more."""
+"""When an engine has no place in the cluster any more, and when it only died."""
 
 import asyncio
 import time
@@ -22,8 +22,8 @@ from tests.inference.real import CONFIG
     ("num_gpus", "node_id", "lost", "unplaced_s", "why"),
     [
         (2, None, {"b"}, PLACE_S, "no other has 2 free GPUs for it"),
-        (2, None, {"b"}, PLACE_S - 1, ""),  # Those of the killed engine may not be free yet.
-        (2, None, (), 1e9, ""),  # Nodes may be on their way.
+        (2, None, {"b"}, PLACE_S - 1, ""),  # The killed engine may not have freed its GPUs yet.
+        (2, None, (), 1e9, ""),  # More nodes may be about to join.
         (0, None, {"b"}, 1e9, ""),
         (0, "a", {"b"}, 1e9, ""),
         (0, "b", {"b"}, 0.0, "the node of its GPUs is dead"),
@@ -36,7 +36,7 @@ def test_why_it_is_gone(num_gpus, node_id, lost, unplaced_s, why):
 
 
 class Cluster:
-    """Two nodes, and an actor that comes up when it is let."""
+    """A cluster of two nodes, and an actor that starts once `up` is set."""
 
     def __init__(self, monkeypatch) -> None:
         self.alive, self.placed, self.now_s = {"a": True, "b": True}, True, 0.0
@@ -77,7 +77,7 @@ class Cluster:
         monkeypatch.setattr(
             "ray.nodes", lambda: [n | {"Alive": self.alive[n["NodeID"]]} for n in nodes]
         )
-        # Not by its name: a function of the package hides it.
+        # A function of the package has the same name and hides the module.
         groups = import_module("ray.util.placement_group")
         monkeypatch.setattr(groups, "placement_group", Mock())
         monkeypatch.setattr(groups, "remove_placement_group", remove)
@@ -93,7 +93,7 @@ async def cluster(monkeypatch):
 
 
 async def engine_of(cluster, num_gpus=1, gpus=None):
-    """An engine that has come up once."""
+    """Return an engine that has started once."""
     engine = RayEngine(3, CONFIG.engine, num_gpus, gpus=gpus)
     cluster.up.set()
     await asyncio.wait_for(engine.start(), 10)
@@ -113,7 +113,7 @@ async def test_one_whose_node_is_lost_waits_a_while_for_room_and_is_gone(cluster
     cluster.now_s += 2
     with pytest.raises(EngineGone, match="engine 3 died: a node of the cluster is dead"):
         await asyncio.wait_for(restart, 10)
-    assert cluster.given_back == 1, "of a node that comes back"
+    assert cluster.given_back == 1, "must free the placement group, in case the node returns"
     assert cluster.kills == 2
     await engine.shutdown()
     with pytest.raises(EngineDied, match="not started"):
@@ -128,7 +128,7 @@ async def test_one_that_finds_room_elsewhere_is_not(cluster):
     cluster.now_s += PLACE_S - 1
     cluster.placed = True
     await asyncio.sleep(0.05)
-    cluster.now_s += 600  # Seconds that it takes to come up.
+    cluster.now_s += 600  # The engine takes this long to start.
     await asyncio.sleep(0.05)
     assert not restart.done()
     cluster.up.set()
@@ -138,7 +138,7 @@ async def test_one_that_finds_room_elsewhere_is_not(cluster):
 
 
 async def test_one_that_waits_for_nodes_to_come_is_not(cluster):
-    """It has waited long when another node is lost: its time begins then."""
+    """It has waited long when another node dies. Its time for finding room begins only then."""
     engine = RayEngine(3, CONFIG.engine, num_gpus=1)
     cluster.placed = False
     start = asyncio.create_task(engine.start())

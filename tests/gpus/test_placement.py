@@ -1,4 +1,4 @@
-"""Owners of the GPUs of a cluster."""
+"""Placement of engines, drafters and the trainer on the GPUs of a cluster."""
 
 from collections import Counter
 from dataclasses import replace
@@ -33,14 +33,14 @@ def test_a_trainer_that_is_larger_than_a_node_takes_whole_ones():
     placed = place([trainer(12), *engines(2, 2)], {"a": 8, "b": 8})
     assert Counter(Counter(placed["the trainer"]).values()) == {8: 1, 4: 1}
     ranks = placed["the trainer"]
-    assert list(ranks) == sorted(ranks, key=ranks.index), "neighbours are on one node"
+    assert list(ranks) == sorted(ranks, key=ranks.index), "ranks of a node must be consecutive"
 
 
 def test_drafters_are_beside_the_engines_that_they_feed():
     drafter = Wanted("drafter", 1, "specactor", beside=("engine 0", "engine 1"))
     placed = place([drafter, *engines(2, 2), Wanted("other", 6, "other")], {"a": 8, "b": 6, "c": 1})
     assert placed["drafter"] == placed["engine 0"][:1] == placed["engine 1"][:1]
-    # Anywhere, when there is no room beside them.
+    # Without room beside them, the drafter goes anywhere.
     placed = place([drafter, *engines(2, 2)], {"a": 4, "c": 1})
     assert placed["drafter"] == ("c",)
 
@@ -83,7 +83,7 @@ powers = st.sampled_from([1, 2, 4, 8])
     st.lists(powers, min_size=1, max_size=6),
 )
 def test_powers_of_two_are_placed_whenever_they_can_be(sizes, ranks, nodes):
-    """Each GPU has one owner, and nothing is refused for which there is room."""
+    """Each GPU has one owner. A placement is refused only when none exists."""
     wanted = [*(Wanted(str(i), size, "engines") for i, size in enumerate(sizes)), trainer(ranks)]
     free = {str(i): num for i, num in enumerate(nodes)}
     try:
@@ -98,7 +98,7 @@ def test_powers_of_two_are_placed_whenever_they_can_be(sizes, ranks, nodes):
 
 
 def fits(sizes, nodes, ranks):
-    """Whether there is any way, by looking at all of them."""
+    """Return whether any placement exists, by trying all."""
     if not sizes:
         return sum(nodes) >= ranks
     size, *rest = sizes

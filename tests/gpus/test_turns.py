@@ -1,4 +1,4 @@
-"""Turns on shared GPUs: whoever asks when, and whatever fails, there are never two owners."""
+"""Turns on shared GPUs: there are never two owners, whatever the order of requests and failures."""
 
 import asyncio
 from random import Random
@@ -14,14 +14,14 @@ ENGINES, TRAINER = Role
 
 
 class Memory:
-    """Memory that one of them has at a time."""
+    """GPU memory that only one role may hold at a time."""
 
     def __init__(self):
         self.holders = set()
 
 
 class Owner:
-    """Takes and leaves in steps of `slow_s`; `fails_in` a call once."""
+    """Enters and leaves in `slow_s`. `fails_in` names the call that fails, if any."""
 
     def __init__(self, memory, role, slow_s=0.0, fails_in=None):
         self.memory, self.role, self.slow_s, self.fails_in = memory, role, slow_s, fails_in
