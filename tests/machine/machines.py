@@ -1,4 +1,4 @@
-"""Machines that are not at hand."""
+"""Made-up machines."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ READY = CudaSeen(
     driver="580.95.05",
     num_device_files=2,
 )
-"""Two GPUs that CUDA 13 can use."""
+"""Two GPUs that work with CUDA 13."""
 
 
 def gpu(index: int, **changes: Any) -> GpuSeen:
@@ -31,7 +31,7 @@ def room(free_bytes: float, num_bytes: float = 1e12) -> Room:
 
 
 def gpu_machine(**changes: Any) -> MachineSeen:
-    """A machine that has nothing to mend, with changes."""
+    """Return a machine without faults, then apply the changes."""
     packages = (("torch", "==2.13.0", "2.13.0"), ("vllm", "==0.32.0", "0.32.0"))
     seen = MachineSeen(
         python="3.12.1",

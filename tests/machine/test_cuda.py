@@ -1,4 +1,4 @@
-"""GPU runs never fall back to the CPU; a driver is asked in a process of its own."""
+"""GPU runs never fall back to the CPU. A separate process asks the driver, because it may crash."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ int cuDeviceGetCount(int *count) { *count = 4; return 0; }
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Installs a libcuda.so.1 that behaves as it is told."""
+    """Return a function that installs a fake libcuda.so.1 with the given behaviour."""
 
     def install(version: int, code: int = 0, body: str = "") -> None:
         source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
@@ -86,7 +86,7 @@ def test_the_build_of_torch_is_known_without_importing_it() -> None:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """torch finds none, whatever this machine has."""
+    """Make torch find no GPU, whatever this machine has."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -118,7 +118,7 @@ def test_the_cpu_build_works_on_cpus_but_not_with_gpus_of_rays(
     no_gpu.setattr(torch.version, "cuda", None)
     assert works_on_cpu()
     no_gpu.setattr(cuda, "_gpus_of_ray", lambda: ["0", "1"])
-    assert works_on_cpu(), "Ray was told of GPUs that are not there"
+    assert works_on_cpu(), "Ray may have been given GPUs that do not exist"
     no_gpu.setattr(cuda, "device_files", lambda: [Path("/dev/nvidia0")])
     with pytest.raises(RuntimeError, match=r"the GPUs 0, 1, but the CPU build.*VARIANT=gpu"):
         works_on_cpu()

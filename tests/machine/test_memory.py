@@ -1,4 +1,4 @@
-"""Memory that control groups leave, and runs for which there is none."""
+"""Memory limits of control groups, and the refusal of runs that need more memory."""
 
 from pathlib import Path
 

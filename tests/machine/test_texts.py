@@ -1,4 +1,4 @@
-"""NVIDIA's texts, as its driver and tools write them."""
+"""Parsers of the texts that NVIDIA's driver and tools write."""
 
 import pytest
 

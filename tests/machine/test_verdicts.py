@@ -1,4 +1,4 @@
-"""Verdicts on machines: each fault is named, with its remedy, and nothing else is."""
+"""Verdicts on machines: each fault is reported with its remedy, and nothing else is."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ CPU = {
 
 
 def faults(**changes: Any) -> list[tuple[str, Verdict, str]]:
-    """Findings that are not well: what, verdict, and the rest as one text."""
+    """Return the findings that are not OK: what, verdict, and the rest as one text."""
     found = findings(gpu_machine(**changes))
     return [(f.what, f.verdict, f"{f.found} | {f.mend}") for f in found if f.verdict != Verdict.OK]
 
@@ -63,7 +63,7 @@ def test_why_the_cuda_build_has_no_gpu(seen: CudaSeen, words: list[str]) -> None
         assert word in text
         assert word in refused
     assert "`refrain doctor`" in refused
-    assert faults(cuda=seen, cluster="head:6379") == [], "GPUs are elsewhere"
+    assert faults(cuda=seen, cluster="head:6379") == [], "GPUs of a cluster are on other nodes"
 
 
 def test_gpus_that_can_be_used_are_no_fault_unless_torch_says_so() -> None:
@@ -126,5 +126,5 @@ def test_a_fault_is_named_with_its_remedy(
 
 
 def test_a_small_machine_needs_little_shared_memory() -> None:
-    """Ray's object store follows the memory."""
+    """Ray sizes its object store by the machine's memory."""
     assert faults(memory_bytes=int(16e9), available_bytes=int(15e9), shm=room(5e9, 8e9)) == []
