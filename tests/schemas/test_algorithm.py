@@ -1,4 +1,4 @@
-"""An algorithm's type picks its settings, and what is given overrides them."""
+"""An algorithm's type picks its settings. Given settings override them."""
 
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def test_a_form_that_sends_its_defaults_picks_no_setting(name: str, mode: str) -
     sent = train_config(mode=mode, algorithm=defaults | {"type": name})
     assert sent.algorithm == train_config(mode=mode, algorithm={"type": name}).algorithm
     trainer = TrainerConfig.model_json_schema()["properties"]["minibatches_per_step"]
-    assert trainer["default"] is None, "one that is sent would be held to be given"
+    assert trainer["default"] is None, "a form that sends a default would count as a given value"
     assert TrainConfig.model_json_schema()["properties"]["algorithm"]["default"] == {}
 
 

@@ -1,4 +1,4 @@
-"""Paths that mean the same in every process."""
+"""Configured paths become absolute, so that they mean the same in every process."""
 
 from pathlib import Path
 

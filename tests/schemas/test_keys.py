@@ -1,4 +1,5 @@
-"""Names that hold for ever: whatever tells two samples apart tells their noise apart."""
+"""Keys of prompts and samples. They must never change, and every part of a sample's name must
+affect its noise."""
 
 from schemas.keys import prompt_key, sample_key, variant_key
 

@@ -1,4 +1,4 @@
-"""What a profile's points hold."""
+"""Each kind of profile point has its own required fields."""
 
 import pytest
 

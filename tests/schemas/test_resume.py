@@ -1,4 +1,4 @@
-"""What may change when a run is resumed: every setting says so."""
+"""Each setting declares whether it may change when a run is resumed."""
 
 import pytest
 from pydantic import BaseModel
@@ -22,7 +22,7 @@ OWN_REWARD = {"type": "function", "path": "score.py"}
 )
 def test_every_setting_says_whether_it_may_change(config: BaseModel) -> None:
     undecided = [name for name, setting in settings_of(config).items() if not setting.on_resume]
-    assert not undecided, "mark them Kept, Free or Rounding (schemas/resume.py)"
+    assert not undecided, "mark these settings Kept, Free or Rounding (schemas/resume.py)"
 
 
 def test_what_decides_on_tokens_or_the_order_of_data_is_kept() -> None:

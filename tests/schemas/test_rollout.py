@@ -1,4 +1,4 @@
-"""What a step's rollouts add up to."""
+"""Drafting counts of a step add up."""
 
 from schemas.counts import DraftingCounts
 

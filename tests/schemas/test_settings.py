@@ -1,4 +1,4 @@
-"""Settings as their classes declare them."""
+"""Settings as the config classes declare them, and errors that suggest the right name."""
 
 import pytest
 

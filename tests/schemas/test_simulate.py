@@ -1,4 +1,4 @@
-"""Layouts that a simulated cluster can have."""
+"""Layouts that do not fit a simulated cluster are refused."""
 
 import pytest
 
