@@ -1,5 +1,8 @@
-"""An engine that compiles its model, as one on a GPU does: `python -m tests.inference.compiling
-INDEX` starts it, generates, and prints where it kept what as JSON."""
+"""Start an engine that compiles its model, as engines on GPUs do.
+
+`python -m tests.inference.compiling INDEX` generates a few tokens and prints the directories that
+the engine used, as JSON.
+"""
 
 import asyncio
 import json
@@ -18,7 +21,7 @@ PLACES = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")
 
 class PlacesWorker(WorkerExtension):
     def places(self) -> dict[str, str]:
-        """Return the directories of this process, once it has compiled its model."""
+        """Return the directories of this process. Call it after the model is compiled."""
         from vllm import envs
 
         found = {name: os.environ.get(name, "") for name in PLACES}
@@ -49,7 +52,7 @@ async def run(index: int) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    # A worker finds its extension by this module's name.
+    # The worker imports its extension from this module by name, not from `__main__`.
     from tests.inference import compiling
 
     print(json.dumps(asyncio.run(compiling.run(int(sys.argv[1])))))

@@ -1,4 +1,4 @@
-"""Real engines for all tests of this folder: they take a minute to start."""
+"""Real engines that all tests of this folder share, because they take a minute to start."""
 
 import asyncio
 from dataclasses import replace
@@ -37,8 +37,10 @@ def history_dir(tmp_path_factory) -> Path:
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def engines(ray_cluster, history_dir):
-    """The first one never drafts. The second one drafts from history, of which there is none at
-    first, or as a request says. Both can give and take keys and values."""
+    """Engine 0 never drafts. Engine 1 drafts from history (empty at first), or as the request asks.
+
+    Both can save and load keys and values.
+    """
     assert ray_cluster.is_initialized()
     off = {
         "drafting": DraftingConfig(enabled=False),
@@ -61,7 +63,7 @@ async def engines(ray_cluster, history_dir):
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def on_one_engine(engines, learner, prompts):
-    """The reference: everything on engine 0."""
+    """Return the reference: all rollouts of all prompts, generated on engine 0."""
     todo = [(0, request) for request in requests(prompts)]
     finished, _ = await roll_out(engines, weights_of(learner, prompts), todo)
     assert len(finished) == len(todo)
@@ -70,7 +72,7 @@ async def on_one_engine(engines, learner, prompts):
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def tp2(ray_cluster, history_dir):
-    """Engine 2."""
+    """Engine 2, with TP 2."""
     assert ray_cluster.is_initialized()
     engine = engine_of(2, 2, history_dir=history_dir)
     await engine.start()
@@ -85,7 +87,7 @@ def weights(learner, prompts):
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def without_switch(engines, learner, prompts) -> dict[RequestId, Rollout]:
-    """The reference."""
+    """Return the reference for moved requests: all of them finish on engine 0."""
     await engines[0].load_weights(weights_of(learner, prompts))
     return await generate(engines[0], double_requests(prompts))
 
@@ -97,7 +99,7 @@ def long_requests(prompts, without_switch) -> list[RolloutRequest]:
 
 @pytest.fixture
 def long_prompts(prompts, long_requests) -> list[RolloutRequest]:
-    """They begin with the same two blocks."""
+    """Return long requests whose prompts share their first two blocks."""
     many = tuple(token for prompt in prompts for token in prompt)
     return [
         replace(

@@ -1,4 +1,4 @@
-"""Steps to draw from, and what they draw by the definition alone, request by request."""
+"""Make random sampling steps, and compute their tokens by the definition, request by request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ class Step:
     drawn_from: Tensor
     rows: StepRows
     tokens: list[list[int]]
-    """What each request emits."""
+    """Tokens that each request emits."""
     logprobs: list[list[float]]
 
 
@@ -32,8 +32,11 @@ def make_step(
     dtype: torch.dtype = torch.float32,
     greedy_only: bool = False,
 ) -> Step:
-    """Logits with ties and -inf, of many temperatures, 0 among them; drafts that are right as often
-    as not; in a wider buffer than the vocabulary."""
+    """Return a step with ties and -inf among its logits, and many temperatures, 0 included.
+
+    About 70 % of the draft tokens are right. The logits lie in a buffer that is wider than the
+    vocabulary.
+    """
     random = torch.Generator().manual_seed(seed)
     counts = (
         torch.randint(1, 18, (num_rows,), generator=random) if drafted else torch.ones(num_rows)
@@ -56,7 +59,7 @@ def make_step(
     temperatures[torch.rand(num_requests, generator=random) < 0.2] = 0.0
     rows = StepRows(
         positions=torch.randint(0, 40_000, (num_rows,), generator=random),
-        # As vLLM has them: of the other type where there are drafts.
+        # vLLM's index type depends on whether the step has drafts.
         input_rows=torch.randperm(num_rows, generator=random).to(indices) + 1,
         after=1,
         keys=torch.randint(-(2**63), 2**63 - 1, (num_requests,), generator=random),
@@ -93,7 +96,7 @@ def _with_drafts(
 def _by_definition(
     logits: Tensor, drawn_from: Tensor, rows: StepRows, ends: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of each row: its token, its log-probability."""
+    """Return each row's token and its log-probability."""
     request = torch.searchsorted(ends, torch.arange(len(logits)), right=True)
     temperatures = torch.zeros(len(ends)) if rows.temperatures is None else rows.temperatures
     greedy = (temperatures < 1e-5)[request]
@@ -112,7 +115,7 @@ def _by_definition(
 
 
 def _emitted(sampled: Sequence[int], drafts: Sequence[int]) -> list[int]:
-    """Verify one request's drafts one by one."""
+    """Verify one request's draft tokens one by one. Return the tokens that it emits."""
     out = []
     for i, token in enumerate(sampled):
         out.append(token)
@@ -122,7 +125,7 @@ def _emitted(sampled: Sequence[int], drafts: Sequence[int]) -> list[int]:
 
 
 def check(step: Step, tokens: Tensor, logprobs: Tensor) -> None:
-    """Every token, and log-probabilities to a hundred-thousandth."""
+    """Assert that all tokens are equal, and that log-probabilities differ by less than 2e-5."""
     assert tokens.dtype == torch.int32
     assert tokens.shape == logprobs.shape == (len(step.tokens), step.rows.width)
     wide = [own + [REJECTED] * (step.rows.width - len(own)) for own in step.tokens]

@@ -1,7 +1,7 @@
-"""What vLLM makes of refrain's arguments where there is a GPU: prints it. Run without one.
+"""Print how vLLM on a GPU would resolve refrain's arguments. Runs without a GPU.
 
-Its CUDA platform is asked in the place of the CPU's; that of eight H100 answers what only a driver
-could. Nothing is compiled or captured.
+vLLM gets its CUDA platform instead of the CPU's. A subclass gives the answers that would need a
+driver: those of a machine with eight H100. Nothing is compiled or captured.
 """
 
 import json
@@ -13,7 +13,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-# What the CUDA build of vLLM has, and only kernels need.
+# Only the CUDA build of vLLM has this module, and only kernels use it.
 sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
 from engines.inference.engine.process import _ENGINE_ENV  # noqa: E402
 
@@ -42,7 +42,7 @@ DRAFTED = (2, 17, 257, 300, 1000, 1024, 1025)
 
 
 class EightH100(CudaPlatformBase):
-    """A platform without a driver."""
+    """CUDA platform that reports eight H100 without asking a driver."""
 
     @classmethod
     def get_device_capability(cls, *_: object, **__: object) -> DeviceCapability:
@@ -70,7 +70,7 @@ class EightH100(CudaPlatformBase):
 
 
 def take_over() -> None:
-    """Have vLLM ask this platform, also where it has got hold of the other one already."""
+    """Make vLLM use this platform, also in modules that have imported the other one already."""
     platform = platforms._current_platform = EightH100()
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.") and "current_platform" in vars(module):
@@ -110,13 +110,17 @@ def told(vllm: VllmConfig) -> dict[str, Any]:
 
 
 def dispatched(vllm: VllmConfig, *, plainly: bool) -> dict[str, dict[int, Any]]:
-    """Graphs of plain decoding by requests, and of steps with drafts by tokens: (mode, tokens)."""
+    """Return the CUDA graph of each step, as (mode, padded tokens).
+
+    "plain": steps without drafts, by number of requests. "drafted": steps with drafts, by number of
+    tokens.
+    """
     dispatcher = CudagraphDispatcher(vllm)
     length = dispatcher.uniform_decode_query_len
     runner = SimpleNamespace(cudagraph_dispatcher=dispatcher, uniform_decode_query_len=length)
     if plainly:
         decode_plainly(runner)
-    # As the runner does, with the least that its attention may support.
+    # The runner makes the same call. Assume the least that its attention backend may support.
     mode = vllm.compilation_config.resolve_cudagraph_mode_and_sizes(
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if plainly else AttentionCGSupport.ALWAYS,
         "the backend",
@@ -125,7 +129,7 @@ def dispatched(vllm: VllmConfig, *, plainly: bool) -> dict[str, dict[int, Any]]:
     dispatcher.initialize_cudagraph_keys(mode, runner.uniform_decode_query_len)
 
     def graph(most: int, num_tokens: int, num_requests: int) -> tuple[str, int]:
-        """`most`: tokens of one request."""
+        """`most`: largest number of tokens of a request."""
         uniform = GPUModelRunner._is_uniform_decode(
             most, runner.uniform_decode_query_len, num_tokens, num_requests
         )
@@ -139,8 +143,11 @@ def dispatched(vllm: VllmConfig, *, plainly: bool) -> dict[str, dict[int, Any]]:
 
 
 def started(num_plans: int) -> dict[str, int]:
-    """Pools that the memory plan accepts, drawn at random: engines that vLLM's own check starts in
-    their order, and those that it would refuse by its own default."""
+    """Draw random pools, and count those that the memory plan accepts or refuses.
+
+    For the accepted pools, count the engines that pass vLLM's own memory check when they start one
+    after the other, with our memory share and with vLLM's default.
+    """
     random, counts = Random(0), Counter[str]()
     for _ in range(num_plans):
         total = random.choice([24, 48, 80, 141]) * 2**30

@@ -1,5 +1,5 @@
-"""An engine and trainer ranks that hand weights over on GPUs that are stand-ins, and what goes
-wrong between them."""
+"""An engine and trainer ranks that hand weights over on stand-ins for GPUs, and ways in which the
+hand-over can fail."""
 
 import base64
 import pickle
@@ -35,7 +35,7 @@ class EngineWithGpu(PacedEngine):
 
 
 class RankWithGpu(TrainerActor):
-    """A rank on the GPU of its number, which hands over in small pieces."""
+    """A rank on the GPU with its number. It hands weights over in small pieces."""
 
     def __init__(self, config: TrainConfig, rank: int) -> None:
         super().__init__(config, rank)
@@ -43,7 +43,7 @@ class RankWithGpu(TrainerActor):
         stand_in(GPUS[rank])
 
     def change(self, policy_version: int) -> None:
-        """Become another policy: far from the one before."""
+        """Change the weights so much that the canary can tell the versions apart."""
         self._learner.policy_version = policy_version
         with torch.no_grad():
             for parameter in self._learner._policy.parameters():
@@ -57,7 +57,10 @@ def _silent() -> None:
 
 @dataclass
 class Disturbed:
-    """An engine's handle, whose updates from the second one on are disturbed so."""
+    """An engine's handle that disturbs the weight updates from the second one on.
+
+    `how` names one of the methods below.
+    """
 
     handle: Any
     how: str
@@ -70,7 +73,7 @@ class Disturbed:
 
     @property
     def options(self) -> Any:
-        raise AssertionError("nothing is asked aside")
+        raise AssertionError("the hand-over uses no actor options")
 
     def remote(self, method: str, *args: Any) -> Any:
         if method != "update_weights":
@@ -85,11 +88,11 @@ class Disturbed:
         return self._go_on(update)
 
     def lost(self, update: dict[str, Any]) -> Any:
-        """One never comes."""
+        """The second update never arrives."""
         return ray.put(None) if self.num_updates == 2 else self._go_on(update)
 
     def late(self, update: dict[str, Any]) -> Any:
-        """One comes when its buffer has the next one's tensors."""
+        """The second update arrives when its buffer already holds the tensors of the next."""
         if self.num_updates == 2:
             self.held.append(update)
             return ray.put(None)
@@ -98,7 +101,7 @@ class Disturbed:
         return self._go_on(update)
 
     def elsewhere(self, update: dict[str, Any]) -> Any:
-        """Their handles are of another GPU."""
+        """The updates have no handle for the engine's GPU."""
         if self.num_updates < 2:
             return self._go_on(update)
         handles = pickle.loads(base64.b64decode(update["ipc_handles_pickled"]))

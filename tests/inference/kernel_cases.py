@@ -1,5 +1,8 @@
-"""The kernel draws what the definition says: compiled where there is a GPU, elsewhere in Triton's
-interpreter, which must be switched on before Triton is imported (`test_kernel`)."""
+"""The sampling kernel draws the tokens of the definition.
+
+On a GPU the kernel is compiled. Elsewhere it runs in Triton's interpreter, which must be switched
+on before Triton is imported: `test_kernel` runs this file so.
+"""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -22,7 +25,7 @@ def to_gpu(thing: Any) -> Any:
 
 
 def on_gpu(step: Step) -> tuple[Tensor, Tensor, StepRows]:
-    """What `gpu.sample` takes."""
+    """Return the arguments of `gpu.sample`, on the GPU if there is one."""
     rows = replace(
         step.rows, **{f.name: to_gpu(getattr(step.rows, f.name)) for f in fields(step.rows)}
     )
@@ -75,7 +78,7 @@ def test_another_noise_would_be_noticed():
     ("most_drafts", "widths"), [(0, {1}), (4, {1, 2, 4, 8}), (15, {1, 2, 4, 8, 16})]
 )
 def test_what_is_warmed_is_what_steps_call(monkeypatch, most_drafts, widths):
-    """A step of so many rows a request is compiled for the next power of two."""
+    """Kernels are compiled for the next power of two of the rows per request."""
     warmed = []
 
     def seen(logits, drawn_from, rows):

@@ -1,4 +1,5 @@
-"""What live sequences touch of vLLM, beside what engines do: tables of `test_contract.py`."""
+"""Parts of vLLM that live sequences use, beyond those that engines use. Tables for
+`test_contract.py`."""
 
 from tests.inference.vllm_source import BATCH, RUNNER, SCHEDULER
 

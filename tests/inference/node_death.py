@@ -1,10 +1,11 @@
-"""A step on engines of two nodes, one of which dies in the middle of it, on a cluster of its own.
-Prints what became of it.
+"""Run a step on engines of two nodes, kill a node in the middle, and print the result as JSON.
+
+Starts a cluster of its own, and runs the same step three times:
 
     lap 1    undisturbed
-    lap 2    the node dies once its engine has finished a few: all of it, or its raylet alone, whose
-             engine works on until Ray gives the node up
-    lap 3    planned as if both engines were there
+    lap 2    the node dies after its engine has finished a few requests. Either all its processes
+             die, or only the raylet: then the engine works on until Ray declares the node dead
+    lap 3    requests are assigned as if both engines were alive
 """
 
 import asyncio
@@ -35,7 +36,7 @@ FETCH_TIMEOUT_S = 60.0
 
 
 class Hashes:
-    """Stands in for vLLM in an engine's actor: its tokens are hashes."""
+    """Stand-in for vLLM in an engine's actor. Its tokens are hashes."""
 
     token_s = 0.02
 
@@ -116,7 +117,7 @@ def real_step() -> tuple[PolicyWeights, list[RolloutRequest]]:
 
 
 class Laps:
-    """The same step, again and again."""
+    """Runs of the same step."""
 
     def __init__(self, engines: Sequence[Any]) -> None:
         from engines.rollout.coordinator import Coordinator
@@ -127,7 +128,7 @@ class Laps:
         )
 
     async def take(self, weights: PolicyWeights, requests: Sequence[RolloutRequest], see: Any):
-        """Tokens by request, and the outcome."""
+        """Run the step. Return the tokens by request, and the outcome."""
         from ray.exceptions import RayError
 
         from benchmarks.one_step import fetch

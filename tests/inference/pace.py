@@ -1,5 +1,4 @@
-"""Engines whose steps can be made to last: a fast machine ends a response before a test meets its
-middle."""
+"""Engines with slow steps, so that tests can catch a response before it ends on a fast machine."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,13 +21,13 @@ class PacedEngine(VLLMEngine):
 
 
 async def set_pace(engine: RayEngine, step_s: float) -> None:
-    """Have each step of this engine last so long at least, until it starts anew."""
+    """Make each step of this engine last at least `step_s`, until the engine restarts."""
     await engine.actor.set_pace.remote(step_s)
 
 
 @asynccontextmanager
 async def paced(engines: Sequence[RayEngine]) -> AsyncIterator[None]:
-    """Have these engines take slow steps."""
+    """Make the steps of these engines slow inside the context."""
     for engine in engines:
         await set_pace(engine, STEP_S)
     yield

@@ -8,7 +8,7 @@ from engines.inference.engine.worker import WorkerExtension
 
 class PacedWorker(WorkerExtension):
     def set_pace(self, step_s: float) -> None:
-        """Wait this long before each step."""
+        """Wait `step_s` before each step."""
         runner = self.model_runner
         execute = type(runner).execute_model
 

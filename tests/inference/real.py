@@ -1,4 +1,4 @@
-"""Rollouts on real vLLM engines: what the tests of this folder share."""
+"""Configuration, requests and rollouts for tests on real vLLM engines."""
 
 import asyncio
 import hashlib
@@ -54,7 +54,7 @@ def requests(prompts: Sequence[tuple[int, ...]], seed: int = 0) -> list[RolloutR
 
 
 async def roll_out(engines, weights, assignments, policies=(), on_progress=None, pools=()):
-    """Rollouts by request id, and the outcome."""
+    """Run a stage on the engines. Return the rollouts by request id, and the outcome."""
     coordinator = Coordinator(engines, policies, pools=pools)
     await coordinator.load_weights(weights)
     told: list[FinishedRollout] = []
@@ -63,7 +63,7 @@ async def roll_out(engines, weights, assignments, policies=(), on_progress=None,
         told.extend(rollouts)
 
     outcome = await asyncio.wait_for(coordinator.roll_out(assignments, keep, on_progress), 300)
-    # Waits for an engine that is being restarted: the next test wants it.
+    # Wait for engines that are restarting: the next test needs them.
     await coordinator.load_weights(weights)
     finished = {rollout.id: rollout for rollout in await fetch(told)}
     assert len(finished) == len(told)

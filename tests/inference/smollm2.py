@@ -1,13 +1,14 @@
-"""Faults of weights in a real engine with a real model.
+"""Load right and wrong weights into a real engine with a real model, and record the canaries.
 
     python -m tests.inference.smollm2 MODEL FILE
 
-An engine in bfloat16 takes right weights and wrong ones. FILE gets, for each case, the canaries'
-log-probabilities of the trainer in float32 and in bfloat16, those of the engine, and what the
-engine said. `smollm2.json` beside this file is one.
+The engine runs in bfloat16. For each case, FILE gets the canaries' log-probabilities of the trainer
+in float32 and in bfloat16, those of the engine, and the engine's message. `smollm2.json` in this
+folder is such a file.
 
-A step of 1e-5 changes few weights that bfloat16 can tell apart, so no difference of
-log-probabilities shows it; one of 1e-3 is plain. A layer whose weights do not come is found anyway.
+With a learning rate of 1e-5, a step changes few weights by enough for bfloat16, so no difference of
+log-probabilities shows it. A step with 1e-3 shows clearly. The engine notices a layer that received
+no weights in any case.
 """
 
 import asyncio
@@ -56,7 +57,7 @@ def config_of(model_dir: Path) -> TrainConfig:
 
 
 def sampled(model_dir: Path) -> list[list[int]]:
-    """Return questions with responses that the model drew at temperature 1."""
+    """Return questions with responses that the model sampled at temperature 1."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
@@ -73,7 +74,7 @@ def sampled(model_dir: Path) -> list[list[int]]:
 
 
 class Policy:
-    """The trainer's policy, whose parameters can be changed for a while."""
+    """The trainer's policy. Tests can change its parameters for a while."""
 
     def __init__(self, config: TrainConfig, sequences: Sequence[Sequence[int]]) -> None:
         self._learner = Learner(config)
@@ -87,7 +88,7 @@ class Policy:
 
     @torch.no_grad()
     def hold(self, tensors: Tensors) -> None:
-        """Have these parameters; the head stays tied."""
+        """Set these parameters. The head stays tied to the embeddings."""
         own = dict(self._model.named_parameters())
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
@@ -99,7 +100,7 @@ class Policy:
         return found
 
     def canaries_with_head(self, head: Tensor) -> tuple[Canary, ...]:
-        """Return canaries of a model whose head is not that of its embeddings."""
+        """Return canaries of a model with this head instead of the tied one."""
         tied = self._model.lm_head.weight
         self._model.lm_head.weight = torch.nn.Parameter(head.float())
         found = self.canaries()
@@ -117,7 +118,7 @@ class Policy:
         return found
 
     def next_version(self, learning_rate: float) -> dict[str, Tensor]:
-        """Return the weights after AdamW's first step towards the canaries' own tokens."""
+        """Return the weights after the first AdamW step that raises the canaries' likelihood."""
         sequences = [
             TokenSequence(np.asarray(ids, np.int32), len(ids) - 1) for ids in self._sequences
         ]
@@ -136,7 +137,7 @@ def in_layer(tensors: Tensors) -> dict[str, Tensor]:
 
 
 def swapped(tensors: Tensors) -> dict[str, Tensor]:
-    """Exchange q and the first heads of k in one layer."""
+    """Return q and k of one layer, with k and the first heads of q exchanged."""
     q, k = (f"model.layers.{LAYER}.self_attn.{part}_proj.weight" for part in "qk")
     rows = len(tensors[k])
     first, rest = tensors[q][:rows], tensors[q][rows:]
@@ -144,7 +145,7 @@ def swapped(tensors: Tensors) -> dict[str, Tensor]:
 
 
 def half_of(new: Tensors, old: Tensors) -> dict[str, Tensor]:
-    """Return what one of two TP ranks would hold of an older version."""
+    """Return weights in which one of two TP ranks still holds the older version."""
     columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     rows = ("o_proj", "down_proj")
     mixed = {}
@@ -161,7 +162,7 @@ def half_of(new: Tensors, old: Tensors) -> dict[str, Tensor]:
 
 
 def noisy(tensors: Tensors, share: float) -> dict[str, Tensor]:
-    """Add noise of so large a share of its deviation to each matrix."""
+    """Add noise to each matrix: `share` of the matrix's standard deviation."""
     torch.manual_seed(0)
     return {
         name: (one.float() + share * one.float().std() * torch.randn(one.shape)).to(one.dtype)
@@ -171,7 +172,7 @@ def noisy(tensors: Tensors, share: float) -> dict[str, Tensor]:
 
 
 Case = tuple[Tensors, Callable[[], tuple[Canary, ...]]]
-"""Weights that the engine takes, and the trainer's canaries."""
+"""Weights that the engine loads, and a function that returns the trainer's canaries."""
 
 
 def cases(policy: Policy) -> dict[str, Case]:
@@ -220,7 +221,7 @@ async def measure(model_dir: Path) -> dict[str, Any]:
 async def take(
     engine: VLLMEngine, tensors: Tensors, canaries: tuple[Canary, ...]
 ) -> dict[str, Any]:
-    """Load weights, and return what came of it."""
+    """Load weights. Return the engine's message and all log-probabilities."""
     file = safetensors.torch.save(dict(tensors), {"format": "pt"})
     try:
         error = await engine.load_weights(PolicyWeights(0, file, canaries))
@@ -237,7 +238,7 @@ async def take(
 
 
 def written(value: Any) -> Any:
-    """Round for a small file."""
+    """Round all numbers to keep the file small."""
     if isinstance(value, float):
         return round(value, 4)
     if isinstance(value, dict):

@@ -1,9 +1,10 @@
-"""Requests that go over from engine to engine in mid-response: how the tests of this folder do it.
+"""Helpers for tests that move requests between engines in the middle of a response.
+
 A move must change no token.
 
     engines 0, 1    TP 1; the second one drafts     model: 4 attention heads, 2 KV heads
     engine 2        TP 2, drafts from history       one KV head a rank
-    engine 3        TP 4, where slow tests run      two ranks have the same KV head
+    engine 3        TP 4, in slow tests only        two ranks have the same KV head
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from tests.inference.real import CONFIG, requests
 
 NUM_REQUESTS = 8
 MOVED_AT = 24
-"""Response tokens of the longest when they are taken out; the shortest has 8."""
+"""Tokens of the longest response when requests are withdrawn. The shortest then has at least 8."""
 BLOCK = CPU_BLOCK_TOKENS
 
 
@@ -35,15 +36,18 @@ def engine_of(index: int, tp_degree: int, **changes) -> RayEngine:
 
 
 def double_requests(prompts) -> list[RolloutRequest]:
-    """Of two prompts each, so that many are longer than a block."""
+    """Return requests with two prompts joined in each, so that many are longer than a block."""
     return requests([(*prompts[i - 1], *prompts[i]) for i in range(len(prompts))])
 
 
 def longest(
     todo: Sequence[RolloutRequest], finished: dict[RequestId, Rollout]
 ) -> list[RolloutRequest]:
-    """They can be caught in the middle. Of one prompt each: responses that begin alike would find
-    each other's blocks in the prefix cache."""
+    """Return the requests with the longest responses, which a test can catch in the middle.
+
+    Take one request per prompt: responses that begin alike would find each other's blocks in the
+    prefix cache.
+    """
 
     def num_tokens(request: RolloutRequest) -> int:
         return len(finished[request.id].generated.token_ids)
@@ -57,16 +61,16 @@ def longest(
 
 @dataclass
 class Moved:
-    """What a test sees of a move."""
+    """The result of a move."""
 
     requests: Sequence[RolloutRequest]
-    """As they were taken out."""
+    """Requests as the source returned them when they were withdrawn."""
     finished: dict[RequestId, Rollout]
-    """All, those that did not move too."""
+    """All rollouts, including those that did not move."""
 
     @property
     def cached(self) -> list[tuple[int, int]]:
-        """(tokens that needed no prefill, tokens before the move) of each that moved."""
+        """Return (tokens that needed no prefill, tokens before the move) of each moved request."""
         return [
             (
                 self.finished[r.id].num_cached_tokens,
@@ -77,7 +81,7 @@ class Moved:
 
 
 async def finished_on(engine: RayEngine, num: int) -> dict[RequestId, Rollout]:
-    """The next that finish there, at full speed."""
+    """Return the next `num` rollouts that finish there, at full speed."""
     await set_pace(engine, 0.0)
     finished: dict[RequestId, Rollout] = {}
     async with asyncio.timeout(90):
@@ -93,7 +97,7 @@ async def generate(engine: RayEngine, todo: Sequence[RolloutRequest]) -> dict[Re
 
 
 async def begin(engine: RayEngine, todo: Sequence[RolloutRequest]) -> None:
-    """Generate until they can be moved, slowly."""
+    """Submit the requests and generate slowly until they have enough tokens to be moved."""
     await set_pace(engine, STEP_S)
     await engine.submit(todo)
     async with asyncio.timeout(90):
@@ -114,12 +118,16 @@ async def move(
     ahead: bool = False,
     meanwhile: Callable[[Sequence[RolloutRequest]], None] = lambda _: None,
 ) -> Moved:
-    """Begin on the sources, go on at the target. `ahead`: save keys and values before, too."""
+    """Begin on the sources and continue on the target.
+
+    `ahead`: save keys and values before the withdrawal too. `meanwhile`: receives the withdrawn
+    requests before the target does.
+    """
     dealt = [todo[i :: len(sources)] for i in range(len(sources))]
     pairs = list(zip(sources, dealt, strict=True))
 
     async def begin_and_save(engine: RayEngine, part: Sequence[RolloutRequest]) -> SavedKV | None:
-        # Each at once: requests of the one that began first may have ended when others have begun.
+        # Do not wait for the other sources: requests might end meanwhile.
         await begin(engine, part)
         return await engine.precopy([r.id for r in part]) if ahead else None
 
@@ -132,7 +140,7 @@ async def move(
     for (engine, part), leaving in zip(pairs, left, strict=True):
         finished |= await finished_on(engine, len(part) - len(leaving))
     moved = [request for leaving in left for request in leaving]
-    assert len(moved) >= len(todo) // 2, "hardly any was caught in the middle"
+    assert len(moved) >= len(todo) // 2, "too few requests were moved in the middle"
     if ahead:
         assert {request.kv.path for request in moved} == {one.path for one in saved}
     meanwhile(moved)
@@ -173,16 +181,19 @@ def assert_moved(moved: Moved) -> None:
     for request, (cached, before) in zip(moved.requests, moved.cached, strict=True):
         assert request.kv is not None
         assert request.kv.num_tokens == before - 1
-        # The last token has none, and one that drafts computes two.
+        # The last token has no keys and values yet. An engine that drafts computes two tokens.
         assert before - 2 <= cached <= before - 1
 
 
 def assert_recomputed(moved: Moved) -> None:
-    """But for what prompts begin with alike, which one request computes for all."""
+    """Assert that each request computed its context again.
+
+    Prompts may share a beginning, which one request computes for all.
+    """
     for request, (cached, _) in zip(moved.requests, moved.cached, strict=True):
         assert cached < len(request.prompt_token_ids)
 
 
 async def load(engines: Sequence[RayEngine], weights) -> None:
-    """The prefix caches are empty then."""
+    """Load weights, which also empties the prefix caches."""
     await asyncio.gather(*(engine.load_weights(weights) for engine in engines))

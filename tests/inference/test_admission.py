@@ -1,4 +1,4 @@
-"""Requests on their way into vLLM."""
+"""Requests enter vLLM in the right order, and with the right parameters."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ FIRST, SECOND, THIRD = requests([(5, 6, 7)])[:3]
 
 
 class Core:
-    """vLLM's engine core: what it is told."""
+    """Fake of vLLM's engine core that records its calls."""
 
     def __init__(self, on_add=None) -> None:
         self.told, self.on_add = [], on_add
@@ -32,7 +32,7 @@ class Core:
 
 
 class FrontEnd:
-    """vLLM's front end: requests that it knows."""
+    """Fake of vLLM's front end that records the requests it knows."""
 
     def __init__(self) -> None:
         self.request_states = {}
@@ -43,7 +43,7 @@ class FrontEnd:
 
 @pytest.fixture
 def llm(monkeypatch):
-    """vLLM's `AsyncLLM`; requests are not checked."""
+    """Fake of vLLM's `AsyncLLM`. It does not validate requests."""
     monkeypatch.setattr(
         admission, "_core_request", lambda _, request, __: SimpleNamespace(request_id=request.name)
     )
@@ -63,7 +63,7 @@ async def test_all_are_known_before_the_core_is_told_of_one(llm):
 
 
 async def test_one_that_is_withdrawn_on_its_way_does_not_stay_in_the_core(llm):
-    """Nor does it keep the others waiting, whose batch it is part of."""
+    """The core must receive it all the same: the rest of the batch waits for it."""
     known = llm.output_processor.request_states
     llm.engine_core.on_add = lambda: known.pop(str(SECOND.id), None)
     await admit(llm, admitted_of(FIRST, SECOND, THIRD))
@@ -85,7 +85,7 @@ def test_what_was_generated_before_is_part_of_the_prompt():
     [(True, None, True), (False, 384, True), (False, 385, False), (False, None, False)],
 )
 def test_engines_that_pool_or_race_long_responses_take_keys_and_values(pooled, least, moves):
-    """A response has 384 tokens at most."""
+    """A request has 384 tokens at most, prompt included, so 385 is never reached."""
     changed = {"race_kv_tokens": least}
     specactor = CONFIG.engine.specactor.model_copy(update=changed)
     config = CONFIG.engine.model_copy(update={"pooled": pooled, "specactor": specactor})
@@ -95,12 +95,12 @@ def test_engines_that_pool_or_race_long_responses_take_keys_and_values(pooled, l
     assert (kv is not None) is moves
     assert ("kv_transfer_config" in engine_args(config, 0, on_cpu=True)) is moves
     alone = config.model_copy(update={"pooled": False, "specactor": SpecActorConfig()})
-    assert not alone.moves_kv, "nobody races without a draft model"
+    assert not alone.moves_kv, "without a draft model there are no races"
 
 
 @pytest.mark.parametrize("split", Split)
 def test_stop_strings_go_along_with_where_a_response_begins(split):
-    """What was generated elsewhere is part of it; validations have them too."""
+    """Tokens from another engine belong to the response. Validation uses stop strings too."""
     own = CONFIG.rollout.model_copy(update={"stop": ("x=", "y")})
     config = CONFIG.engine.model_copy(update={"rollout": own})
     moved = replace(
@@ -120,6 +120,6 @@ def test_engines_and_drafters_trust_code_as_they_are_told_and_read_no_pickles(tr
     config = CONFIG.model_copy(update={"model": model})
     args = engine_args(config.engine, 0, on_cpu=True)
     assert args["trust_remote_code"] is trusted
-    assert args["load_format"] == "safetensors", "vLLM would fall back to pickles"
+    assert args["load_format"] == "safetensors", "with another format vLLM may load pickles"
     (drafter,) = config.engine.drafter_processes
     assert drafter.trust_remote_code is trusted

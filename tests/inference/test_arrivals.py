@@ -1,4 +1,4 @@
-"""Requests of one submission begin together, and each of them begins."""
+"""Requests of one submission begin together, and every request begins."""
 
 from hypothesis import given
 from hypothesis import strategies as st

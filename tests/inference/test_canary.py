@@ -1,7 +1,7 @@
-"""How far an engine may be from its trainer.
+"""The canary check accepts right weights and refuses wrong ones.
 
-`smollm2.json` holds log-probabilities of a real engine and trainer in bfloat16, with right and
-wrong weights (`tests.inference.smollm2` made it).
+`smollm2.json` holds log-probabilities of a real engine and its trainer in bfloat16, with right and
+wrong weights. `tests.inference.smollm2` writes it.
 """
 
 import json
@@ -62,7 +62,7 @@ def test_wrong_weights_of_a_real_model_in_bfloat16_are_refused(name: str) -> Non
 
 
 def test_an_epsilon_is_refused_only_where_it_matters() -> None:
-    """SmolLM2's activations are large: 1e-6 for 1e-5 changes less than rounding does."""
+    """SmolLM2's activations are large, so 1e-6 for 1e-5 changes less than rounding does."""
     assert all(check.holds for check in checks_of("epsilon 1e-6 for 1e-5"))
     case = RECORDED["epsilon 1e-6 for 1e-5"]
     effect = [
@@ -73,7 +73,7 @@ def test_an_epsilon_is_refused_only_where_it_matters() -> None:
 
 
 def test_rounding_alone_is_within_the_bounds_however_short_the_sequence() -> None:
-    """Cut the recorded sequences anywhere: right weights pass."""
+    """Right weights pass, wherever we cut the recorded sequences."""
     case = RECORDED["right"]
     for length in (2, 3, 5, 9, 17, 40, 90):
         for start in range(0, 127 - length, length):
@@ -86,7 +86,7 @@ def test_rounding_alone_is_within_the_bounds_however_short_the_sequence() -> Non
 
 
 def test_a_shift_that_is_smaller_than_rounding_is_refused() -> None:
-    """Rounding has no sign; a policy that is another one may."""
+    """Rounding errors go both ways. Those of another policy may all go one way."""
     case = RECORDED["right"]
     shifted = [[value + 0.04 for value in one] for one in case["engine"]]
     checks = check_canaries(canaries_of(case), shifted, "bfloat16")
@@ -136,7 +136,7 @@ def test_the_message_has_both_differences_and_their_bounds() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_real_engine_refuses_what_the_record_says(smollm2_dir: Path, tmp_path: Path) -> None:
-    """All of the above on a live engine, and a layer whose weights do not come."""
+    """The cases above on a live engine, and a layer that receives no weights."""
     command = [sys.executable, "-m", "tests.inference.smollm2", str(smollm2_dir)]
     file = tmp_path / "found.json"
     done = subprocess.run(
@@ -150,8 +150,11 @@ def test_a_real_engine_refuses_what_the_record_says(smollm2_dir: Path, tmp_path:
 
 
 def long_one(changed: float = 0.0, num_changed: int = PIECE) -> tuple[Canary, list[float]]:
-    """All that was recorded as one sequence, eight times; the engine's last tokens are others by
-    so much."""
+    """Return a long canary, and the engine's log-probabilities of it.
+
+    The canary is all recorded sequences, eight times. The engine's last `num_changed` values are
+    off by `changed`.
+    """
     case = RECORDED["right"]
     exact, rounded, engine = (
         np.concatenate([one for one in case[name] for _ in range(8)])
@@ -171,7 +174,7 @@ def test_pieces_of_a_long_canary_pass_with_room() -> None:
 
 
 def test_what_differs_behind_a_long_window_alone_is_refused() -> None:
-    """In the mean over all of a long canary it is lost in rounding."""
+    """Negative control: the mean over the whole canary hides the difference in rounding."""
     canary, engine = long_one(changed=0.15)
     assert all(check.holds for check in check_canaries([canary], [engine], "bfloat16"))
     *before, last = check_pieces([canary], [engine], "bfloat16")

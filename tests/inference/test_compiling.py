@@ -1,7 +1,7 @@
-"""What an engine compiles stays on its node, and the next engine there compiles nothing.
+"""An engine's compiled kernels stay on its node, so the next engine there compiles nothing.
 
-On a CPU vLLM 0.32 cannot load what it saves of a whole model (it says "no attribute
-'finalize_loading'"), so the graph is traced again. The kernels, which take the time, are found.
+On a CPU, vLLM 0.32 cannot load a compiled model that it saved ("no attribute 'finalize_loading'"),
+so it traces the graph again. It does find the kernels, which take most of the time.
 """
 
 import json
@@ -32,12 +32,12 @@ def start(index: int, root: Path) -> dict[str, str]:
 
 
 def kernels(root: Path) -> dict[Path, int]:
-    """Return the compiled kernels below a directory, and when each was made."""
+    """Return the compiled kernels below a directory, with their modification times."""
     return {file.relative_to(root): file.stat().st_mtime_ns for file in root.rglob("*.so")}
 
 
 def test_the_second_engine_of_a_node_compiles_nothing(tmp_path: Path) -> None:
-    """Though it has another number, and directories of its own for what goes with it."""
+    """The second engine has another index, and a temporary directory of its own."""
     root, other = tmp_path / "one", tmp_path / "other"
     first = start(0, root)
     made = kernels(root)
@@ -46,10 +46,10 @@ def test_the_second_engine_of_a_node_compiles_nothing(tmp_path: Path) -> None:
     assert kernels(root) == made
 
     assert first["TMPDIR"] != second["TMPDIR"]
-    assert not Path(first["TMPDIR"]).exists(), "it goes with its engine"
+    assert not Path(first["TMPDIR"]).exists(), "the engine did not delete it"
     for place in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR"):
         assert first[place] == second[place]
         assert Path(first[place]).is_relative_to(root)
 
     start(1, other)
-    assert len(kernels(other)) == len(made), "negative control: they are found nowhere else"
+    assert len(kernels(other)) == len(made), "negative control: another root was not empty"

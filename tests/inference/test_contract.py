@@ -1,5 +1,7 @@
-"""Everything of vLLM's that engines touch is there and as it was, on CPU and GPU classes: by its
-source, which is read in a moment where importing it takes many seconds."""
+"""vLLM still has everything that engines use of it, on its CPU and GPU classes.
+
+The tests read vLLM's source: importing vLLM takes many seconds.
+"""
 
 import ast
 from collections.abc import Mapping
@@ -247,7 +249,7 @@ NAMES = {
 
 
 def of_both(*tables: Mapping[str, T]) -> list[tuple[str, T]]:
-    """Rows of all tables; a place may be in several."""
+    """Return the rows of all tables. A place may be in several."""
     return [row for table in tables for row in table.items()]
 
 
@@ -288,8 +290,10 @@ def test_the_runner_of_cpus_is_made_from_that_of_gpus() -> None:
 
 
 def test_a_scheduler_of_ones_own_is_made_as_its_class_was() -> None:
-    """By name, so that a function may choose the class; asynchronous scheduling adds to the other
-    one."""
+    """vLLM calls `Scheduler` with keywords, so a function that chooses the class can replace it.
+
+    The asynchronous scheduler derives from the plain one.
+    """
     made = [
         node
         for node in ast.walk(Source.of("v1/engine/core.py:EngineCore").node)
@@ -303,7 +307,7 @@ def test_a_scheduler_of_ones_own_is_made_as_its_class_was() -> None:
 
 
 def test_what_a_scheduler_cuts_of_a_steps_tokens_has_no_log_probabilities() -> None:
-    """Those are taken for as many tokens as `_update_request_with_output` returns."""
+    """vLLM takes log-probabilities for the tokens that `_update_request_with_output` returns."""
     update = next(
         node
         for node in ast.walk(Source.of(SCHEDULER).node)
@@ -316,7 +320,7 @@ def test_what_a_scheduler_cuts_of_a_steps_tokens_has_no_log_probabilities() -> N
 
 
 def test_a_front_end_hands_outputs_and_errors_to_whoever_was_given_with_a_request() -> None:
-    """To one method of it, and asks for nothing else."""
+    """The front end calls only `put` of the queue that it got with the request."""
     uses = [
         ast.unparse(node)
         for name in ("OutputProcessor", "RequestState")
@@ -328,7 +332,7 @@ def test_a_front_end_hands_outputs_and_errors_to_whoever_was_given_with_a_reques
 
 
 def test_what_a_step_puts_out_of_log_probabilities_can_be_joined() -> None:
-    """In this order, and for all tokens of a request where there are no bounds."""
+    """We join the fields by position, so their order must stay."""
     lists = Source.of("v1/outputs.py:LogprobsLists").node
     assert [ast.unparse(base) for base in lists.bases] == ["NamedTuple"]
     fields = [node.target.id for node in lists.body if isinstance(node, ast.AnnAssign)]  # ty: ignore
@@ -341,7 +345,7 @@ def test_what_a_step_puts_out_of_log_probabilities_can_be_joined() -> None:
 
 
 def test_a_speculator_of_ones_own_is_called_as_it_was() -> None:
-    """Of method `custom_class`: the tokens, and the batch that rows are found in."""
+    """A speculator of method `custom_class` gets the sampled tokens and the batch's arrays."""
     calls = [
         node
         for node in ast.walk(Source.of(RUNNER).node)

@@ -1,4 +1,4 @@
-"""The compiled sampler of CPUs draws what the definition says."""
+"""The compiled CPU sampler draws the tokens of the definition."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_another_noise_would_be_noticed():
 
 
 def test_no_row_is_read_but_its_own():
-    """Rows of nan beside it, as padding may have, change no token of a request."""
+    """Other rows may hold nan, as padding does. They change no token of this row."""
     step = make_step(3, 50, 36, drafted=False)
     tokens, _ = cpu.sample(step.logits, step.drawn_from, step.rows)
     step.logits[1:] = torch.nan

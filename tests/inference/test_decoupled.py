@@ -1,4 +1,4 @@
-"""Real draft models ahead of real verification, on Ray: no token changes."""
+"""Real draft models draft for real engines on Ray, and change no token."""
 
 import asyncio
 import itertools
@@ -31,28 +31,28 @@ OWN_TEXT = DraftSetting("ngram", WINDOW)
 
 
 NUM_PROMPTS = 32
-"""Enough for races to come in time on a fast machine, or a busy one."""
+"""Enough prompts for races to begin before responses end, on fast and on busy machines."""
 MOST_ROLLOUTS = 10
 ENOUGH = 50
-"""Draft tokens that say something of acceptance."""
+"""Draft tokens that are enough to measure the acceptance rate."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def drafters(engines, history_dir):
-    """Of the responses in this file none has a history, but where a test makes one."""
+    """Start the drafters. Delete all histories: tests that need one write it."""
     for path in history_dir.glob("*.index"):
         path.unlink()
     said: list[str] = []
     drafters = Drafters(CONFIG.engine.drafter_processes, engines[1:], 3, said.append)
     await drafters.start()
-    # Of each engine and the drafter one of Ray's and some of vLLM's, and where the drafter serves.
+    # Each engine and the drafter open a port of Ray and some of vLLM. The drafter opens one more.
     assert_on_loopback(family(), at_least=7)
     yield drafters, said
     await drafters.shutdown()
 
 
 async def roll_out_drafted(engines, drafters, weights, assignments, policies=(), on_progress=None):
-    """Rollouts by request id, the outcome, and what the drafters counted."""
+    """Run a stage. Return the rollouts by request id, the outcome, and the drafters' counts."""
     await drafters[0].take_counts()
     finished, outcome = await roll_out(engines, weights, assignments, policies, on_progress)
     return finished, outcome, (await drafters[0].take_counts())["small"]
@@ -73,8 +73,10 @@ def assert_as_without_drafts(finished, on_one_engine) -> None:
 
 
 async def roll_out_until_drafted(engines, drafters, weights, todo, on_one_engine):
-    """Generated tokens of rollouts that had drafts, and what the drafters counted. Nobody waits for
-    drafts, so on a busy machine it may take several."""
+    """Repeat the stage until enough tokens were drafted. Return the generated tokens and counts.
+
+    Engines do not wait for drafts, so a busy machine may need several rollouts.
+    """
     counts = StreamCounts()
     for _ in range(MOST_ROLLOUTS):
         finished, outcome, of_one = await roll_out_drafted(engines, drafters, weights, todo)
@@ -84,7 +86,7 @@ async def roll_out_until_drafted(engines, drafters, weights, todo, on_one_engine
         if sum(one.num_draft_tokens for one in generated) >= ENOUGH:
             assert outcome.shares[1].drafting.num_drafting_steps
             return generated, counts
-    raise AssertionError(f"no drafts came in {MOST_ROLLOUTS} rollouts: {counts}")
+    raise AssertionError(f"too few drafts arrived in {MOST_ROLLOUTS} rollouts: {counts}")
 
 
 @pytest.mark.parametrize("setting", [COUPLED, DECOUPLED, OWN_TEXT])
@@ -109,7 +111,10 @@ async def test_no_drafter_changes_a_token(
 async def test_history_and_a_model_draft_in_one_verification(
     engines, drafters, learner, prompts, on_one_engine, history_dir
 ):
-    """More is accepted than of each alone. Nobody waits for the model, so it may take several."""
+    """Both together get more tokens accepted than either alone.
+
+    Engines do not wait for the model, so this may take several rollouts.
+    """
     weights = weights_of(learner, prompts)
 
     async def accepted(setting: DraftSetting | None) -> int:
@@ -130,7 +135,7 @@ async def test_history_and_a_model_draft_in_one_verification(
 
 
 class RaceAll:
-    """Everything on engine 0 is raced on engine 1, once it has begun."""
+    """Policy that races each request of engine 0 on engine 1, once it has 8 tokens."""
 
     def __init__(self) -> None:
         self.raced: set[RequestId] = set()
@@ -155,8 +160,10 @@ async def test_a_race_changes_no_token(engines, drafters, learner, prompts, on_o
 
 
 class RedraftAll:
-    """Every request changes its drafting, to and fro, whenever it is looked at: on a fast machine
-    that is two times."""
+    """Policy that switches all requests between two draft settings at every decision.
+
+    On a fast machine there are two decisions.
+    """
 
     def __init__(self, there: DraftSetting, back: DraftSetting) -> None:
         self.settings = itertools.cycle((there, back))

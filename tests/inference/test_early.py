@@ -1,5 +1,7 @@
-"""Blocks that are copied while their requests go on: what is taken is what the requests had all the
-time."""
+"""Copies of blocks that are made while their requests still generate.
+
+A copy is used only if its request has owned the block all the time.
+"""
 
 from threading import Event
 
@@ -15,7 +17,7 @@ from tests.inference.test_kv_files import IDENTITY, NUM_BLOCKS, caches
 
 
 class Rank:
-    """A cache whose blocks hold the number of their last writer, and its early copies."""
+    """A cache and its early copies. Each block holds the number of its last write."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -27,7 +29,7 @@ class Rank:
             cache[list(rows)] = float(number)
 
     def begin(self, **rows):
-        """Begin to copy, and wait for its end."""
+        """Copy the rows, and wait for the end."""
         path = self.copies.begin(self.path_of, self.cache, rows, IDENTITY)
         while path and not path.exists():
             pass
@@ -37,7 +39,7 @@ class Rank:
         return rank_file(self.directory, 0, part)
 
     def take(self, **rows):
-        """Numbers that the copies of each request hold."""
+        """Return the numbers in the copies of each request."""
         held = self.copies.take(rows)
         return {
             name: [number for extent in extents for number in self._numbers(extent)]
@@ -70,7 +72,7 @@ def test_what_came_since_is_copied_to_the_next_part(rank):
 
 
 def test_one_that_has_lost_its_blocks_has_no_copies(rank):
-    """It has the same ones again, which another had meanwhile: as where it was preempted."""
+    """A preempted request may get the same blocks again, after another request wrote to them."""
     rank.write(1, 3, 5)
     rank.begin(a=[3, 5], b=[3, 5])
     rank.copies.drop(["a"])
@@ -132,7 +134,7 @@ def test_without_room_it_goes_on_without(rank, monkeypatch, caplog):
 
 
 class Blocks:
-    """Blocks of requests, some of which begin alike; who loses its last holder may be another's."""
+    """Blocks of requests. Requests may share blocks. A block without an owner is free."""
 
     def __init__(self):
         self.of = {}
@@ -147,7 +149,7 @@ class Blocks:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_what_is_taken_is_what_the_requests_had(tmp_path_factory, data):
-    """Requests begin, alike or not, grow, end, are preempted and come back, in whatever order."""
+    """Requests begin (some share blocks), grow, end, are preempted and return, in any order."""
     rank, blocks = Rank(tmp_path_factory.mktemp("kv")), Blocks()
 
     def write(name):

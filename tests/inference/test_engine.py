@@ -1,4 +1,7 @@
-"""Real vLLM engines on Ray: a sample is the same one wherever and however it is generated."""
+"""Real vLLM engines on Ray generate the same samples on any engine, in any order, with any drafts.
+
+The tests also migrate requests and kill an engine.
+"""
 
 import asyncio
 import os
@@ -48,7 +51,7 @@ async def test_two_engines_and_another_order_change_nothing(
 
 
 async def test_another_key_gives_other_samples(engines, learner, prompts, on_one_engine):
-    """The negative control: the tests above can fail."""
+    """Negative control: the comparison above can fail."""
     todo = [(0, request) for request in requests(prompts, seed=1)]
     finished, _ = await roll_out(engines, weights_of(learner, prompts), todo)
     same = sum(tokens_of(finished)[id] == tokens_of(on_one_engine)[id] for id in finished)
@@ -56,21 +59,21 @@ async def test_another_key_gives_other_samples(engines, learner, prompts, on_one
 
 
 async def test_weights_on_their_way_have_no_name(engines, learner, prompts):
-    """A file of theirs would stay when the engine is killed, and others could read it."""
+    """A named file would stay when the engine is killed, and other users could read it."""
     before, seen = set(os.listdir("/dev/shm")), {}
     loading = asyncio.create_task(engines[0].load_weights(weights_of(learner, prompts)))
     while not loading.done():
         seen |= {entry.name: entry.is_dir() for entry in os.scandir("/dev/shm")}
         await asyncio.sleep(0.001)
     assert await loading < FLOAT32_TOLERANCE
-    # An engine that starts elsewhere on this machine has a directory, and files named after it.
+    # Other engines may start on this machine. Each has a directory, and files with its name.
     others = tuple(name for name, is_dir in seen.items() if is_dir and name not in before)
     named = [name for name in seen.keys() - before if name.startswith("refrain")]
     assert not [name for name in named if not name.startswith(others)]
 
 
 class SwapEngines:
-    """Moves each request once, when it has a few tokens."""
+    """Policy that moves each request once to the other engine, when it has a few tokens."""
 
     def __init__(self) -> None:
         self.moved: set[RequestId] = set()
@@ -91,7 +94,7 @@ async def test_migration_changes_no_token(engines, learner, prompts, on_one_engi
     todo = [(i % 2, request) for i, request in enumerate(requests(prompts))]
     async with paced(engines):
         finished, outcome = await roll_out(engines, weights_of(learner, prompts), todo, [policy])
-    assert outcome.moves.num_migrated, "no request was moved in mid-response"
+    assert outcome.moves.num_migrated, "no request was moved in the middle of its response"
     continued = [finished[id] for id in policy.moved]
     assert tokens_of(finished) == tokens_of(on_one_engine)
     for rollout in continued:
@@ -103,7 +106,7 @@ async def test_migration_changes_no_token(engines, learner, prompts, on_one_engi
 async def test_what_is_told_of_a_running_request_is_how_its_response_begins(
     engines, learner, prompts, on_one_engine
 ):
-    """Its tokens are still in vLLM's engine core, but for those reported meanwhile."""
+    """The engine core buffers tokens between reports, so a copy may be shorter, but never wrong."""
     engine, todo = engines[0], requests(prompts)
     await engine.load_weights(weights_of(learner, prompts))
     await engine.submit(todo)
@@ -128,7 +131,7 @@ async def test_what_is_told_of_a_running_request_is_how_its_response_begins(
 async def test_what_is_withdrawn_at_once_is_given_back_and_the_others_go_on(
     engines, learner, prompts, on_one_engine
 ):
-    """A batch begins when all of it is there: also if some of it is gone by then."""
+    """A batch begins when all its requests arrived, even if some were withdrawn by then."""
     engine, todo = engines[0], requests(prompts)
     await engine.load_weights(weights_of(learner, prompts))
     leaving = [request.id for request in todo[::2]]
@@ -142,7 +145,7 @@ async def test_what_is_withdrawn_at_once_is_given_back_and_the_others_go_on(
 
 
 async def test_an_abandoned_call_loses_no_rollout(engines, learner, prompts):
-    """What a phase leaves behind when it ends: a call that would take the next phase's rollouts."""
+    """A stage that ends leaves a cancelled call. It must not take the next stage's rollouts."""
     await engines[1].load_weights(weights_of(learner, prompts))
     abandoned = asyncio.create_task(engines[1].next_events())
     await asyncio.sleep(0.05)
@@ -169,7 +172,7 @@ async def test_inference_logprobs_are_the_trainers(learner, on_one_engine):
 
 
 class KillInMidMove(SwapEngines):
-    """Kills engine 1 while requests move to it."""
+    """Policy that kills engine 1 while requests move to it."""
 
     def __init__(self, pid: int) -> None:
         super().__init__()
@@ -203,7 +206,7 @@ async def test_an_engine_killed_in_mid_migration_is_restarted_and_the_phase_comp
 
 
 async def test_new_weights_reach_the_engine_and_wrong_ones_fail_closed(engines, prompts):
-    """Tied embeddings included: the packed output head must follow them."""
+    """The embeddings are tied, so the packed output head must change with them."""
     changed = Learner(CONFIG)
     changed.restore(None)
     with torch.no_grad():
@@ -219,7 +222,7 @@ async def test_new_weights_reach_the_engine_and_wrong_ones_fail_closed(engines, 
 
 
 async def history_of(engine, learner, prompts, history_dir) -> None:
-    """Index the samples that another seed gives, as an earlier epoch would have."""
+    """Write indexes of samples with another seed, like those of an earlier epoch."""
     for history in await earlier(engine, learner, prompts):
         path = index_path(history_dir, history.prompt_key)
         index = build_index(history.prompt_token_ids, history.responses, history.rewards)
@@ -227,7 +230,7 @@ async def history_of(engine, learner, prompts, history_dir) -> None:
 
 
 async def earlier(engine, learner, prompts) -> list[PromptHistory]:
-    """Samples that another seed gives, as an earlier epoch would have."""
+    """Return samples with another seed, like those of an earlier epoch."""
     todo = [(engine.index, request) for request in requests(prompts, seed=1)]
     finished, _ = await roll_out([engine], weights_of(learner, prompts), todo)
     groups = [
@@ -242,7 +245,7 @@ async def earlier(engine, learner, prompts) -> list[PromptHistory]:
 
 
 def drafts_of(finished: dict[RequestId, Rollout]) -> tuple[int, int, int]:
-    """Verifications, draft tokens and accepted ones."""
+    """Return the numbers of verifications, draft tokens and accepted tokens."""
     generated = [rollout.generated for rollout in finished.values()]
     return (
         sum(g.num_verifications for g in generated),
@@ -252,8 +255,10 @@ def drafts_of(finished: dict[RequestId, Rollout]) -> tuple[int, int, int]:
 
 
 async def test_drafts_change_no_token(engines, learner, prompts, on_one_engine, history_dir):
-    """Right and wrong drafts; engine 0 does not draft. Then requests that change engines in
-    mid-response, and indexes that vanish or are damaged meanwhile: slower, and the same."""
+    """Right and wrong drafts give the tokens of engine 0, which does not draft.
+
+    So do requests that move in the middle of a response, and indexes that vanish or are damaged.
+    """
     await history_of(engines[0], learner, prompts, history_dir)
     weights, todo = weights_of(learner, prompts), [(1, r) for r in requests(prompts)]
     finished, outcome = await roll_out(engines, weights, todo)
@@ -278,7 +283,7 @@ async def test_drafts_change_no_token(engines, learner, prompts, on_one_engine, 
     assert drafts_of(finished)[2] > 100
 
     def spoil(view: RolloutView) -> None:
-        """Once all have begun."""
+        """Delete all indexes once all requests have begun."""
         if all(num_tokens for engine in view.engines for num_tokens in engine.progress.values()):
             for path in history_dir.iterdir():
                 path.unlink()
@@ -298,8 +303,10 @@ async def test_drafts_change_no_token(engines, learner, prompts, on_one_engine, 
 async def test_what_prompts_share_changes_no_token(
     engines, learner, prompts, on_one_engine, history_dir
 ):
-    """Prompts without a history of their own, drafted for from what others were answered; then the
-    shared files are damaged and vanish."""
+    """Draft for prompts without history from the responses of other prompts.
+
+    Then damage the shared files, and delete them.
+    """
     weights, todo = weights_of(learner, prompts), [(1, r) for r in requests(prompts)]
     shared = SharedLibrary(history_dir, DraftingConfig())
     shared.add(await earlier(engines[0], learner, prompts))
@@ -307,9 +314,9 @@ async def test_what_prompts_share_changes_no_token(
     assert tokens_of(finished) == tokens_of(on_one_engine)
     drafting = outcome.shares[1].drafting
     assert drafting.num_without_index == len(todo)
-    # What a request's last pass verified is not told: it has ended.
+    # The engine does not count shared drafts in a request's last step: the request has ended.
     _, num_drafted, num_accepted = drafts_of(finished)
-    # The gate has learned from the tests before that drafts save little here, and lets few pass.
+    # The gate has learned in earlier tests that drafts save little here, so it keeps only a few.
     assert num_accepted > 10
     assert 0.5 * num_drafted < drafting.num_shared_draft_tokens <= num_drafted
     assert 0 < drafting.num_shared_accepted_tokens < drafting.num_shared_draft_tokens
@@ -328,7 +335,7 @@ async def test_what_prompts_share_changes_no_token(
 
 
 async def test_what_its_start_has_made_is_never_looked_through_for_garbage(engines):
-    """That would take a fifth of a second now and then, in the middle of a step."""
+    """A full garbage collection would pause a step by 0.2 s now and then."""
     num_frozen, enabled = await engines[0].actor.__ray_call__.remote(_garbage)
     assert num_frozen > 100_000
     assert enabled

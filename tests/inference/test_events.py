@@ -1,4 +1,4 @@
-"""What an engine's caller hears of finished rollouts: all but their tokens."""
+"""An engine reports finished rollouts without their tokens, and reports every failure at once."""
 
 import asyncio
 import pickle
@@ -26,7 +26,7 @@ UNDRAFTED = CONFIG.engine.model_copy(
 
 
 def output_of(token_ids):
-    """vLLM's `CompletionOutput`, as far as it is read."""
+    """Return a fake of vLLM's `CompletionOutput`, with the fields that engines read."""
     logprobs = SimpleNamespace(logprobs=[-0.5] * len(token_ids))
     return SimpleNamespace(token_ids=token_ids, logprobs=logprobs, spec_decode_metrics=None)
 
@@ -38,7 +38,7 @@ def finished(request, token_ids) -> Rollout:
 
 @pytest.fixture
 def engine() -> VLLMEngine:
-    """One that does not draft and has finished two rollouts."""
+    """An engine without drafts that has finished two rollouts."""
     engine = VLLMEngine(0, UNDRAFTED)
     engine._llm = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
     first, second = requests([(5, 6, 7)])[:2]
@@ -80,7 +80,7 @@ def test_a_request_that_comes_with_tokens_goes_on_behind_them():
 
 
 class Speaks(VLLMEngine):
-    """An engine whose vLLM gives this final output, or raises this."""
+    """An engine whose vLLM returns `final` as the final output, or raises it."""
 
     def __init__(self, final) -> None:
         super().__init__(0, UNDRAFTED)
@@ -130,7 +130,7 @@ def failed(error, cause):
     ],
 )
 async def test_what_fails_after_the_final_output_is_told_at_once(final, told):
-    """Or the request would be waited for until `rollout.stall_timeout_s`."""
+    """Otherwise the driver would wait for the request until `rollout.stall_timeout_s`."""
     engine = Speaks(final)
     await engine.submit(requests([(5, 6, 7)])[:1])
     with pytest.raises(RuntimeError, match=rf"^vLLM failed: .*{told}"):
@@ -138,7 +138,7 @@ async def test_what_fails_after_the_final_output_is_told_at_once(final, told):
 
 
 async def test_a_request_that_is_here_is_not_taken_again():
-    """Nor twice at once: neither would have an end of its own."""
+    """Nor twice in one submission: two requests of one name could not end separately."""
     engine, (first, second) = Silent(), requests([(5, 6, 7)])[:2]
     await engine.submit([first])
     for again in ([first], [second, first], [second, second]):
@@ -173,7 +173,7 @@ async def test_a_layer_that_kept_older_weights_is_refused(monkeypatch):
 
 
 async def checked(monkeypatch, errors, stale=((), ())) -> float:
-    """Check canaries of two predicted tokens, in which the engine is wrong by so much."""
+    """Check one canary of two tokens for each error: the engine is off by that much."""
     logprobs = [[-1.0 + error, -2.0 + error] for error in errors]
     monkeypatch.setattr(canary, "engine_logprobs", returning(logprobs))
     engine = VLLMEngine(0, CONFIG.engine)
@@ -190,7 +190,10 @@ def returning(value):
 
 
 def test_rejections_are_verifications_that_stopped_early():
-    """Two of four: all of 3 accepted, 1 of 2, none of 1, all of 1; and one from before."""
+    """Of four verifications two are rejections: 3 of 3, 1 of 2, 0 of 1 and 1 of 1 are accepted.
+
+    The request comes with one more rejection from before.
+    """
     request = replace(
         requests([(1, 2)])[0],
         generated=Generated([], [], (), 5, 1, 2, 1),

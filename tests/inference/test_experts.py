@@ -1,5 +1,5 @@
-"""A mixture of experts on a real engine: what the trainer sends is what the engine computes, and
-drafts change no token."""
+"""A mixture of experts on a real engine: the engine computes what the trainer computes, and drafts
+change no token."""
 
 import asyncio
 import json
@@ -70,7 +70,7 @@ def weights_of(learner: Learner) -> PolicyWeights:
 
 
 def with_adapters(config: TrainConfig) -> Learner:
-    """Experts, routers and attention moved by adapters, in two steps."""
+    """Return a learner whose adapters changed experts, routers and attention in two steps."""
     trainer = config.trainer.model_copy(update={"lora": LoraConfig(rank=4)})
     learner = Learner(config.model_copy(update={"trainer": trainer}))
     learner.restore(None)
@@ -80,7 +80,7 @@ def with_adapters(config: TrainConfig) -> Learner:
 
 
 def with_window(config: TrainConfig, model_dir: Path) -> TrainConfig:
-    """The same model, whose attention reaches back 128 tokens."""
+    """Return the same configuration with an attention window of 128 tokens."""
     shutil.copytree(config.model.path, model_dir)
     file = model_dir / "config.json"
     changes = {"use_sliding_window": True, "sliding_window": 128}
@@ -89,7 +89,7 @@ def with_window(config: TrainConfig, model_dir: Path) -> TrainConfig:
 
 
 async def test_experts_arrive_as_they_were_trained(ray_cluster, tmp_path: Path) -> None:
-    """The canary allows 1e-3. Weights that arrive unpacked are wrong by a nat."""
+    """The canary allows 1e-3. Experts that are left unpacked would differ by a nat."""
     assert ray_cluster.is_initialized()
     config = config_of(tmp_path / "model")
     learner = Learner(config)
@@ -106,7 +106,7 @@ async def test_experts_arrive_as_they_were_trained(ray_cluster, tmp_path: Path) 
         assert np.abs(np.subtract(before, after)).max() > 0.05
         assert await engine.load_weights(weights_of(learner)) < 1e-5
         assert await engine.load_weights(weights_of(with_adapters(config))) < 1e-5
-        # Of the first 128 tokens a trainer with a window says what the engine says.
+        # On the first 128 tokens, the window changes nothing: only the long canary shows it.
         windowed = Learner(with_window(config, tmp_path / "windowed"))
         windowed.restore(None)
         weights = weights_of(windowed)
@@ -119,7 +119,7 @@ async def test_experts_arrive_as_they_were_trained(ray_cluster, tmp_path: Path) 
 
 @pytest.mark.slow
 async def test_drafts_change_no_token_of_a_mixture(ray_cluster, prompts, tmp_path: Path) -> None:
-    """Each prompt's history is two of its four responses to come: right drafts and wrong ones."""
+    """Each prompt's history is two of its four responses, so drafts are right and wrong."""
     assert ray_cluster.is_initialized()
     config, history_dir = config_of(tmp_path / "model"), tmp_path / "history"
     history_dir.mkdir()

@@ -1,5 +1,7 @@
-"""The path of engines on GPUs, as far as it can be walked without one: vLLM's own configuration and
-dispatch of graphs, from refrain's arguments."""
+"""vLLM's configuration and choice of CUDA graphs on a GPU, from refrain's arguments.
+
+All of it is computed without a GPU.
+"""
 
 import json
 import subprocess
@@ -15,7 +17,7 @@ from tests.conftest import REPOSITORY
 
 @pytest.fixture(scope="module")
 def resolved() -> dict[str, Any]:
-    """In a process of its own, whose vLLM takes itself for the CUDA build."""
+    """Run `gpu_path` in a process where vLLM believes that it is the CUDA build."""
     command = [sys.executable, "-m", "tests.inference.gpu_path"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -38,7 +40,7 @@ def test_memory_and_the_head_are_as_they_were_asked_for(resolved: dict[str, Any]
 
 
 def test_engines_of_a_plan_that_is_accepted_start(resolved: dict[str, Any]) -> None:
-    """With vLLM's own default most would not, beside those that wait: negative control."""
+    """Negative control: with vLLM's default share, fewer than 70 % of the engines would start."""
     memory = resolved["memory"]
     assert memory["accepted"] > 300
     assert memory["refused"] > 300
@@ -55,7 +57,7 @@ def test_without_drafting_nothing_is_another(resolved: dict[str, Any]) -> None:
 
 
 def test_drafts_cost_asynchronous_scheduling(resolved: dict[str, Any]) -> None:
-    """docs/decisions/5-step-path.md says why; a vLLM that no longer wants it would show here."""
+    """docs/decisions/5-step-path.md says why. This test fails once vLLM no longer requires it."""
     assert resolved["on"]["async_scheduling"] is False
     assert resolved["on"]["num_draft_tokens"] == 16
     assert resolved["on"]["worker"] == "engines.inference.engine.gpu_worker.DraftingWorker"
@@ -83,7 +85,7 @@ def test_steps_with_drafts_have_piecewise_graphs(resolved: dict[str, Any]) -> No
 
 
 def test_vllms_own_graphs_would_be_none_for_plain_decoding(resolved: dict[str, Any]) -> None:
-    """Negative control."""
+    """Negative control: without our capture sizes, plain decoding has no full graph."""
     dispatched = resolved["on, vLLM's graphs"]["dispatched"]
     assert "FULL" not in {mode for mode, _ in dispatched["plain"].values()}
     assert dispatched["drafted"]["1000"][0] == "NONE"

@@ -1,5 +1,7 @@
-"""Weights from a trainer's GPUs into a real engine by vLLM's `ipc` backend, with stand-ins for the
-GPUs alone: the engine takes them or the file, and whatever goes wrong it never computes others."""
+"""A trainer hands weights to a real engine by vLLM's `ipc` backend. Only the GPUs are stand-ins.
+
+The engine takes the handed weights or the file. Whatever fails, it never uses other weights.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -57,7 +59,7 @@ class Pair:
         await self.trainer._call("restore", None)
 
     async def hand_over(self, canaries: list, how: str, limit_s: float = LIMIT_S) -> PolicyWeights:
-        """Another policy version, published while the engine sleeps."""
+        """Publish another policy version while the engine sleeps. Return its weights."""
         await self.engine.sleep()
         self.version += 1
         self.limit_s = limit_s
@@ -78,7 +80,7 @@ async def pair(ray_cluster) -> AsyncIterator[Pair]:
 
 
 def without_file(weights: PolicyWeights) -> PolicyWeights:
-    """Weights whose file is not there."""
+    """Return the weights with the path of a missing file."""
     assert isinstance(weights.source, WeightsFile)
     return replace(weights, source=replace(weights.source, path=weights.source.path.with_name("0")))
 
@@ -104,7 +106,7 @@ async def test_what_was_lost_or_came_too_late_is_refused(pair, prompts, how):
     weights = await pair.hand_over(prompts[:4], how)
     assert weights.not_handed == ()
     await pair.engine.wake()
-    # By name, where layers have had weights before.
+    # The engine names the layers if they had weights before. Otherwise the canary notices.
     told = r"engine 0 after .* (took no new weights|differs from the trainer)"
     with pytest.raises(WeightSyncError, match=told):
         await pair.engine.load_weights(weights)

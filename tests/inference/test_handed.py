@@ -1,5 +1,7 @@
-"""Both sides of a hand-over without a card and without vLLM: what is told to whom, in which order,
-and who is left out."""
+"""Both sides of a hand-over, without a GPU and without vLLM.
+
+The tests check the calls and their order, and which engines the trainer leaves out.
+"""
 
 import asyncio
 import base64
@@ -24,7 +26,7 @@ from tests.inference.test_parking import FakeLLM
 
 
 class Told(FakeLLM):
-    """Notes what it is told, with what it has on its GPUs then."""
+    """Fake of vLLM that records each call, with the memory on its GPUs at that time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ async def a_file(_: PolicyWeights) -> AsyncIterator[Path]:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> VLLMEngine:
-    """An engine on GPUs, as it is told of them."""
+    """An engine with fakes for vLLM, its memory and its files."""
     name = "vllm.distributed.weight_transfer.base"
     requests = {f"WeightTransfer{what}Request": dict for what in ("Init", "Update")}
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(**requests))
@@ -169,7 +171,7 @@ async def test_they_are_there_once(engine):
 
 
 class Handle:
-    """Ray's handle of an engine that does what it is told until it fails in one way."""
+    """Fake of an engine's Ray handle. At the method `at` it raises `failure`, or never answers."""
 
     def __init__(self, failure: Any = None, at: str = "update_weights") -> None:
         self.failure, self.at = failure, at

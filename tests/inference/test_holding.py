@@ -1,4 +1,4 @@
-"""Outputs that are held back: all of them are told, in order and in time, and nothing else."""
+"""Buffered outputs are all reported, in order and in time, and nothing else is."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from engines.inference.engine.holding import REPORT_S, HeldOutputs
 
 
 class Logprobs(NamedTuple):
-    """vLLM's `LogprobsLists`."""
+    """Fake of vLLM's `LogprobsLists`."""
 
     logprob_token_ids: np.ndarray
     logprobs: np.ndarray
@@ -22,7 +22,7 @@ class Logprobs(NamedTuple):
 
 @dataclass
 class Output:
-    """vLLM's `EngineCoreOutput`, as far as it is read."""
+    """Fake of vLLM's `EngineCoreOutput`, with the fields that we read."""
 
     request_id: str
     new_token_ids: list[int]
@@ -48,7 +48,7 @@ def output(id: str, tokens: list[int], **values: Any) -> Output:
 
 @st.composite
 def steps_of_requests(draw: st.DrawFn) -> list[tuple[float, list[Output]]]:
-    """Steps, each with the seconds that it takes and its outputs."""
+    """Draw steps: the seconds that each takes, and its outputs."""
     num_left = {f"r{i}": draw(st.integers(1, 5)) for i in range(draw(st.integers(1, 4)))}
     steps, token = [], 0
     while num_left:

@@ -1,4 +1,4 @@
-"""The sampling kernel without a GPU: in Triton's interpreter, and as machine code."""
+"""The sampling kernel without a GPU: run in Triton's interpreter, and compiled to PTX."""
 
 import os
 import re
@@ -58,7 +58,7 @@ def test_the_kernel_draws_what_the_definition_says():
 def machine_code(
     capability: int, kernel: Any = draw, fusion: bool = False, **constants: object
 ) -> str:
-    """PTX for cards of a compute capability; there need not be one."""
+    """Return the kernel's PTX for a compute capability. This needs no GPU."""
     names = kernel.arg_names
     source = ASTSource(
         fn=kernel,
@@ -72,11 +72,11 @@ def machine_code(
 @pytest.mark.parametrize("capability", [80, 86, 90, 100])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_no_operation_of_it_is_fused_or_approximate(capability, ragged):
-    """Else it would have another opinion of some tokens than other cards have."""
+    """Otherwise the kernel would draw some other tokens than on other GPUs."""
     code = machine_code(capability, RAGGED=ragged, **DRAW)
     assert len(re.findall(r"\bmul\.rn\.f32", code)) > 100
     assert not re.findall(r"\bfma|\.ftz|\bmul\.f32|\badd\.f32|\bsub\.f32|f64", code)
-    # Of 1 / T, and of the sum of exponentials, which no token depends on.
+    # The division is 1 / T. The approximate exponentials go into the log-probabilities alone.
     assert re.findall(r"\bdiv\.\S+", code) == ["div.rn.f32"]
     assert set(re.findall(r"\b\w+\.approx\S*", code)) == {"ex2.approx.f32"}
 

@@ -1,4 +1,7 @@
-"""Keys and values through files: every rank finds its heads, whoever saved them."""
+"""Keys and values go through files: every rank finds its heads, whichever ranks saved them.
+
+Damaged files, and files of other weights, are refused. The second half tests the engine's side.
+"""
 
 import asyncio
 import shutil
@@ -70,7 +73,10 @@ def shard(whole: dict[str, torch.Tensor], rank: int, tp_degree: int, num_heads: 
 
 
 def write_in_parts(directory, rank, own, blocks, num_tokens, num_early):
-    """The first blocks of y in parts; `num_early`: in all of them up to each."""
+    """Write a rank's file. Write the first blocks of y to part files before.
+
+    `num_early`: for each part, the number of y's blocks in all parts up to it.
+    """
     extents, begin = [], 0
     for part, end in enumerate(num_early, 1):
         some = {"y": blocks["y"][begin:end], "z": [0]}
@@ -214,14 +220,14 @@ def test_full_memory_is_an_error_before_anything_is_written(tmp_path, monkeypatc
     assert not path.exists()
 
 
-# The engine's side.
+# The engine's side
 
 IDS = [RequestId(Split.TRAIN, 1, "p", i) for i in range(3)]
 
 
 @dataclass
 class FakeLLM:
-    """Two ranks; the second one has less."""
+    """Fake of vLLM with two ranks. The second rank saves one request less."""
 
     error: str = ""
     ahead_s: float = 0.01
@@ -249,7 +255,7 @@ class FakeLLM:
         return [[names, 10, ""], [[] if self.error else names[:-1], 5, self.error]]
 
     def _written_later(self, directory: Path) -> str:
-        """A part of three bytes."""
+        """Write a part of three bytes after `ahead_s`. Return its path."""
         file = rank_file(directory, 0, len(self.steps))
         asyncio.get_running_loop().call_later(self.ahead_s, file.write_bytes, b"abc")
         return str(file)
@@ -310,7 +316,7 @@ async def test_what_is_saved_ahead_is_part_of_the_next_withdrawal(shared_memory,
     assert await saving.save_ahead({}, 3) is None
     llm.ahead_s = 0.1
     monkeypatch.setattr(kv_saving, "AHEAD_S", 0.02)
-    assert await saving.save_ahead({IDS[0]: 7}, 3), "it waits no longer"
+    assert await saving.save_ahead({IDS[0]: 7}, 3), "saving ahead waits at most `AHEAD_S`"
     assert (await saving.take_counts()).num_bytes_ahead == 0
     saving.clear()
     assert Path((await withdraw(saving))[IDS[0]].path).is_dir()
@@ -340,7 +346,7 @@ async def test_copies_are_kept_for_a_while_and_leave_what_was_saved_ahead(
 
 
 async def test_ranks_are_asked_for_their_loads_once_some_came():
-    """The slower one counts."""
+    """The slowest rank counts."""
     llm = FakeLLM()
     saving = KVSaving(llm, 2)
     request = RolloutRequest(IDS[0], (1, 2), 0, 10)

@@ -1,4 +1,4 @@
-"""What killed an engine, from what its processes have written."""
+"""The error that killed an engine is found in the output of its processes."""
 
 import multiprocessing
 import os
@@ -69,7 +69,10 @@ def test_vllms_own_errors_tell_no_cause():
 
 
 def fail_into(file: str) -> str:
-    """In a process whose standard error is this file, as a Ray actor's is."""
+    """Return `last_error()` of a process that writes its standard error to this file.
+
+    Ray sends the standard error of actors to a file too.
+    """
     with open(file, "wb") as out:
         os.dup2(out.fileno(), 2)
     try:

@@ -1,5 +1,7 @@
-"""Live sequences of a real draft model: however they rest and are set back, they go on as such that
-were never wrong."""
+"""Live sequences of a real draft model.
+
+They may pause and be rolled back in any way. They continue as if they had never been wrong.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +18,7 @@ BLOCK = 32
 
 
 class Probe:
-    """A process that has them."""
+    """A process with live sequences."""
 
     def __init__(self, **engine_args: Any) -> None:
         from engines.inference.drafting.live import LiveSequences
@@ -49,7 +51,7 @@ def do(ray_cluster) -> Iterator[Callable]:
 
 
 def doing(ray_cluster: Any, **engine_args: Any) -> Iterator[Callable]:
-    """What has work done in a process of its own."""
+    """Yield a function that runs work on the live sequences of another process."""
     probe = ray_cluster.remote(num_cpus=0)(Probe).remote(**engine_args)
     yield lambda work: ray_cluster.get(probe.do.remote(work), timeout=300)
     ray_cluster.kill(probe)
@@ -60,7 +62,7 @@ def begin(live: Any, id: str, text: list[int], key: int = 5) -> None:
 
 
 def drawn(live: Any, id: str, num: int, others: tuple[str, ...] = ()) -> list[int]:
-    """So many tokens of a sequence, while others go on at times."""
+    """Return `num` tokens of a sequence. The others take part in some of the steps."""
     tokens: list[int] = []
     while len(tokens) < num:
         step = live.go_on({id, *others}) if len(tokens) % 3 else live.go_on({id})
@@ -69,7 +71,7 @@ def drawn(live: Any, id: str, num: int, others: tuple[str, ...] = ()) -> list[in
 
 
 def from_the_start(live: Any, text: list[int], num: int, key: int = 5) -> list[int]:
-    """So many tokens after a text, without anything that was computed before."""
+    """Return `num` tokens after a text, with an empty prefix cache."""
     assert live._core.reset_prefix_cache()
     name = f"fresh-{key}-{len(text)}"
     begin(live, name, text, key)
@@ -91,7 +93,7 @@ def test_a_sequence_that_was_set_back_goes_on_as_if_never_wrong(do):
         live.set_back("a", len(PROMPT) + 4, right[4:5])
         drawn(live, "b", 5)
         assert drawn(live, "a", 40) == right[5:45]
-        # Overtaken by several tokens, and cut without any.
+        # The verifier is several tokens ahead. Then cut tokens without adding any.
         live.set_back("a", len(PROMPT) + 45, right[45:48])
         assert drawn(live, "a", 4) == right[48:52]
         live.set_back("a", len(PROMPT) + 50, [])
@@ -141,7 +143,7 @@ def test_more_sequences_than_a_step_has_room_for_all_go_on(do):
 
 
 def test_drafts_are_never_found_in_the_prefix_cache(do):
-    """They would be found with keys and values of other tokens, once they were set back."""
+    """After a rollback, the cache would return keys and values of other tokens."""
 
     def work(live):
         pool = live._scheduler.kv_cache_manager.block_pool

@@ -1,4 +1,7 @@
-"""What the scheduler of live sequences leaves to vLLM's own, forced: the tokens are the same."""
+"""The scheduler of live sequences leaves some steps to vLLM's scheduler.
+
+The tests force such steps. The tokens are the same.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +20,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 NUM_BLOCKS = 14
 BLOCK_BYTES = 16384
-"""Keys and values of the demo's drafter."""
+"""Bytes of a block of the demo's drafter."""
 STEP_TOKENS = 32
 LENGTH = 256
 
@@ -32,7 +35,10 @@ def do(ray_cluster) -> Iterator[Callable]:
 
 
 class Paths:
-    """Counts who writes a step down, and why it is vLLM's, while it lasts; closes all sequences."""
+    """Context that counts the steps of our scheduler, and why vLLM's scheduler makes the others.
+
+    At its end it closes all sequences.
+    """
 
     def __init__(self, live: Any) -> None:
         self.live, self.scheduler, self.counts = live, live._scheduler, Counter()
@@ -61,7 +67,7 @@ class Paths:
 
 
 class Drafter(VLLMDrafter):
-    """Of sequences that are there; keeps what it tells."""
+    """A drafter that uses existing live sequences and keeps the drafts that it sends."""
 
     def __init__(self, live: Any) -> None:
         super().__init__(CONFIG.engine.drafter_processes[0])
@@ -73,7 +79,7 @@ class Drafter(VLLMDrafter):
 
 
 def drawn_by_all(live: Any, names: list[str], num: int) -> dict[str, list[int]]:
-    """So many tokens of each, of sequences that go on together as far as they have room."""
+    """Return `num` tokens of each sequence. They decode together as far as there is room."""
     tokens: dict[str, list[int]] = {name: [] for name in names}
     for _ in range(40 * num):
         if not (wanting := {name for name in names if len(tokens[name]) < num}):
@@ -107,7 +113,7 @@ def test_one_that_waits_is_admitted_by_vllm_while_others_go_on(do):
             assert go_on(*running, late) == {*running, late}
             assert paths["waiting"] > 0
             assert paths["brief"] > 0
-            # All places are taken: it waits until one is given back, and the others go on.
+            # The batch is full: the last one waits for a place, and the others go on.
             begin(live, last, PROMPT[:8], key=names.index(last))
             before = paths["waiting"]
             for _ in range(3):
@@ -123,8 +129,10 @@ def test_one_that_waits_is_admitted_by_vllm_while_others_go_on(do):
 
 
 def test_memory_that_is_too_small_for_all_is_given_away_by_vllm(do):
-    """One that loses its own waits until another has ended, and is computed again, where it was set
-    back meanwhile."""
+    """A preempted sequence waits until another ends. Then its cache is computed again.
+
+    A rollback while it waits takes effect.
+    """
 
     def work(live):
         names = [f"m-{i}" for i in range(MAX_NUM_SEQS)]
@@ -164,7 +172,7 @@ def test_more_new_tokens_than_a_step_takes_are_computed_in_several(do):
         with Paths(live) as paths:
             begin(live, "a", PROMPT[:8])
             assert drawn_by_all(live, ["a"], 4)["a"] == right[:4]
-            # It was overtaken by two steps' worth of tokens.
+            # The verifier is ahead by the tokens of two steps.
             live.set_back("a", 8 + 4, right[4 : 4 + 2 * STEP_TOKENS + 1])
             tokens = drawn_by_all(live, ["a"], 8)["a"]
         begins = 4 + 2 * STEP_TOKENS + 1
@@ -189,8 +197,11 @@ def test_a_sequence_goes_on_to_the_end_of_the_context(do):
 
 
 def test_drafts_of_a_drafter_without_room_for_all_are_right(do):
-    """Streams of more requests than it has places or memory for: what it tells is what it would
-    tell of each alone, and those that it gives up have no drafts."""
+    """The drafter has too few places and too little memory for all its streams.
+
+    It sends the drafts that it would send for each request alone. Streams that it gives up get no
+    drafts.
+    """
 
     def work(live):
         num, names = 100, [f"s-{i}" for i in range(3 * MAX_NUM_SEQS)]
@@ -213,7 +224,7 @@ def test_drafts_of_a_drafter_without_room_for_all_are_right(do):
                     ahead[one.id] = max(ahead[one.id], one.start + 1 - 8)
                 verified = []
                 for _, id in list(drafter._streams):
-                    # Now and then the drafter is ahead, now and then behind.
+                    # Sometimes the drafter is ahead, sometimes behind.
                     step = right[id][done[id] : done[id] + 1 + rounds % 3]
                     if rounds % 2 and step and ahead[id] >= done[id]:
                         verified.append(Verified(id, 8 + done[id], step))

@@ -1,4 +1,4 @@
-"""Keys and values that go over with their requests, and what happens without them."""
+"""Keys and values move with their requests. Without them, the target computes them again."""
 
 import json
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def zero(moved: Sequence[RolloutRequest]) -> None:
 async def test_wrong_keys_and_values_would_show(
     engines, tp2, weights, long_requests, without_switch
 ):
-    """The negative control."""
+    """Negative control: with zeroed keys and values, most tokens differ."""
     await load([*engines, tp2], weights)
     moved = await move(engines, tp2, long_requests, keep_kv=True, meanwhile=zero)
     assert_moved(moved)
@@ -46,7 +46,7 @@ async def test_wrong_keys_and_values_would_show(
 
 
 def zero_first_blocks(moved: Sequence[RolloutRequest]) -> None:
-    """Two of each request."""
+    """Zero the first two blocks of each request."""
     for path in files_of(moved):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
@@ -77,7 +77,7 @@ def cut_short(moved: Sequence[RolloutRequest]) -> None:
 
 
 def of_another_type(moved: Sequence[RolloutRequest]) -> None:
-    """Which nobody notices before the ranks load it."""
+    """Change the data type, which only the ranks notice, when they load the file."""
     for path in files_of(moved):
         path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"'))
 

@@ -1,4 +1,7 @@
-"""A node of a cluster dies in mid-step. There are no GPUs: Ray counts what it is told."""
+"""A node of a cluster dies in the middle of a step, and the run goes on with the other node.
+
+No GPUs are needed: the test tells Ray how many each node has.
+"""
 
 import json
 import subprocess
@@ -21,7 +24,7 @@ def test_a_step_and_the_next_go_on_with_what_is_left(kind):
         timeout=500.0,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    # Ray says on its own when a raylet has died.
+    # Ray prints lines of its own when a raylet dies.
     (said,) = (line for line in done.stdout.splitlines() if line.startswith('{"nodes"'))
     what = json.loads(said)
     assert what["nodes"] == 2

@@ -1,4 +1,4 @@
-"""The noise of exact sampling: pure, fair, and the same to the last bit wherever it is made."""
+"""The noise of exact sampling is a pure function of its arguments, and gives fair samples."""
 
 import math
 
@@ -40,13 +40,13 @@ def test_noise_is_a_pure_function_of_its_arguments():
     ],
 )
 def test_the_generator_is_philox(first, second, key, expected):
-    """Known answers of Random123, the library of its authors."""
+    """The expected words are the known answers of Random123, the library of Philox's authors."""
     words = philox(*(torch.tensor(word) for word in (key, first, second)))
     assert tuple(word.item() for word in words) == expected
 
 
 def test_noise_is_what_64_bits_make_it():
-    """To a millionth, however near to 0 or 1 they are."""
+    """The noise is accurate to 1e-6, even where the uniform number is close to 0 or 1."""
     random = torch.Generator().manual_seed(0)
     first, second = torch.randint(0, 2**32, (2, 10**6), generator=random)
     first[:64] = torch.tensor([2**bit - 1 for bit in range(32)] + [2**32 - 2**b for b in range(32)])
@@ -69,14 +69,14 @@ def test_noise_is_standard_gumbel():
 
 
 def test_large_noise_is_as_frequent_as_gumbels():
-    """Of 2^26 draws the largest 400; `refrain bench sampling` has 2^32."""
+    """Test the largest 400 of 2^26 draws. `refrain bench sampling` tests 2^32 draws."""
     num_beyond, largest = tail(2**26, 400)
     assert abs(num_beyond - 400) < 3.3 * 20  # 99.9 %
     assert math.log(2**26) - 2.0 < largest < math.log(2**26) + 7.0
 
 
 def neighbours(axis: str, num: int = 1000) -> tuple[torch.Tensor, torch.Tensor]:
-    """Noise, and noise of what is next to it."""
+    """Return noise, and the noise of the next key, position or token id."""
     keys, positions = torch.arange(num) * 2, torch.arange(num) % 7 * 2
     if axis == "token id":
         noise = gumbel_noise(keys, positions, 1001)
@@ -88,7 +88,7 @@ def neighbours(axis: str, num: int = 1000) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("axis", ["key", "position", "token id"])
 def test_noise_of_neighbours_is_independent(axis):
-    """Ranks in 20 classes each, and all of the noise."""
+    """A chi-square test over 20 x 20 classes, and the correlation of all values."""
     one, other = (noise.double().flatten() for noise in neighbours(axis))
     ranks = [(torch.exp(-torch.exp(-noise)) * 20).long().clamp(max=19) for noise in (one, other)]
     counts = torch.bincount(ranks[0] * 20 + ranks[1], minlength=400).double()

@@ -1,4 +1,4 @@
-"""Parking in vLLM's sleep mode, with an engine that writes down what it is told."""
+"""Parking in vLLM's sleep mode makes the right calls in the right order, on a fake engine."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from engines.inference.engine.parking import SleepMode
 
 @dataclass
 class FakeLLM:
-    """Has weights and a KV cache on its GPUs, as vLLM's executor counts them."""
+    """Fake of vLLM that tracks the memory on its GPUs, as vLLM's executor does."""
 
     resident: set[str] = field(default_factory=lambda: {"weights", "kv_cache"})
     paused: bool = False
@@ -30,7 +30,7 @@ class FakeLLM:
 
     async def wake_up(self, tags: list[str] | None) -> bool:
         tags = tags or ["weights", "kv_cache"]
-        assert not self.resident & set(tags), "vLLM wakes nothing then"
+        assert not self.resident & set(tags), "vLLM ignores a wake-up of memory that is awake"
         self.resident |= set(tags)
         self.paused = self.resident != {"weights", "kv_cache"}
         self.prefix_cache_is_empty = False

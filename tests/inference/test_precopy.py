@@ -1,5 +1,7 @@
-"""Keys and values that are saved while their requests go on, on real engines: no token changes, and
-what was saved ahead is what is used."""
+"""Real engines save keys and values while their requests still generate.
+
+No token changes, and the target uses the blocks that were saved ahead.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +48,7 @@ def delete_parts(moved: Sequence[RolloutRequest]) -> None:
 
 
 async def test_what_was_saved_ahead_goes_along(engines, tp2, weights, long_prompts):
-    """Up and down again, TP 1 to TP 2."""
+    """Requests move from TP 1 to TP 2, and from TP 2 to TP 1."""
     await load([*engines, tp2], weights)
     expected = await generate(engines[0], long_prompts)
     for sources, target in ((engines, tp2), ([tp2], engines[0])):
@@ -65,7 +67,7 @@ async def test_what_was_saved_ahead_goes_along(engines, tp2, weights, long_promp
 
 
 async def test_wrong_keys_and_values_of_before_would_show(engines, tp2, weights, long_prompts):
-    """The negative control: they are what is used, and not computed again."""
+    """Negative control: with zeroed early copies, most tokens differ. So the target uses them."""
     await load([*engines, tp2], weights)
     expected = await generate(engines[0], long_prompts)
     await load([*engines, tp2], weights)
@@ -89,7 +91,10 @@ async def test_without_what_was_saved_ahead_all_is_computed_again(
 
 
 async def test_blocks_that_became_others_are_not_taken(engines, tp2, weights, long_prompts):
-    """Those that ended are begun again by the same names, on blocks that others had meanwhile."""
+    """Requests begin again with the same names, on blocks that others had meanwhile.
+
+    Copies of their first run must not be used.
+    """
     source, target = engines[0], tp2
     first, others = long_prompts[::2], long_prompts[1::2]
     await load([source, target], weights)
@@ -128,13 +133,13 @@ async def test_those_that_stay_go_on_and_are_saved_again(engines, tp2, weights, 
     finished = await finished_on(source, len(ids) - len(moved))
     finished |= await generate(target, moved)
     assert_as_before(finished, expected)
-    assert await source.precopy(ids) is None, "nobody is there"
+    assert await source.precopy(ids) is None, "no request is left"
 
 
 async def test_of_an_engine_that_dies_in_between_nothing_is_missed(
     engines, tp2, weights, long_prompts
 ):
-    """What it saved ahead is nobody's: without the last file no part counts."""
+    """Its early copies are not used: without the last file, no part counts."""
     source, other = engines[1], engines[0]
     await load([source, other], weights)
     expected = await generate(other, long_prompts)

@@ -1,4 +1,4 @@
-"""What the processes of an engine leave behind when they are killed."""
+"""Files and shared memory of an engine's processes are deleted after they are killed."""
 
 import os
 import stat
@@ -62,7 +62,9 @@ def test_what_an_engine_keeps_in_memory_and_in_tmp_goes_when_it_is_killed(tmp_pa
     assert not list(shared_memory().glob(f"*{directory.name}*"))
     (kept,) = tmp_path.iterdir()
     assert stat.S_IMODE(kept.stat().st_mode) == 0o700
-    assert [path.name for path in kept.iterdir()] == ["torchinductor"], "for the next process"
+    assert [path.name for path in kept.iterdir()] == ["torchinductor"], (
+        "only the compile cache stays"
+    )
 
 
 @HAS_SHARED_MEMORY

@@ -1,5 +1,7 @@
-"""Keys and values that go along with a race: the request goes on where it was, and no token changes
-in either place."""
+"""Keys and values go along with a race.
+
+The copy continues without a prefill, the original goes on, and no token changes in either.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -37,10 +39,13 @@ async def race(
     todo: Sequence[RolloutRequest],
     meanwhile: Callable[[Sequence[RolloutRequest]], None] = lambda _: None,
 ) -> tuple[dict[RequestId, Rollout], Moved]:
-    """What finished at the origin, and at the target. Both run to their end."""
+    """Race the requests. Return the rollouts of the origin, and those of the target.
+
+    Both engines run all requests to the end. `meanwhile`: receives the copies before the target.
+    """
     await begin(origin, todo)
     copies = await origin.copy([request.id for request in todo], keep_kv=True)
-    assert len(copies) >= len(todo) // 2, "hardly any was caught in the middle"
+    assert len(copies) >= len(todo) // 2, "too few requests were copied in the middle"
     meanwhile(copies)
     there = await generate(target, copies)
     return await finished_on(origin, len(todo)), Moved(copies, there)
@@ -63,7 +68,7 @@ async def test_they_go_along_and_no_token_changes(
 
 
 async def test_wrong_ones_would_show(engines, weights, long_requests, without_switch):
-    """The negative control, in which the origin's own stay right."""
+    """Negative control: with zeroed copies, the target's tokens differ. The origin's stay right."""
     await load(engines, weights)
     here, there = await race(*engines, long_requests, lambda copies: zero_files(files_of(copies)))
     assert_as_before(here, without_switch)
@@ -72,7 +77,7 @@ async def test_wrong_ones_would_show(engines, weights, long_requests, without_sw
 
 
 async def test_what_was_saved_ahead_stays_for_those_that_leave(engines, tp2, weights, long_prompts):
-    """A pool may be about to switch when some of its requests are raced."""
+    """Requests may be raced while their pool prepares a switch of its TP degree."""
     origin = engines[0]
     await load([*engines, tp2], weights)
     expected = await generate(origin, long_prompts)
@@ -84,7 +89,7 @@ async def test_what_was_saved_ahead_stays_for_those_that_leave(engines, tp2, wei
     left = await origin.withdraw(ids, keep_kv=True)
     assert {request.kv.path for request in left} == {ahead.path}
     assert not {request.kv.path for request in copies} & {ahead.path}
-    # The parts that were saved ahead are there once, and are what is taken.
+    # There is one early part and one last file: the withdrawal uses the part.
     sizes = {path.name: path.stat().st_size for path in files_of(left)}
     assert len(sizes) == 2
     early = await finished_on(origin, len(ids) - len(left))
@@ -117,7 +122,7 @@ async def test_those_of_short_ones_stay(engines, weights, long_requests):
     copies = await origin.copy(ids, keep_kv=True)
     await origin.actor.__ray_call__.remote(_from(0))
     grown = max(map(context_tokens, copies)) - contexts[-1]
-    assert grown < least - shorter, "a short one is long by now"
+    assert grown < least - shorter, "requests grew too much between the copies for this check"
     assert [copy.kv is not None for copy in copies] == [context_tokens(c) > least for c in copies]
     assert {copy.kv is not None for copy in copies} == {True, False}
     await finished_on(origin, len(ids))

@@ -1,4 +1,7 @@
-"""What the driver makes of an engine that is silent or fails, without one."""
+"""The driver's side of an engine: a silent or failed engine dies with a clear error.
+
+A fake actor stands in for the engine.
+"""
 
 import asyncio
 from typing import ClassVar
@@ -19,7 +22,10 @@ REQUESTS = requests([(5, 6, 7)])[:2]
 
 
 class Actor:
-    """Answers with these events again and again, and with the error that it is of."""
+    """Fake actor that returns these events in turn, the last one again and again.
+
+    It raises those that are exceptions. `last_error`: its answer to that call.
+    """
 
     def __init__(self, *told, last_error: str = "") -> None:
         self.told, self.last_error, self.num_calls = told, last_error, 0
@@ -49,7 +55,7 @@ def progress(num_tokens) -> EngineEvents:
 
 
 async def listen(engine, seconds):
-    """Until it dies, or for so long."""
+    """Receive events for so many seconds, or until the engine dies."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + seconds
     while loop.time() < deadline_s:
@@ -109,7 +115,10 @@ async def test_a_death_without_a_word_has_no_root():
 
 
 async def test_what_was_learnt_is_with_the_next_one(monkeypatch):
-    """That of a database, after a resume; later its own, after a death."""
+    """A new actor gets the drafting state of the last one.
+
+    After a resume this is the state from the database, after a death the last one reported.
+    """
     learnt, made = ["", "of step 3"], []
 
     class Remote:
@@ -137,7 +146,7 @@ async def test_what_was_learnt_is_with_the_next_one(monkeypatch):
     monkeypatch.setattr(ray_engine, "Place", Room)
     engine = RayEngine(3, CONFIG.engine, num_gpus=0, learnt="of step 2")
     await engine.start()
-    await engine.take_drafting_counts()  # Without drafts there is nothing.
+    await engine.take_drafting_counts()  # Without drafts, the engine reports no state.
     await engine.start()
     await engine.take_drafting_counts()
     await engine.start()

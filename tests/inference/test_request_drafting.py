@@ -1,4 +1,4 @@
-"""A verifier's streams over real sockets, with a drafter that knows what comes next."""
+"""A verifier's draft streams over real sockets, with a drafter that knows the next tokens."""
 
 import threading
 import time
@@ -24,10 +24,10 @@ DECOUPLED = DraftSetting("small", 3, coupled=False)
 
 
 class Oracle(threading.Thread):
-    """Serves like `VLLMDrafter`, with drafts that count up from the last token."""
+    """A server like `VLLMDrafter`, whose drafts count up from the last token."""
 
     def __init__(self, port: int | None = None) -> None:
-        """`port`: to serve at."""
+        """Serve on `port`, or on a free one."""
         super().__init__(daemon=True)
         self.socket = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -37,7 +37,7 @@ class Oracle(threading.Thread):
         self.streams: dict[str, DraftStream] = {}
         self.counts = StreamCounts()
         self.last: dict[str, int] = {}
-        """Token that each text ends with, as far as it is verified."""
+        """Last verified token of each text."""
         self.sizes: list[int] = []
         """Bytes of each message."""
         self.num_fresh = 0
@@ -81,7 +81,7 @@ def oracle():
 
 
 class Verifier:
-    """One row of a batch, whose response counts up but for the positions `odd`."""
+    """One row of a batch. Its response counts up, except at the positions `odd`."""
 
     def __init__(
         self, setting: DraftSetting, odd: tuple[int, ...] = (), max_tokens: int = 60
@@ -95,7 +95,10 @@ class Verifier:
         return 99 if len(self.text) in self.odd else self.text[-1] + 1
 
     def step(self, draft: list[int], wait_for: int = 0) -> list[int]:
-        """Verify, and draft for the next step, when so many draft tokens are there."""
+        """Verify the draft. Return the draft of the next step.
+
+        `wait_for`: wait until so many draft tokens have arrived.
+        """
         before = len(self.text)
         for token in [*draft, None]:
             right = self.right()
@@ -119,14 +122,17 @@ class Verifier:
 
 
 def test_a_drafter_computes_a_long_prompt_beside_its_verifier(oracle):
-    """What it drafts meanwhile is for the second token on, if it knew the first."""
+    """The drafter drafts during the verifier's prefill.
+
+    If it guesses the first token, its drafts continue from the second one.
+    """
     verifier = Verifier(DECOUPLED)
     verifier.drafting.connect({"small": oracle.address})
     assert verifier.propose(0) == []
     deadline_s = time.monotonic() + 10
     while len(verifier.drafting._requests["r"].stream.pending) < 5:
         assert time.monotonic() < deadline_s
-        assert verifier.propose(0) == [], "nothing is verified before the prompt is there"
+        assert verifier.propose(0) == [], "no drafts before the prefill ends"
     assert verifier.step([]) == [9, 10, 11]
     assert verifier.step([9, 10, 11], wait_for=1)[:1] == [13]
 
@@ -148,7 +154,7 @@ def test_a_message_is_as_long_as_what_is_new(oracle):
     draft = []
     for _ in range(600):
         draft = verifier.step(draft, wait_for=3)
-    # The text is sent once; a position takes two bytes more where it is large.
+    # The text is sent only once. A large position takes two bytes more.
     assert len(verifier.text) > 2000
     assert max(oracle.sizes[1:]) <= min(oracle.sizes[1:]) + 16
 
@@ -178,13 +184,13 @@ def test_decoupled_drafts_come_when_they_come(oracle):
 
 @pytest.mark.parametrize("setting", [COUPLED, DECOUPLED])
 def test_a_silent_drafter_costs_no_wait(setting):
-    """Its requests are decoded plainly, and so is nobody else's batch held up."""
+    """Requests of a silent drafter decode without drafts, so they do not slow down the batch."""
     silent = zmq.Context.instance().socket(zmq.ROUTER)
     port = silent.bind_to_random_port("tcp://127.0.0.1")
     verifier = Verifier(setting)
     verifier.drafting.connect({"small": f"tcp://127.0.0.1:{port}"})
     assert verifier.step([]) == []
-    assert silent.poll(10_000), "it has heard of the request, and says nothing"
+    assert silent.poll(10_000), "the drafter did not receive the request"
     started_s = time.thread_time(), time.monotonic()
     for _ in range(50):
         assert verifier.step([]) == []
@@ -194,7 +200,7 @@ def test_a_silent_drafter_costs_no_wait(setting):
 
 
 def test_messages_that_cannot_be_read_or_be_right_are_passed_over():
-    """No draft of them, and no error in an engine's step."""
+    """Such messages give no draft and no error in an engine's step. A good one still counts."""
     drafter = zmq.Context.instance().socket(zmq.ROUTER)
     port = drafter.bind_to_random_port("tcp://127.0.0.1")
     verifier = Verifier(DECOUPLED)
@@ -236,7 +242,7 @@ def test_messages_that_cannot_be_read_or_be_right_are_passed_over():
 
 
 def test_what_a_drafter_far_behind_did_not_hear_is_told_anew():
-    """Its queue takes a thousand messages."""
+    """The queue holds a thousand messages, and here there are more."""
     port = free_port()
     verifier = Verifier(DECOUPLED, max_tokens=10_000)
     verifier.drafting.connect({"small": f"tcp://127.0.0.1:{port}"})
@@ -301,7 +307,7 @@ def test_its_own_text_drafts_where_that_is_asked_for():
 
 
 def test_drafts_that_are_dropped_count_as_none(oracle):
-    """Those of a text are looked up anew, those of a model are still there in the next step."""
+    """The n-gram drafter looks up its drafts again. Those of a model stay for the next step."""
     drafting = RequestDrafting(0, VOCAB_SIZE)
     drafting.connect({"small": oracle.address})
     drafting.begin("text", DraftSetting("ngram", 4), sample_key=1, max_tokens=60)
@@ -339,7 +345,10 @@ def test_drafts_that_are_dropped_count_as_none(oracle):
 
 
 def test_the_draft_that_is_worth_more_is_verified_and_tells_of_the_other():
-    """Of another drafter's draft all tokens are as good as its own as far as both agree."""
+    """The draft with more expected tokens is verified.
+
+    Where both drafts agree, verification also shows whether the other draft was right.
+    """
     drafting = RequestDrafting(0, VOCAB_SIZE)
     drafting.begin("r", DraftSetting("ngram", 4), sample_key=1, max_tokens=60)
     text = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3]
@@ -353,7 +362,7 @@ def test_the_draft_that_is_worth_more_is_verified_and_tells_of_the_other():
     assert drafting.fuse(row(1), [4, 5]) == [4, 5, 6, 9]
     assert drafting.fuse(row(1), [4, 5, 8, 8, 8]) == [4, 5, 8, 8, 8]
     text += [4, 5, 8, 1]
-    # Of its own four tokens two were verified, and the third one was wrong.
+    # Two of its four tokens were verified, and the third was wrong.
     assert drafting.propose([row(4)], ANY) == [[]]
     assert drafting.progress() == {"r": (2, 2, 0)}
     request = drafting._requests["r"]

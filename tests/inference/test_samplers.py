@@ -1,4 +1,7 @@
-"""What vLLM calls in the place of its samplers: two launches a step, and no waiting for a GPU."""
+"""Our replacement of vLLM's samplers launches two kernels per step and never waits for the GPU.
+
+Operations on meta tensors, which have no data, show this without a GPU.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""An engine that leaves its memory to the trainer, and comes back: no token changes."""
+"""An engine leaves its memory to the trainer and comes back, and no token changes."""
 
 import asyncio
 from dataclasses import replace
@@ -50,7 +50,7 @@ async def test_asleep_it_holds_no_core_and_no_keys_and_values(engines, weights, 
     await asyncio.sleep(WATCHED_S)
     assert cpu_s(processes) - since_s < MOST_OF_A_CORE * WATCHED_S
     assert at_work - asleep > LEAST_FREED
-    assert not await engine.wake(), "its weights are of before"
+    assert not await engine.wake(), "its weights are those of an earlier policy version"
     await engine.load_weights(weights)
     after = await generate(engine, requests(prompts))
     assert {id: r.generated.token_ids for id, r in after.items()} == {

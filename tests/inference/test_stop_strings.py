@@ -1,5 +1,5 @@
-"""Stop strings on real engines: a response ends with the same token wherever and however it is
-generated."""
+"""Stop strings on real engines: a response ends with the same token on any engine, with or without
+drafts."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -23,7 +23,7 @@ STOP = ("c=", "9\n##")
 
 @asynccontextmanager
 async def stopping_at(engines, strings: Sequence[str]) -> AsyncIterator[None]:
-    """Engines of a config with these stop strings."""
+    """Set these stop strings on the engines inside the context."""
 
     async def set_stop(strings: Sequence[str]) -> None:
         def change(engine) -> None:
@@ -39,7 +39,10 @@ async def stopping_at(engines, strings: Sequence[str]) -> AsyncIterator[None]:
 
 
 def until_stop(rollout: Rollout, strings: Sequence[str], decode: Callable) -> int:
-    """Tokens of a response up to the one by which its text has one of these."""
+    """Return the number of tokens up to the first that completes one of the strings.
+
+    Return the length of the response if none does.
+    """
     tokens = rollout.generated.token_ids
     ends = range(1, rollout.num_tokens + 1)
     ended = (n for n in ends if any(string in decode(tokens[:n]) for string in strings))
@@ -47,7 +50,7 @@ def until_stop(rollout: Rollout, strings: Sequence[str], decode: Callable) -> in
 
 
 def begun(rollout: Rollout, num_tokens: int) -> RolloutRequest:
-    """The request with so many tokens of its response, as if from another engine."""
+    """Return the request with its first `num_tokens` tokens, as if from another engine."""
     whole = rollout.generated
     spans = (VersionSpan(whole.spans[0].policy_version, num_tokens),) if num_tokens else ()
     generated = Generated(
@@ -59,8 +62,10 @@ def begun(rollout: Rollout, num_tokens: int) -> RolloutRequest:
 async def test_responses_end_with_the_token_that_completes_a_stop_string(
     engines, learner, prompts, on_one_engine, history_dir
 ):
-    """Without drafts, with drafts that go on behind it, and where all tokens before the last one
-    are from elsewhere."""
+    """This holds without drafts, and with drafts that continue after the stop string.
+
+    It also holds if another engine generated all tokens but the last one.
+    """
     await history_of(engines[0], learner, prompts, history_dir)
     decode = load_tokenizer(CONFIG.model.path).decode
     lengths = {id: until_stop(r, STOP, decode) for id, r in on_one_engine.items()}
@@ -82,4 +87,4 @@ async def test_responses_end_with_the_token_that_completes_a_stop_string(
                 reason = FinishReason.STOP if id in cut else whole.finish_reason
                 assert rollout.finish_reason is reason
     finished, _ = await roll_out(engines, weights, anew[1][1])
-    assert tokens_of(finished) == tokens_of(on_one_engine), "they are off again"
+    assert tokens_of(finished) == tokens_of(on_one_engine), "stop strings are still set"

@@ -1,4 +1,4 @@
-"""Stop strings: a response ends with the token that completes one, however its tokens come."""
+"""A response ends with the token that completes a stop string, however many arrive at once."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -11,9 +11,9 @@ from engines.inference.engine.stopping import StopStrings
 from tests.conftest import DEMO
 
 VOCABULARY = [b"a", b"b", b" ", b" a", b"ab", b"ba b", b"\xc3", b"\xa9", b"\xc3\xa9a", b"b\xc3"]
-"""Tokens of bytes: parts of characters among them."""
+"""Tokens of a byte-level tokenizer. Some are only a part of a character."""
 PIECES = ["a", "b", " ", " a", "ab", " b", " ab", "é"]
-"""Tokens of texts, the first of which loses a leading space."""
+"""Tokens of a tokenizer whose decoding drops a leading space of the first token."""
 
 
 def of_bytes(tokens: Sequence[int]) -> str:
@@ -25,13 +25,16 @@ def of_pieces(tokens: Sequence[int]) -> str:
 
 
 def first_end(decode: Callable, strings: Sequence[str], tokens: Sequence[int]) -> int | None:
-    """Tokens until the whole text has one of these, by the definition alone."""
+    """Return the number of tokens until the text contains one of the strings, by definition."""
     ends = range(1, len(tokens) + 1)
     return next((n for n in ends if any(s in decode(tokens[:n]) for s in strings)), None)
 
 
 def found_in_parts(stops: StopStrings, tokens: Sequence[int], cuts: Sequence[int]) -> int | None:
-    """The same by the class, of which each part that comes sees no more than it asks for."""
+    """Return the same with `StopStrings`, for tokens that arrive in parts.
+
+    Each part sees only `num_tokens_before` tokens before it.
+    """
     bounds = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
     for begin, end in pairwise(bounds):
         before = tokens[max(0, begin - stops.num_tokens_before) : begin]
@@ -77,7 +80,7 @@ def test_with_a_tokenizer_of_a_model():
 
 
 def test_tokens_that_cannot_end_one_are_not_looked_at():
-    """Each step of each request asks."""
+    """Decoding them would cost time, as every step checks each request."""
     asked = []
 
     def decode(tokens: Sequence[int]) -> str:

@@ -1,5 +1,7 @@
-"""Requests that go over to engines of another TP degree in mid-response, with their keys and values
-and without: no token changes."""
+"""Requests move to engines of another TP degree in the middle of a response.
+
+No token changes, whether keys and values move too or not.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -44,7 +46,7 @@ pytestmark = [
 
 @pytest_asyncio.fixture(loop_scope="package")
 async def tp4(ray_cluster):
-    """Engine 3."""
+    """Engine 3, with TP 4."""
     assert ray_cluster.is_initialized()
     off = {"drafting": DraftingConfig(enabled=False), "specactor": SpecActorConfig()}
     engine = engine_of(3, 4, **off)
@@ -97,7 +99,10 @@ async def test_greedy(engines, tp2, weights, prompts):
 
 @pytest.mark.slow
 async def test_up_again_and_down_again(engines, tp2, tp4, weights, long_requests):
-    """TP 2 to TP 4, from there to TP 2 and to TP 1. Few, as four ranks on two cores are slow."""
+    """Move from TP 2 to TP 4, and from there to TP 2 and TP 1.
+
+    Use few requests, because four ranks on two cores are slow.
+    """
     todo = [replace(request, max_response_tokens=64) for request in long_requests[-4:]]
     await load(engines[:1], weights)
     expected = await generate(engines[0], todo)
@@ -130,14 +135,14 @@ async def test_drafts_from_history_go_on_after_a_move(
         assert isinstance(counts.step_costs, tuple)
         drafted = [moved.finished[request.id].generated for request in moved.requests]
         assert sum(g.num_accepted_tokens for g in drafted) > 100
-        # None of them is a draft that vLLM made up to fill a step.
+        # Draft tokens that vLLM adds only to pad a step do not count.
         assert all(g.num_draft_tokens >= g.num_accepted_tokens > 0 for g in drafted)
     for path in history_dir.glob("*.index"):
         path.unlink()
 
 
 async def test_taken_in_prefill(engines, tp2, weights, prompts):
-    """More prompt tokens than one step takes."""
+    """The prompts have more tokens than a step, so some requests leave during their prefill."""
     many = [token for prompt in prompts for token in prompt] * 2
     todo = [
         replace(r, prompt_token_ids=tuple(many[20 * i :][:300]), max_response_tokens=16)
@@ -150,7 +155,7 @@ async def test_taken_in_prefill(engines, tp2, weights, prompts):
         await load([source, target], weights)
         await source.submit(todo)
         moved = await source.withdraw([r.id for r in todo], keep_kv=keep_kv)
-        assert not all(request.generated for request in moved), "all of them were decoding"
+        assert not all(request.generated for request in moved), "no request left during its prefill"
         assert all(bool(r.kv) == bool(keep_kv and r.generated) for r in moved)
         finished = await generate(target, moved)
         assert_as_before(finished, expected)
@@ -166,7 +171,7 @@ async def test_taken_before_it_began(engines, weights, long_requests, without_sw
         )
         assert [request.id for request in moved] == ids
         num_generated = sum(len(r.generated.token_ids) if r.generated else 0 for r in moved)
-        # A fast machine takes some steps before they are out.
+        # A fast machine runs some steps before the withdrawal.
         num_whole = sum(len(without_switch[id].generated.token_ids) for id in ids)
         assert num_generated < num_whole / 10, (num_generated, num_whole)
     assert_as_before(await generate(engines[0], moved), without_switch)
@@ -212,12 +217,12 @@ async def test_those_that_stay_go_on(engines, tp2, weights, long_requests, witho
 
 
 class SleepOnCpu:
-    """Sleep mode as far as the engine can tell: while it is parked it computes nothing."""
+    """Fake of sleep mode. Without its KV cache, the engine computes nothing while it is parked."""
 
     has_weights = has_kv_cache = True
 
     async def leave(self, *, weights: bool) -> None:
-        assert not weights, "they are kept"
+        assert not weights, "parking keeps the weights"
         self.has_kv_cache = False
 
     async def take_weights(self) -> None: ...
@@ -258,8 +263,10 @@ async def test_weights_that_come_while_parked_are_checked_at_the_latest_when_wok
 
 
 class SwitchInTheMiddle:
-    """Once, when enough was generated. `kill`: the engine that is to take over dies then, while
-    keys and values are saved for it or on their way to it."""
+    """Policy that switches the pool to TP 2 once, when a response is long enough.
+
+    `kill`: kill the target at the same time, while keys and values are saved for it or sent to it.
+    """
 
     def __init__(self, target: RayEngine, *, kill: bool) -> None:
         self.target, self.kill, self.decided = target, kill, False
@@ -275,7 +282,7 @@ class SwitchInTheMiddle:
 
 
 class BeginIn:
-    """Stages begin in the layout of this TP degree."""
+    """Policy that begins stages in the layout with this TP degree."""
 
     def __init__(self, tp_degree: int) -> None:
         self.tp_degree = tp_degree
@@ -315,7 +322,7 @@ async def test_the_coordinator_switches_and_a_death_in_it_loses_nothing(
         finished, outcome = await roll_out([*engines, tp2], weights, todo, [switching], pools=pools)
     assert_as_before(finished, without_switch)
     assert len(finished) == len(todo)
-    # One that is dead before keys and values are saved ahead is not switched to.
+    # There is no switch if the target is dead before keys and values are saved ahead.
     assert outcome.moves.num_switches in ((0, 1) if kill else (1,))
     by_engine = {share.engine: share for share in outcome.shares}
     moved = by_engine[2].num_rollouts
@@ -324,5 +331,5 @@ async def test_the_coordinator_switches_and_a_death_in_it_loses_nothing(
     else:
         assert moved > len(todo) / 4
         cached = [r.num_cached_tokens for r in finished.values() if r.engine == 2]
-        assert sum(num > 0 for num in cached) > moved / 2, "keys and values came along"
+        assert sum(num > 0 for num in cached) > moved / 2, "keys and values did not move"
     await tp2.wake()

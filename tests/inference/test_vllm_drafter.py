@@ -1,4 +1,4 @@
-"""What a drafter does with messages of several engines, without a model."""
+"""A drafter handles the messages of several engines. A fake stands in for its model."""
 
 import ray.util
 import zmq
@@ -11,7 +11,7 @@ from tests.inference.real import CONFIG
 
 
 class CountingUp:
-    """Stands in for the sequences of a model: each goes on with its last token and one."""
+    """Fake of a model's live sequences: each next token is the last one plus 1."""
 
     vocab_size = 1000
 
@@ -43,7 +43,7 @@ class Drafter(VLLMDrafter):
         self._hear(verifier, encode(feedback))
 
     def draft(self) -> None:
-        """All there is to draft."""
+        """Draft until no stream wants more tokens."""
         while self._wanting:
             self._draft()
 
@@ -69,7 +69,7 @@ def test_a_message_that_was_lost_ends_the_drafts_of_its_request_alone():
     drafter.hear(b"two", Feedback(opened=[opened("a")]))
     drafter.draft()
     assert list(drafter.texts.values()) == [[5, 6, 7, 8, 9]] * 3
-    # A message a step to each engine, whatever the number of its requests.
+    # Each engine gets one message per step, however many requests it has.
     assert sorted(verifier for verifier, _ in drafter.sent) == [b"one"] * 2 + [b"two"] * 2
     drafter.hear(b"one", Feedback(verified=[Verified("a", 5, [9]), Verified("b", 3, [8])]))
     drafter.hear(b"two", Feedback(verified=[Verified("a", 3, [11])]))
@@ -92,7 +92,7 @@ def test_an_engine_that_begins_anew_leaves_nothing_open():
 
 
 def test_what_it_has_no_rows_or_room_for_has_no_drafts():
-    """A policy may pad its vocabulary to more rows than the drafter."""
+    """The policy's vocabulary may have more rows than the drafter's, because of padding."""
     drafter = Drafter()
     beyond = drafter._config.max_model_len
     drafter.hear(
@@ -114,7 +114,7 @@ def test_what_it_has_no_rows_or_room_for_has_no_drafts():
 
 
 def test_a_token_that_nobody_asked_for_is_taken_back():
-    """vLLM goes on with one that had lost its memory, also where it has drafted enough."""
+    """vLLM continues a preempted sequence even if it has drafted enough already."""
     drafter = Drafter()
     drafter.hear(b"one", Feedback(opened=[opened("rests"), opened("goes on")]))
     drafter.draft()
@@ -130,7 +130,7 @@ def test_a_token_that_nobody_asked_for_is_taken_back():
 
 
 def test_on_a_cluster_it_serves_where_other_machines_reach_it(monkeypatch):
-    """Even those that come after it."""
+    """Machines may join later, so the drafter always serves on the node's address."""
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
     config = CONFIG.engine.drafter_processes[0]
     assert VLLMDrafter(config, on_cluster=True)._host == "10.0.0.7"

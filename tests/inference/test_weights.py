@@ -1,4 +1,7 @@
-"""Weights as a file of the node: who maps it, who is refused."""
+"""Engines map the weights file of their node, and refuse wrong weights.
+
+Each node gets every policy version once.
+"""
 
 import asyncio
 import json
@@ -52,7 +55,7 @@ def one_wrong(whole: WholeTensors) -> WholeTensors:
 
 
 def copies_of_weights() -> list[str]:
-    """Files in memory without a name, of processes of this user."""
+    """Return the unnamed memory files with weights, of all processes of this user."""
     found = []
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):

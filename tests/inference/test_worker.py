@@ -1,4 +1,7 @@
-"""Which keys and values a worker can save, over a runner's books in memory."""
+"""A worker saves keys and values only of requests that still own their blocks.
+
+A fake stands in for vLLM's model runner.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +14,7 @@ from engines.inference.engine.worker import WorkerExtension
 
 
 class Runner:
-    """As vLLM's: a step takes requests into the batch and leaves the others out."""
+    """Fake of vLLM's runner: the batch holds exactly the requests of the last step."""
 
     def __init__(self):
         self.requests = {}
@@ -30,7 +33,7 @@ class Runner:
 
 
 class Connector:
-    """Says who has lost blocks, and what is to be saved."""
+    """Fake of the KV connector. It records requests that lost their blocks, and checks saves."""
 
     def __init__(self) -> None:
         self.lost: set[str] = set()
@@ -68,7 +71,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, connector: Connector) -> WorkerExten
 
 
 def step(worker: WorkerExtension, **tokens: int) -> dict[str, tuple[int, list[int]]]:
-    """What could be saved after it."""
+    """Run a step. Return the requests that could be saved after it."""
     worker.model_runner._update_states(step_of(tokens))
     return worker._savable()
 
@@ -84,7 +87,7 @@ def step_of(tokens: dict[str, int], finished=(), preempted=None, resumed=()) -> 
 
 
 class PreparingRunner:
-    """As vLLM's: drafts are prepared for where there could be some."""
+    """Fake of vLLM's runner, which prepares for drafts whenever speculation is configured."""
 
     def __init__(self, has_inner_state: bool) -> None:
         self.model_config = SimpleNamespace(has_inner_state=has_inner_state)
@@ -122,7 +125,7 @@ def test_one_that_was_left_out_alone_was_preempted(worker):
 
 
 def test_a_step_that_takes_nobody_preempts_nobody(worker):
-    """It tells of those that have ended, while the engine is paused."""
+    """vLLM runs such a step to report finished requests while the engine is paused."""
     before = step(worker, a=5, b=3)
     assert step(worker) == before
     assert step(worker) == before

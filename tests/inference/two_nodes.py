@@ -1,5 +1,7 @@
-"""Weights go to a second node of a cluster of its own; prints what was where. Without engines: what
-they load from is asked for in actors that do nothing else."""
+"""Send weights to the second node of a cluster, and print which files were where, as JSON.
+
+Starts a cluster of its own. Instead of engines, simple actors read the weights.
+"""
 
 import json
 import time
@@ -10,12 +12,12 @@ from flows.environment import quieten
 from schemas.weights import PolicyWeights, WeightsFile
 
 NUM, SIZE = 10, 2**22
-"""Tensors, and the elements of each: 168 MB, in three parts."""
+"""Number of tensors and elements of each: 168 MB, sent in three parts."""
 LIMIT_S = 60.0
 
 
 class Reader:
-    """Reads as a worker of an engine does."""
+    """Actor that reads weights as a worker of an engine does."""
 
     def __init__(self) -> None:
         from engines.inference.weights.source import WeightSources
@@ -49,7 +51,7 @@ def until_brought(courier: Any, num_bytes: int) -> None:
 
     ends_s = time.monotonic() + LIMIT_S
     while ray.get(courier.num_bytes_brought.remote(), timeout=LIMIT_S) < num_bytes:
-        assert time.monotonic() < ends_s, "nobody brought it"
+        assert time.monotonic() < ends_s, "the courier did not bring the file"
         time.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's source, read in a moment where importing it takes many seconds."""
+"""Read classes and names from vLLM's source. Importing vLLM would take many seconds."""
 
 import ast
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def tree(file: str) -> ast.Module:
 
 @dataclass(frozen=True)
 class Source:
-    """A class of vLLM's."""
+    """Source of one of vLLM's classes."""
 
     node: ast.ClassDef
 
@@ -41,7 +41,7 @@ class Source:
 
     @property
     def functions(self) -> dict[str, list[str]]:
-        """Arguments by name."""
+        """Return the arguments of each method, by its name."""
         return {
             node.name: [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
             + [a.arg for a in node.args.kwonlyargs]
@@ -51,7 +51,7 @@ class Source:
 
     @property
     def attributes(self) -> set[str]:
-        """Attributes that are set on `self`, or declared."""
+        """Return the attributes that are set on `self`, or declared."""
         assigned = {
             node.attr
             for node in ast.walk(self.node)
@@ -69,7 +69,7 @@ class Source:
 
 
 def names_in(file: str) -> set[str]:
-    """Names that the top of a file defines or imports, if need be where it tries to."""
+    """Return the names that a file's top level defines or imports, `try` blocks included."""
     return names_of(tree(file).body)
 
 
