@@ -1,9 +1,13 @@
-"""Acceptance on GPUs: `make gpu`; without what `make setup` installs, `python -m pytest tests/gpu`
-where torch, transformers, numpy, safetensors and pytest are, in Python 3.11 or newer. Nothing is
-fetched. What a machine lacks for a test is said of it; the others run, the most telling first, one
-failure stops none, and what was measured goes into `benchmarks/baselines/gpu.json`.
+"""Acceptance tests on GPUs: run them with `make gpu`.
 
-`make gpu REHEARSAL=1` runs the code of the tests on a CPU, with tiny shapes, and records nothing.
+Without the packages of `make setup`, run `python -m pytest tests/gpu`. It needs Python 3.11 or
+newer with torch, transformers, numpy, safetensors and pytest. The tests download nothing.
+
+A test is skipped if the machine lacks something that it needs, and the report says what. The most
+important tests run first. A failure does not stop the others. The tests write their figures to
+`benchmarks/baselines/gpu.json`.
+
+`make gpu REHEARSAL=1` runs the same code on a CPU with tiny shapes. It leaves `gpu.json` alone.
 """
 
 import os
@@ -18,14 +22,14 @@ import pytest
 from tests.gpu.needs import LIMIT_S, REHEARSAL, REHEARSED_TEST_S, lacking
 
 if REHEARSAL and find_spec("triton"):
-    # Read when Triton and its kernels are imported, and not by processes that vLLM starts.
+    # Triton reads this when it is imported. Processes that vLLM starts must not see it.
     os.environ["TRITON_INTERPRET"] = "1"
     import engines.inference.sampling.gpu  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
 
 ORDER = ("engines", "run", "trainer", "sampling", "batch_invariance", "two_gpus")
-"""Files of tests, the most wanted first."""
+"""Test files, the most important first."""
 RECORDED = pytest.StashKey[dict[str, float]]()
 TOLD = pytest.StashKey[dict[str, str]]()
 BEGUN_S = pytest.StashKey[float]()
@@ -75,11 +79,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         told[item.nodeid] = "FAILED"
     elif report.when == "call":
         told[item.nodeid] = "ran"
-        # Of a test that failed nothing is recorded.
+        # Record figures only of tests that pass.
         figures = dict(report.user_properties)
         item.config.stash[RECORDED] |= figures
         if figures and not REHEARSAL:
-            # As they come: a suite that is cut off keeps what it had.
+            # Write them at once: an interrupted suite keeps its figures.
             _record(figures)
     return report
 
@@ -108,13 +112,16 @@ def _record(figures: dict[str, float]) -> Path:
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Device of the tests: the CPU in a rehearsal."""
+    """Return the device of the tests: the CPU in a rehearsal."""
     return "cpu" if REHEARSAL else "cuda"
 
 
 @pytest.fixture
 def figures(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """Keeps figures of a test that passes, under names of their own; units are suffixes."""
+    """Return a function that keeps figures, which are recorded if the test passes.
+
+    Each figure has a name of its own, with the unit as suffix.
+    """
 
     def keep(**named: float) -> None:
         for name, value in named.items():
@@ -125,7 +132,7 @@ def figures(record_property: Callable[[str, object], None]) -> Callable[..., Non
 
 @pytest.fixture(autouse=True)
 def _interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter, in a rehearsal."""
+    """Use Triton's interpreter in a rehearsal."""
     whats = [mark.kwargs["what"] for mark in request.node.iter_markers("needs")]
     if REHEARSAL and any("triton" in what for what in whats):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -133,7 +140,7 @@ def _interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture(autouse=True)
 def _given_back() -> Iterator[None]:
-    """Memory of the card that a test no longer uses."""
+    """Free the GPU memory that a test no longer uses."""
     from tests.gpu.models import give_back
 
     yield

@@ -1,6 +1,6 @@
-"""Engines of refrain in the charge of one process, without Ray: started, driven, stopped.
+"""Start, drive and stop engines of refrain from one process, without Ray.
 
-Each has an event loop of its own, which runs while somebody waits for that engine.
+Each engine has an event loop of its own. It runs only while we wait for that engine.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ LIMIT_S = 300.0 if REHEARSAL else 180.0
 """Longest wait for anything that an engine does."""
 LOOK_S = 0.05
 ENDING_S = 30.0
-"""Longest wait for its processes to end."""
+"""Longest wait for an engine's processes to end."""
 T = TypeVar("T")
 Row = dict[str, Any]
 Rows = dict[tuple[str, int], Row]
@@ -36,7 +36,7 @@ Rows = dict[tuple[str, int], Row]
 
 
 class LocalEngine:
-    """An engine, and the seconds that its start took."""
+    """An engine with an event loop of its own. `start_s`: seconds that its start took."""
 
     def __init__(self, engine: VLLMEngine) -> None:
         self.engine = engine
@@ -46,7 +46,10 @@ class LocalEngine:
         self._starting: Future[None] = Future()
 
     def start(self) -> None:
-        """Start it. Returns as soon as its process is there: `started` waits for the rest."""
+        """Begin to start the engine, and return once its process exists.
+
+        `started` waits for the end of the start.
+        """
         others = set(multiprocessing.active_children())
         threading.Thread(target=self._start, daemon=True).start()
         while not self._processes and not self._starting.done():
@@ -64,19 +67,19 @@ class LocalEngine:
             self._starting.set_result(None)
 
     def started(self) -> None:
-        """Wait until it is, or raise what its start did."""
+        """Wait until the engine has started. Raise the error of its start if it failed."""
         self._starting.result(LIMIT_S)
 
     def wait(self, doing: Awaitable[T]) -> T:
         return self._runner.run(asyncio.wait_for(doing, LIMIT_S))
 
     def timed(self, doing: Awaitable[T]) -> tuple[T, float]:
-        """Its result, and the seconds that it took."""
+        """Return the result, and the seconds that it took."""
         started_s = time.perf_counter()
         return self.wait(doing), time.perf_counter() - started_s
 
     def roll_out(self, requests: Sequence[RolloutRequest]) -> tuple[Rows, float]:
-        """Finished rollouts, and the seconds that they took together."""
+        """Return the finished rollouts, and the seconds that all of them took."""
         return self.timed(self._roll_out(requests))
 
     async def _roll_out(self, requests: Sequence[RolloutRequest]) -> Rows:
@@ -84,7 +87,7 @@ class LocalEngine:
         return await self.finished(len(requests))
 
     async def finished(self, num: int) -> Rows:
-        """The next ones to finish."""
+        """Return the next `num` rollouts that finish."""
         rows: Rows = {}
         while len(rows) < num:
             events, told = await self.engine.next_events(self._num_received)
@@ -94,7 +97,7 @@ class LocalEngine:
         return rows
 
     def stop(self) -> None:
-        """Return when its GPUs are free."""
+        """Stop the engine. Return when its GPUs are free."""
         try:
             if not self._starting.exception(LIMIT_S):
                 self.wait(self.engine.shutdown())
@@ -106,7 +109,7 @@ class LocalEngine:
 
 @contextmanager
 def started(kind: Callable[..., VLLMEngine], config: EngineConfig) -> Iterator[LocalEngine]:
-    """An engine, while this lasts."""
+    """Run one engine inside the context."""
     with all_started([(kind, config)]) as (engine,):
         yield engine
 
@@ -115,13 +118,13 @@ def started(kind: Callable[..., VLLMEngine], config: EngineConfig) -> Iterator[L
 def all_started(
     kinds: Sequence[tuple[Callable[..., VLLMEngine], EngineConfig]],
 ) -> Iterator[list[LocalEngine]]:
-    """Engines, while this lasts. They start beside each other: most of a start is one core's."""
+    """Run engines inside the context. They start in parallel: a start mostly uses one core."""
     before = dict(os.environ)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     engines = [LocalEngine(kind(0, config)) for kind, config in kinds]
     try:
         for engine in engines:
-            # A process has its environment from here, and the next one another.
+            # Each process inherits the current environment, and each engine changes it.
             engine.start()
         for engine in engines:
             engine.started()
@@ -134,7 +137,7 @@ def all_started(
 
 
 def train_config(model: Path, directory: Path, prompt_tokens: int, **rollout: Any) -> TrainConfig:
-    """Configuration of a run that nobody starts: of its engines, and of its trainer."""
+    """Return a run's configuration, for engines and a trainer without the run."""
     response_tokens = rollout.pop("response_tokens")
     dtype = rollout.pop("dtype", "float32" if REHEARSAL else "bfloat16")
     return TrainConfig.model_validate(
@@ -146,14 +149,14 @@ def train_config(model: Path, directory: Path, prompt_tokens: int, **rollout: An
                 "max_prompt_tokens": prompt_tokens,
                 "max_response_tokens": response_tokens,
             },
-            # Random weights are no trained ones: what they differ by is a figure, not a fault.
+            # With random weights, rounding differences are large. They are a figure, not a fault.
             "rollout": {"canary_tolerance": 1.0, **rollout},
         }
     )
 
 
 def policy_weights(config: TrainConfig, canaries: Sequence[Sequence[int]]) -> PolicyWeights:
-    """The starting policy, as the trainer has it."""
+    """Return the weights of the starting policy, with canaries from the trainer."""
     from engines.learn.learner import Learner
 
     learner = Learner(config)
@@ -172,7 +175,7 @@ def make_requests(
     vocab_size: int,
     epoch: int = 1,
 ) -> list[RolloutRequest]:
-    """The same prompts in every epoch, with other noise."""
+    """Return requests with the same prompts in every epoch, but with other noise."""
     rng = np.random.default_rng(0)
     prompts = [
         tuple(rng.integers(2, vocab_size, prompt_tokens).tolist()) for _ in range(num_prompts)
@@ -190,7 +193,7 @@ def make_requests(
 
 
 def write_history(directory: Path, rows: Iterable[Row]) -> None:
-    """Index the responses of each prompt, for its next ones."""
+    """Write an index of each prompt's responses, from which its next ones are drafted."""
     from engines.histospec.index import build_index
     from engines.histospec.index_file import index_path, write_index
 
@@ -208,8 +211,11 @@ def num_tokens(rows: Rows) -> int:
 
 
 def parted(rows: Rows, expected: Rows) -> tuple[int, int]:
-    """Responses that part from the expected ones, and tokens until they do: a flip is a part of the
-    text behind it, so each text has one at most."""
+    """Return how many responses differ from the expected ones, and the tokens compared.
+
+    Count tokens only up to the first difference: all later tokens depend on it. So each response
+    has at most one flip.
+    """
     num_parted = num = 0
     for id, row in rows.items():
         own, other = row["response_token_ids"], expected[id]["response_token_ids"]

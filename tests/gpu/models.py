@@ -1,4 +1,4 @@
-"""Models made on the spot: shapes of Qwen3 and Llama, random weights, nothing fetched."""
+"""Models with the shapes of Qwen3 and Llama and random weights. Nothing is downloaded."""
 
 import gc
 from pathlib import Path
@@ -33,12 +33,17 @@ SHAPES = {
     "qwen3-tiny": _shape(_TINY, 64, 2, 4, 128, False),
     "llama-tiny": _shape(_TINY, 64, 2, 4, 128, False),
 }
-"""Shapes by name, the largest of a family first."""
+"""Shapes by name, in each family the largest first."""
 WEIGHT_STD = 0.64
-"""Spread of the weights times the root of the width: layers, not embeddings, make the logits."""
+"""Standard deviation of the weights times the square root of the width.
+
+It is so large that the layers, not the embeddings, determine the logits.
+"""
 LOGIT_STD = 6.0
-"""Spread of the logits, about that of a trained model: an entropy of one nat or two, where random
-weights as they come would have all tokens equally likely."""
+"""Standard deviation of the logits, about that of a trained model: an entropy of 1 to 2 nats.
+
+With the usual random weights, all tokens would be about equally likely.
+"""
 
 
 def config_of(name: str) -> Any:
@@ -62,8 +67,10 @@ def num_parameters(name: str) -> int:
 
 
 def largest(family: str, device: str, bytes_each: int, spare_bytes: int) -> str:
-    """The largest of the family whose parameters, of so many bytes each, fit into free memory
-    beside `spare_bytes`; the tiny one on a CPU."""
+    """Return the largest model of the family that leaves `spare_bytes` of free memory.
+
+    Each parameter takes `bytes_each`. On a CPU, return the tiny model.
+    """
     if device == "cpu":
         return f"{family}-tiny"
     free, _ = torch.cuda.mem_get_info()
@@ -73,14 +80,14 @@ def largest(family: str, device: str, bytes_each: int, spare_bytes: int) -> str:
 
 
 def give_back() -> None:
-    """Give the card the memory that nobody here uses: engines have processes of their own."""
+    """Return this process's unused GPU memory to the GPU, for the processes of engines."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def random_model(name: str, device: str, dtype: torch.dtype) -> Any:
-    """The same weights each time on one device."""
+    """Return a model with random weights, the same ones each time on one device."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -91,7 +98,7 @@ def random_model(name: str, device: str, dtype: torch.dtype) -> Any:
 
 
 def write_model(name: str, device: str, dtype: torch.dtype, directory: Path) -> Path:
-    """A Hugging Face directory that engines start from, with a tokenizer that nobody asks."""
+    """Write a Hugging Face directory for engines to start from. Its tokenizer is a dummy."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

@@ -1,11 +1,11 @@
-"""What a test of this folder needs, declared once beside it: its reason when it is left out.
+"""Declare what a test of this folder needs. A test without it is skipped with this reason.
 
     @needs("cuda", "triton", seconds=30)            CUDA, and packages by the names of their modules
-    @needs("cuda", "vllm", gpus=2, seconds=90)      `vllm`: the one that refrain works in
+    @needs("cuda", "vllm", gpus=2, seconds=90)      `vllm`: the version that refrain supports
 
-`seconds` is the longest that it may take, its fixtures included, on one card; it is not begun with
-less left of `LIMIT_S`. In a rehearsal a CPU stands in for every GPU, and nothing is timed out by
-that.
+`seconds` is the longest time that the test may take on one GPU, fixtures included. The test is
+skipped if less of `LIMIT_S` is left. In a rehearsal, a CPU stands in for every GPU, and these times
+do not apply.
 """
 
 import os
@@ -16,31 +16,31 @@ from importlib.util import find_spec
 import pytest
 
 REHEARSAL = os.environ.get("REFRAIN_GPU_REHEARSAL", "") not in ("", "0")
-"""Run on a CPU with tiny shapes, so that the day a GPU comes is not the first day of this code."""
+"""Run on a CPU with tiny shapes, to find errors of this code before it runs on a GPU."""
 LIMIT_S = float(os.environ.get("REFRAIN_GPU_LIMIT_S", "480"))
-"""Seconds of the suite on one card."""
+"""Longest time of the suite on one GPU."""
 REHEARSED_TEST_S = 600.0
-"""Seconds of a rehearsed test."""
+"""Longest time of a test in a rehearsal."""
 
 
 def needs(
     *what: str, seconds: float, gpus: int = 1, rehearsed: bool = True
 ) -> pytest.MarkDecorator:
-    """Mark of a test. `rehearsed`: it means something on a CPU too."""
+    """Return the mark of a test. `rehearsed`: the test is meaningful on a CPU too."""
     return pytest.mark.needs(what=what, gpus=gpus, seconds=seconds, rehearsed=rehearsed)
 
 
 def lacking(
     what: Sequence[str], gpus: int = 1, rehearsed: bool = True, rehearsal: bool = REHEARSAL
 ) -> str:
-    """What this machine lacks of what a test needs; "" when nothing."""
+    """Return what this machine lacks of a test's needs, or "" if nothing."""
     if rehearsal and not rehearsed:
         return "CUDA: a CPU cannot stand in for it here"
     return "; ".join(why for name in what for why in _look(name, gpus, rehearsal))
 
 
 def _look(name: str, gpus: int, rehearsal: bool) -> Iterator[str]:
-    """What is the matter with it here."""
+    """Yield what is wrong with this need on this machine."""
     if name == "vllm":
         yield from _vllm(rehearsal)
     elif name != "cuda" and find_spec(name) is None:
@@ -60,7 +60,7 @@ def _cuda(gpus: int) -> Iterator[str]:
 
 
 def _vllm(rehearsal: bool) -> Iterator[str]:
-    """vLLM of the right version and build, and refrain as a plugin of it."""
+    """Check for vLLM of the right version and build, with refrain installed as a plugin."""
     from engines.inference.engine.supported import check_version
 
     try:

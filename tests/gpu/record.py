@@ -1,7 +1,7 @@
-"""The record of what was measured, `benchmarks/baselines/gpu.json`: a row for each figure of each
-machine, so that a part of the suite on one machine leaves what others measured.
+"""Record figures in `benchmarks/baselines/gpu.json`, one row per machine and figure.
 
-The shape is that of `schemas.bench.BenchReport`, without pydantic.
+So a part of the suite on one machine keeps the figures of other machines and of other tests. The
+format is that of `schemas.bench.BenchReport`, written without pydantic.
 """
 
 import json
@@ -15,12 +15,12 @@ import torch
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "baselines" / "gpu.json"
 MACHINE = ("card", "gpus", "driver", "torch", "triton", "vllm")
-"""Columns that tell one machine from another."""
+"""Columns that identify a machine."""
 Row = dict[str, Any]
 
 
 def machine() -> Row:
-    """Where the figures come from; None: not installed."""
+    """Return the machine and its versions. None: not installed."""
     on_gpu = torch.cuda.is_available()
     return {
         "card": torch.cuda.get_device_name() if on_gpu else "CPU, a rehearsal",
@@ -33,7 +33,7 @@ def machine() -> Row:
 
 
 def merged(rows: list[Row], where: Row, figures: Mapping[str, float]) -> list[Row]:
-    """The rows with these figures of this machine in the place of its earlier ones."""
+    """Return the rows, with this machine's earlier values of these figures replaced."""
     new = [{**where, "figure": name, "value": value} for name, value in figures.items()]
     replaced = {_identity(row) for row in new}
     kept = [row for row in rows if _identity(row) not in replaced]
@@ -41,7 +41,7 @@ def merged(rows: list[Row], where: Row, figures: Mapping[str, float]) -> list[Ro
 
 
 def write(path: Path, where: Row, figures: Mapping[str, float]) -> None:
-    """Merge figures into the file; `figures` of the report are all that this machine has."""
+    """Merge figures into the file. The report's `figures` are all of this machine's."""
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     rows = merged(old, where, figures)
     own = [row for row in rows if all(row[name] == where[name] for name in MACHINE)]

@@ -1,8 +1,10 @@
-"""What bf16 does to samples: tokens that another batch, or other rows of the same sequence, flip.
+"""How many tokens flip in bf16 when the batch changes, or when drafts are verified.
 
-The noise is a function of (sample, position, token), so a token flips where the logits do: near
-ties. Counted on the same texts, position by position, as flips in 10^6 tokens: of what is sampled
-and, `greedy`, of what is most likely. An engine's own steps are counted in `test_engine_gpu`.
+The noise depends only on (sample, position, token). So a token flips only where rounding changes
+the order of two nearly equal candidates.
+
+The tests compare the same texts position by position. They count flips per 10^6 tokens, of sampled
+tokens and of the most likely ones (`greedy`). `test_engines_gpu` counts flips in an engine's steps.
 """
 
 import time
@@ -20,30 +22,30 @@ from tests.gpu.needs import REHEARSAL, needs
 
 SHAPE = "qwen3-tiny" if REHEARSAL else "qwen3-0.6b"
 PREFIX_TOKENS, TOKENS = (4, 8) if REHEARSAL else (64, 136)
-"""Positions of a text that are given, and that are sampled at."""
+"""Positions of a text: the given prefix, and those where a token is sampled."""
 MAX_BATCH = 4 if REHEARSAL else 2048
 CACHE_SHARE = 0.35
-"""Share of free memory for keys and values."""
+"""Share of the free memory to use for keys and values."""
 SMALL_BATCHES = (1,) if REHEARSAL else (16, 64)
 DRAFTS = (1, 3) if REHEARSAL else (1, 3, 7, 15)
-"""Draft tokens of a row that is verified."""
+"""Draft tokens to verify in one pass."""
 WANTED = 30 if REHEARSAL else 1_000_000
-"""Positions that are sampled at; fewer where the time runs out."""
+"""Positions to sample at. Fewer if the time runs out."""
 TIME_S = {torch.bfloat16: 20.0, torch.float32: 5.0}
 CONTROL_SHARE = 4
-"""One of so many positions is drawn again, and in small batches."""
+"""Repeat one in this many positions in the same batch and in small ones."""
 
 
 @dataclass
 class Flips:
-    """Positions compared, and where another token was drawn."""
+    """Number of compared positions, and of those with another token."""
 
     positions: int = 0
     sampled: int = 0
     greedy: int = 0
 
     def add(self, tokens: Tensor, expected: Tensor) -> None:
-        """Tokens: [2 (sampled, greedy), rows, positions]."""
+        """Compare tokens of shape [2 (sampled, greedy), rows, positions]."""
         self.positions += tokens[0].numel()
         self.sampled += int((tokens[0] != expected[0]).sum())
         self.greedy += int((tokens[1] != expected[1]).sum())
@@ -54,7 +56,7 @@ class Flips:
 def test_flips_by_batch_and_by_draft_length(
     dtype: torch.dtype, device: str, figures: Callable
 ) -> None:
-    """Float32 is the control: hardly any. So is the same batch again: none."""
+    """Controls: float32 gives almost no flips, and the same batch again gives none."""
     model = random_model(SHAPE, device, dtype)
     num_texts = _num_texts(model, device)
     flips: defaultdict[str, Flips] = defaultdict(Flips)
@@ -64,7 +66,9 @@ def test_flips_by_batch_and_by_draft_length(
             break
         ids = _texts(model, num_texts, lap).to(device)
         expected = _drawn(model, ids, 1)
-        assert (expected[0] == ids[:, PREFIX_TOKENS:]).float().mean() < 0.5, "it repeats its input"
+        assert (expected[0] == ids[:, PREFIX_TOKENS:]).float().mean() < 0.5, (
+            "the model repeats its input"
+        )
         few = TOKENS // CONTROL_SHARE
         for batch in () if lap else (num_texts, *SMALL_BATCHES):
             tokens = _drawn(model, ids[:batch, : PREFIX_TOKENS + few], 1)
@@ -102,8 +106,10 @@ def _texts(model: Any, num_texts: int, lap: int) -> Tensor:
 
 @torch.no_grad()
 def _drawn(model: Any, ids: Tensor, rows: int) -> Tensor:
-    """Tokens sampled and most likely at each position of the texts behind the prefix, int32
-    [2, texts, positions]: passes over so many rows of each text, on a cache of those before."""
+    """Return the sampled and the most likely tokens after the prefix, int32 [2, texts, positions].
+
+    Each pass computes `rows` positions of each text, with a KV cache of the earlier ones.
+    """
     past, tokens = None, []
     starts = [0, *range(PREFIX_TOKENS, ids.shape[1], rows)]
     for start, end in zip(starts, [*starts[1:], ids.shape[1]], strict=True):
@@ -116,7 +122,7 @@ def _drawn(model: Any, ids: Tensor, rows: int) -> Tensor:
 
 
 def _sampled(logits: Tensor, start: int) -> Tensor:
-    """By refrain's noise: the key is the text's place in the batch."""
+    """Sample with refrain's noise. The key is the text's index in the batch."""
     from engines.inference.sampling import gpu
     from engines.inference.sampling.step_rows import StepRows
 

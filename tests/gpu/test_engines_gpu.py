@@ -1,7 +1,9 @@
-"""refrain's engines beside stock vLLM on one card: started once, and timed in turn on the same
-work; what leaves the card and comes back; and weights that go from the trainer to an engine.
+"""Compare refrain's engines with stock vLLM on one GPU.
 
-    stock    vLLM as it comes: its own runner, asynchronous scheduling
+All engines start once, and take turns with the same requests. Other tests park and wake an engine,
+and hand weights from the trainer to it.
+
+    stock    unchanged vLLM: its own runner, asynchronous scheduling
     off      refrain without drafts; takes turns with the trainer
     on       refrain with drafts
 """
@@ -24,18 +26,18 @@ SHAPE = "qwen3-tiny" if REHEARSAL else "qwen3-1.7b"
 PROMPT_TOKENS, RESPONSE_TOKENS = (16, 24) if REHEARSAL else (64, 256)
 NUM_PROMPTS, GROUP_SIZE = (2, 4) if REHEARSAL else (32, 8)
 FEW = 4 if REHEARSAL else 16
-"""Requests of a small batch."""
+"""Number of requests in a small batch."""
 LAPS = 1 if REHEARSAL else 3
 MOST_FLIPS = 0.05
-"""Flips a token that rounding may explain; another sampler's would be near 1."""
+"""Flips per token that rounding can explain. With another sampler there would be almost 1."""
 KV_CACHE_BYTES = 2**28 if REHEARSAL else 11 * 2**30
 SHARE = 0.92 if REHEARSAL else 0.25
-"""Of the card, for vLLM to find free when an engine starts."""
+"""Share of the GPU's memory that must be free when an engine starts."""
 RollOut = Callable[[list], tuple[Any, float]]
 
 
 class Fleet:
-    """Engines by name, and what all of them generate."""
+    """Engines by name, and the requests that all of them generate."""
 
     def __init__(self, directory: Path, device: str) -> None:
         from tests.gpu.local_engine import policy_weights, train_config
@@ -56,7 +58,7 @@ class Fleet:
         self.history.mkdir()
 
     def requests(self, epoch: int) -> list:
-        """All requests; another epoch has other noise."""
+        """Return all requests. Each epoch has other noise."""
         from tests.gpu.local_engine import make_requests
 
         vocab_size = 512 if REHEARSAL else 151_936
@@ -97,8 +99,10 @@ def _stock() -> Any:
     from engines.inference.engine.vllm_engine import CheckpointEngine
 
     class Stock(CheckpointEngine, StockEngine):
-        """With the weights of its directory; without vLLM's half minute of kernel warm-up, which
-        the first requests here do."""
+        """Stock vLLM with the weights of the model directory.
+
+        It skips vLLM's kernel warm-up of half a minute: the first requests warm the kernels up.
+        """
 
         def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
             less = {} if on_cpu else {"kernel_config": {"enable_jit_warmup": False}}
@@ -116,7 +120,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[Fle
 @needs("cuda", "vllm", "transformers", "numba", seconds=200)
 @pytest.mark.parametrize("name", ["off", "on", "stock"])
 def test_start_and_weights(name: str, fleet: Fleet, figures: Callable) -> None:
-    """They start beside each other; the first one waits for all."""
+    """The engines start in parallel, so the first test waits for all of them."""
     from schemas.weights import PolicyWeights
 
     engine = fleet[name]
@@ -135,8 +139,11 @@ def test_start_and_weights(name: str, fleet: Fleet, figures: Callable) -> None:
 @needs("cuda", "vllm", "transformers", "numba", seconds=60)
 @pytest.mark.parametrize("num_rows", [FEW, NUM_PROMPTS * GROUP_SIZE])
 def test_decoding_in_turn(num_rows: int, fleet: Fleet, figures: Callable) -> None:
-    """In a first epoch: the engine that drafts has no history. Stock vLLM is given its requests by
-    a call of `generate` each, as users do, and in a batch, as refrain does."""
+    """Measure a first epoch, in which the engine with drafts has no history.
+
+    Stock vLLM gets its requests in two ways: one call of `generate` each, as users do, and in a
+    batch, as refrain does.
+    """
     ways = {
         "stock": fleet["stock"].roll_out,
         "stock_batch": _in_batches(fleet["stock"]),
@@ -157,7 +164,7 @@ def test_decoding_in_turn(num_rows: int, fleet: Fleet, figures: Callable) -> Non
 def test_drafts_that_are_right_and_what_they_flip(
     num_rows: int, fleet: Fleet, figures: Callable
 ) -> None:
-    """The samples of before, drafted from themselves: the same, up to near ties."""
+    """Draft earlier samples from themselves. The tokens are the same, except at near ties."""
     from tests.gpu.local_engine import num_tokens, parted, write_history
 
     requests = fleet.requests(1)[:num_rows]
@@ -182,14 +189,17 @@ def test_drafts_that_are_right_and_what_they_flip(
     for axis, rows in (("again", again), ("draft", drafted)):
         num_flips, num = parted(rows, expected)
         figures(**{f"flips_engine_{axis}_{num_rows}_rows_per_million": 1e6 * num_flips / num})
-        # Float32 has no near ties among so few tokens.
+        # A rehearsal runs in float32, which has no near ties among so few tokens.
         assert num_flips <= (0 if REHEARSAL else MOST_FLIPS * num)
 
 
 @needs("cuda", "vllm", "transformers", "numba", seconds=60)
 @pytest.mark.parametrize("num_rows", [FEW, NUM_PROMPTS * GROUP_SIZE])
 def test_drafts_that_are_wrong(num_rows: int, fleet: Fleet, figures: Callable) -> None:
-    """History of other noise: random weights say nothing twice, and the gate should find out."""
+    """The history has other noise, so drafts are wrong: random weights repeat nothing.
+
+    The gate should notice this and stop verifying drafts.
+    """
     ways = {name: fleet[name].roll_out for name in ("off", "on")}
     speeds = _in_turn(ways, lambda lap: fleet.requests(200 + lap)[:num_rows])
     figures(**{f"engine_wrong_drafts_{num_rows}_rows_over_off": speeds["on"] / speeds["off"]})
@@ -207,7 +217,7 @@ def _in_batches(engine: Any) -> RollOut:
 
 
 def _in_turn(ways: dict[str, RollOut], requests_of: Callable[[int], list]) -> dict[str, float]:
-    """Median tokens a second of each; the first lap warms up."""
+    """Return the median tokens per second of each way. The first lap is a warm-up."""
     from tests.gpu.local_engine import num_tokens
 
     speeds = defaultdict(list)
@@ -243,8 +253,10 @@ def test_parked_it_leaves_the_card_and_woken_it_goes_on(fleet: Fleet, figures: C
 def test_engine_and_trainer_in_turn(
     fleet: Fleet, figures: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One leaves the card before the other comes, its weights stay there by CUDA IPC, and nothing
-    is changed by it. The first hand-over also loads code."""
+    """Engine and trainer take turns on the GPU, and the trainer hands its weights over by CUDA IPC.
+
+    The engine's tokens stay the same. The first hand-over also loads code, so the second is timed.
+    """
     from engines.learn.learner import Learner
     from schemas.weights import PolicyWeights
     from tests.gpu.local_engine import parted
@@ -269,7 +281,7 @@ def test_engine_and_trainer_in_turn(
         both = _free_bytes()
         leave_s = _timed(lambda: learner.leave_gpu(state=True))
         assert not (engine.wait(engine.engine.wake()))
-        # Without a file to take them from.
+        # There is no file: the engine must use the handed weights.
         weights = PolicyWeights(0, b"", canaries)
         error, load_s = engine.timed(engine.engine.load_weights(weights))
         after, _ = engine.roll_out(few)
@@ -309,11 +321,11 @@ def _stand_in(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _hand_over(engine: Any, learner: Any) -> None:
-    """Hand the learner's weights over."""
+    """Hand the learner's weights to the engine."""
     from engines.inference.weights.hand_over import EnginesOfTrainer, HandOver
 
     class Here(EnginesOfTrainer):
-        """The engine of this process."""
+        """Call the engine in this process."""
 
         def _call(self, method: str, *args: Any) -> None:
             engine.wait(engine.engine.take_handed(method, *args))
@@ -338,5 +350,5 @@ def _timed(do: Callable[[], None]) -> float:
 
 
 def _free_bytes() -> int:
-    """Free memory of the card."""
+    """Return the GPU's free memory."""
     return 0 if REHEARSAL else torch.cuda.mem_get_info()[0]

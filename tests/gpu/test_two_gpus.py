@@ -1,5 +1,5 @@
-"""Two cards: requests that go over from TP 1 to TP 2 keep their tokens, and two trainer ranks do
-what one does."""
+"""Two GPUs: requests that move from TP 1 to TP 2 keep their tokens, and two trainer ranks compute
+the updates of one."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from tests.gpu.needs import REHEARSAL, needs
 SHAPE = "qwen3-tiny" if REHEARSAL else "qwen3-0.6b"
 PROMPT_TOKENS, RESPONSE_TOKENS = (32, 160) if REHEARSAL else (64, 512)
 MOVED_AT = 8
-"""Response tokens that all have when they are taken out."""
+"""Response tokens that every request has before we withdraw them."""
 TIMEOUT_S = 120.0
 
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 120.0
 def test_a_switch_of_tp_degree_changes_no_token(
     tmp_path: Path, device: str, figures: Callable
 ) -> None:
-    """In float32; the engine of TP 2 is parked on both cards while that of TP 1 has the first."""
+    """Run in float32. The TP 2 engine is parked while the TP 1 engine uses the first GPU."""
     from engines.inference.engine.vllm_engine import VLLMEngine
     from tests.gpu.local_engine import make_requests, policy_weights, started, train_config
 
@@ -68,13 +68,13 @@ def _layout(config: Any, tp_degree: int) -> Any:
 
 
 async def _leave(engine: Any, requests: Sequence[Any], keep_kv: bool) -> list[Any]:
-    """Begin, and take all out in mid-response."""
+    """Submit the requests, and withdraw all in the middle of their responses."""
     ids = [request.id for request in requests]
     await engine.engine.submit(requests)
     num_begun = 0
     while num_begun < len(ids):
         await asyncio.sleep(0.005)
-        assert engine.engine._running.keys() == set(ids), "some were done before they were moved"
+        assert engine.engine._running.keys() == set(ids), "a request finished before it was moved"
         begun = [r.generated for r in await engine.engine.copy(ids) if r.generated]
         num_begun = sum(len(generated.token_ids) >= MOVED_AT for generated in begun)
     return await engine.engine.withdraw(ids, keep_kv=keep_kv)
@@ -82,7 +82,7 @@ async def _leave(engine: Any, requests: Sequence[Any], keep_kv: bool) -> list[An
 
 @needs("cuda", "transformers", "pydantic", "pyarrow", "jaxtyping", gpus=2, seconds=90)
 def test_two_trainer_ranks_update_as_one(tmp_path: Path, figures: Callable) -> None:
-    """FSDP2, in float32: metrics and log-probabilities of the policy after two updates."""
+    """Compare metrics and log-probabilities after two updates with FSDP2, in float32."""
     import torch.multiprocessing as mp
 
     write_model("qwen3-tiny", "cpu", torch.float32, tmp_path / "model")
@@ -93,7 +93,7 @@ def test_two_trainer_ranks_update_as_one(tmp_path: Path, figures: Callable) -> N
         for metrics, expected in zip(rank["metrics"], one["metrics"], strict=True):
             assert metrics == pytest.approx(expected, abs=1e-3)
         assert torch.allclose(rank["logprobs"], one["logprobs"], atol=1e-3)
-    # The updates are far more than the tolerance.
+    # Negative control: the updates change far more than the tolerance.
     assert (one["logprobs"] - one["start"]).abs().max() > 1e-2
     figures(fsdp_2_ranks_error=(two[0]["logprobs"] - one["logprobs"]).abs().max().item())
 
