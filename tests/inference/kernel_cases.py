@@ -63,11 +63,13 @@ def test_every_token_whatever_the_step(num_rows, vocab_size, changes):
 
 
 def test_a_vocabulary_of_many_parts():
+    """The kernel splits a large vocabulary into parts and combines their results."""
     step = make_step(5, 2, 151_936)
     check(step, *sampled(step))
 
 
 def test_another_noise_would_be_noticed():
+    """Negative control: with other keys, the comparison fails."""
     step = make_step(0, 64, 36)
     step.rows.keys.add_(1)
     with pytest.raises(AssertionError):

@@ -19,6 +19,7 @@ def test_every_token_is_the_definitions(num_rows, vocab_size, changes):
 
 
 def test_another_noise_would_be_noticed():
+    """Negative control: with other keys, the comparison fails."""
     step = make_step(0, 300, 36)
     step.rows.keys.add_(1)
     with pytest.raises(AssertionError):

@@ -61,6 +61,7 @@ def rank(tmp_path):
 
 
 def test_what_came_since_is_copied_to_the_next_part(rank):
+    """Each copy saves only blocks that are new since the last one, in a new part."""
     rank.write(1, 3, 5)
     rank.write(2, 7)
     assert rank.begin(a=[3, 5], b=[7]) == rank.path_of(1)
@@ -108,6 +109,8 @@ def test_copies_of_other_blocks_are_not_taken(rank):
 
 
 def test_what_is_not_whole_is_not_taken(rank, monkeypatch):
+    """A copy that has not ended is not used, and leaves an empty file."""
+
     def never(*_, goes_on, **__):
         while goes_on():
             pass
@@ -121,6 +124,8 @@ def test_what_is_not_whole_is_not_taken(rank, monkeypatch):
 
 
 def test_without_room_it_goes_on_without(rank, monkeypatch, caplog):
+    """A failed copy is logged. The next copy saves the same blocks."""
+
     def full(*_, **__):
         raise OSError("no space")
 

@@ -57,6 +57,7 @@ async def test_events_hold_no_tokens(engine):
 
 
 async def test_what_was_not_received_is_told_again(engine):
+    """The engine repeats rollouts until the caller acknowledges them."""
     events, rows = await engine.next_events(0)
     again, same_rows = await engine.next_events(0)
     assert (again.finished, same_rows) == (events.finished, rows)

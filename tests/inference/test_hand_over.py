@@ -86,6 +86,7 @@ def without_file(weights: PolicyWeights) -> PolicyWeights:
 
 
 async def test_they_come_without_the_file_and_are_those_of_the_file(pair, prompts):
+    """Handed weights need no file, and give the same tokens as the file."""
     for _ in range(2):
         weights = await pair.hand_over(prompts[:4], "counted")
         assert weights.not_handed == ()
@@ -103,6 +104,7 @@ async def test_they_come_without_the_file_and_are_those_of_the_file(pair, prompt
 
 @pytest.mark.parametrize("how", ["lost", "late"])
 async def test_what_was_lost_or_came_too_late_is_refused(pair, prompts, how):
+    """The engine refuses weights if one update was lost or late. Then it loads the file."""
     weights = await pair.hand_over(prompts[:4], how)
     assert weights.not_handed == ()
     await pair.engine.wake()
@@ -121,6 +123,7 @@ async def test_what_was_lost_or_came_too_late_is_refused(pair, prompts, how):
     ],
 )
 async def test_who_takes_none_is_named_and_takes_the_file(pair, prompts, how, why, limit_s):
+    """The result names an engine that fails or does not answer. It loads the file."""
     weights = await pair.hand_over(prompts[:4], how, limit_s)
     (said,) = weights.not_handed
     assert said.startswith("rollout engine 0")
@@ -133,6 +136,7 @@ async def test_who_takes_none_is_named_and_takes_the_file(pair, prompts, how, wh
 
 
 async def test_who_dies_meanwhile_is_named_and_takes_the_file(pair, prompts):
+    """The result names an engine that dies. After its restart it loads the file."""
     weights = await pair.hand_over(prompts[:4], "killed")
     (said,) = weights.not_handed
     assert said.startswith("rollout engine 0 failed in take_handed: ActorDiedError")
@@ -141,6 +145,7 @@ async def test_who_dies_meanwhile_is_named_and_takes_the_file(pair, prompts):
 
 
 async def test_of_another_version_they_are_not_taken_for_it(pair, prompts):
+    """Asked for an older version, the engine loads its file instead of the handed weights."""
     before = await pair.hand_over(prompts[:4], "counted")
     await pair.hand_over(prompts[:4], "counted")
     await pair.engine.wake()

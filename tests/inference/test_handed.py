@@ -129,6 +129,7 @@ async def test_weights_wake_for_the_hand_over_and_the_cache_for_the_canary(engin
 
 
 async def test_what_was_broken_off_is_abandoned_before_the_file(engine):
+    """The engine ends an interrupted hand-over before it loads the file."""
     await engine.sleep()
     await hand(engine, 1, to_the_end=False)
     await engine.load_weights(weights(1))
@@ -142,6 +143,7 @@ async def test_what_was_broken_off_is_abandoned_before_the_file(engine):
 
 
 async def test_what_was_broken_off_is_abandoned_before_another(engine):
+    """The engine ends an interrupted hand-over before it begins another."""
     await engine.sleep()
     await hand(engine, 1, to_the_end=False)
     await hand(engine, 1)
@@ -154,6 +156,7 @@ async def test_what_was_broken_off_is_abandoned_before_another(engine):
 
 @pytest.mark.parametrize("asleep_between", [False, True])
 async def test_others_are_not_taken_for_them(engine, asleep_between):
+    """Handed weights of another version, or from before a sleep, are not used."""
     await engine.sleep()
     await hand(engine, 1)
     if asleep_between:
@@ -163,6 +166,7 @@ async def test_others_are_not_taken_for_them(engine, asleep_between):
 
 
 async def test_they_are_there_once(engine):
+    """Handed weights serve one load. A second load of the same version reads the file."""
     await engine.sleep()
     await hand(engine, 1)
     await engine.load_weights(weights(1))

@@ -91,6 +91,7 @@ def test_every_token_is_told_once_in_order_and_in_time(steps, streamed):
 
 
 def test_between_reports_nothing_is_told():
+    """Unfinished requests are reported only every `REPORT_S`, finished ones at once."""
     clock = Clock()
     held = HeldOutputs(clock)
     for _ in range(2):
@@ -102,6 +103,7 @@ def test_between_reports_nothing_is_told():
 
 
 def test_what_comes_with_the_first_token_is_told_at_the_end():
+    """Fields of a request's first output are part of its merged output."""
     held = HeldOutputs(Clock())
     first = output("a", [1], prefill_stats="cached", events=[1])
     first.new_prompt_logprobs_tensors = "of the prompt"

@@ -82,9 +82,11 @@ def test_no_operation_of_it_is_fused_or_approximate(capability, ragged):
 
 
 def test_fused_it_would_be_another_kernel():
+    """Negative control: with fusion allowed, the compiler emits fused operations."""
     assert re.search(r"\bfma\.rn\.f32", machine_code(90, fusion=True, RAGGED=True, **DRAW))
 
 
 @pytest.mark.parametrize(("ragged", "width"), [(False, 1), (True, 32)])
 def test_what_puts_the_parts_together_compiles_too(ragged, width):
+    """The `accept` kernel, which combines the parts of the vocabulary, compiles too."""
     assert machine_code(90, accept, RAGGED=ragged, REQUESTS=1, WIDTH=width, PARTS=128)

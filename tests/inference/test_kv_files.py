@@ -132,6 +132,7 @@ def saved(tmp_path):
 
 
 def test_bfloat16_too(tmp_path):
+    """Keys and values in bfloat16 are saved and loaded unchanged."""
     path, whole = rank_file(tmp_path, 0), caches(2, seed=1)
     half = {layer: cache.bfloat16() for layer, cache in whole.items()}
     write_blocks(path, half, {"x": [3, 1]}, {"x": 7}, IDENTITY)
@@ -175,6 +176,7 @@ def test_a_damaged_file_is_not_loaded(saved):
 
 
 def test_without_a_part_nothing_of_it_is_loaded(tmp_path):
+    """A request with a missing, damaged or outdated part file is not loaded. Others are."""
     own, blocks, num_tokens = caches(2, seed=1), {"x": [5], "y": [3, 1, 4]}, {"x": 4, "y": 11}
     write_in_parts(tmp_path, 0, own, blocks, num_tokens, [1, 2])
     part, later = rank_file(tmp_path, 0, 2), rank_file(tmp_path, 0)

@@ -106,6 +106,8 @@ def test_a_sequence_that_was_set_back_goes_on_as_if_never_wrong(do):
 
 
 def test_what_is_heard_before_the_first_step_is_of_its_text(do):
+    """Tokens that arrive before the first step extend the sequence's text."""
+
     def work(live):
         right = from_the_start(live, PROMPT, 12)
         live._core.reset_prefix_cache()
@@ -165,6 +167,8 @@ def test_drafts_are_never_found_in_the_prefix_cache(do):
 
 
 def test_sequences_that_rest_and_leave_no_memory_are_told_of(do):
+    """Paused sequences fill the memory: `CacheFull`. After one closes, others go on."""
+
     def work(live):
         from engines.inference.drafting.live import CacheFull
 

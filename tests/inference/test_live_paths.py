@@ -91,6 +91,8 @@ def drawn_by_all(live: Any, names: list[str], num: int) -> dict[str, list[int]]:
 
 @pytest.mark.slow
 def test_one_that_waits_is_admitted_by_vllm_while_others_go_on(do):
+    """vLLM admits a waiting sequence once a place is free. The others keep decoding."""
+
     def work(live):
         names = [f"w-{i}" for i in range(MAX_NUM_SEQS + 1)]
         right = {n: from_the_start(live, PROMPT[:8], 20, key=i) for i, n in enumerate(names)}

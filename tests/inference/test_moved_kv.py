@@ -58,6 +58,7 @@ def zero_first_blocks(moved: Sequence[RolloutRequest]) -> None:
 
 
 async def test_what_is_in_the_prefix_cache_is_not_loaded(engines, tp2, weights, long_prompts):
+    """The files' first blocks are zeroed, so loading them would change tokens."""
     source, target = engines[0], tp2
     await load([source, target], weights)
     expected = await generate(source, long_prompts)
@@ -125,6 +126,7 @@ async def test_without_room_they_are_computed_again(
 
 
 async def test_saved_files_go_with_their_weights(engines, weights, long_requests):
+    """Loading weights deletes the keys and values of the policy version before."""
     await load(engines[:1], weights)
     await begin(engines[0], long_requests)
     moved = await engines[0].withdraw([r.id for r in long_requests], keep_kv=True)

@@ -55,6 +55,7 @@ async def race(
 async def test_they_go_along_and_no_token_changes(
     engines, tp2, weights, long_requests, without_switch, from_tp
 ):
+    """Keys and values go along from TP 1 and TP 2, and no token changes."""
     origin = tp2 if from_tp == 2 else engines[0]
     await load([*engines, tp2], weights)
     await origin.take_kv_counts()
@@ -111,6 +112,7 @@ def _from(num_tokens: int):
 
 
 async def test_those_of_short_ones_stay(engines, weights, long_requests):
+    """Only requests with at least `race_kv_tokens` tokens take keys and values along."""
     origin = engines[0]
     await load(engines[:1], weights)
     await begin(origin, long_requests)
@@ -143,6 +145,7 @@ def _keep_for(seconds: float):
 async def test_old_ones_are_deleted_and_computed_again(
     engines, weights, long_requests, without_switch
 ):
+    """A later copy deletes expired ones. The target computes those requests again."""
     origin, target = engines
     await load(engines, weights)
     await begin(origin, long_requests)

@@ -272,6 +272,7 @@ def test_a_drafter_that_begins_anew_hears_of_everything(oracle):
 
 
 def test_what_has_ended_is_closed(oracle):
+    """The drafter closes the stream of a request that has ended."""
     verifier = Verifier(COUPLED)
     verifier.drafting.connect({"small": oracle.address})
     verifier.step([])

@@ -24,5 +24,6 @@ def test_a_step_of_other_requests_copies_their_keys() -> None:
 
 
 def test_an_operation_that_waits_for_data_would_fail() -> None:
+    """Negative control: an operation that needs data raises an error here."""
     with counted(), pytest.raises((RuntimeError, NotImplementedError)):
         torch.ones(3, device="meta").nonzero()

@@ -40,6 +40,7 @@ def cpu_s(processes) -> float:
 
 
 async def test_asleep_it_holds_no_core_and_no_keys_and_values(engines, weights, prompts):
+    """A sleeping engine uses almost no CPU time and has freed its KV cache."""
     engine = engines[0]
     await engine.load_weights(weights)
     before = await generate(engine, requests(prompts))

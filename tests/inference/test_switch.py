@@ -85,6 +85,7 @@ async def test_from_two_engines_to_one_of_twice_their_tp_degree(
 
 
 async def test_greedy(engines, tp2, weights, prompts):
+    """The same holds at temperature 0."""
     await load([*engines, tp2], weights)
     async with greedy([*engines, tp2]):
         todo = double_requests(prompts)[::4]
@@ -163,6 +164,7 @@ async def test_taken_in_prefill(engines, tp2, weights, prompts):
 
 
 async def test_taken_before_it_began(engines, weights, long_requests, without_switch):
+    """A request withdrawn right after its submission generates the same tokens later."""
     await load(engines[:1], weights)
     ids = [request.id for request in long_requests]
     for keep_kv in (False, True):
@@ -180,6 +182,7 @@ async def test_taken_before_it_began(engines, weights, long_requests, without_sw
 async def test_one_that_is_moved_on_before_it_ran_keeps_what_it_came_with(
     engines, tp2, weights, long_requests, without_switch
 ):
+    """A paused engine passes requests on with the keys and values that they came with."""
     source, between, target = engines[0], engines[1], tp2
 
     def pause(engine) -> None:
@@ -201,6 +204,7 @@ async def test_one_that_is_moved_on_before_it_ran_keeps_what_it_came_with(
 
 
 async def test_those_that_stay_go_on(engines, tp2, weights, long_requests, without_switch):
+    """After a withdrawal, the source goes on with its other requests."""
     source, target = engines[1], tp2
     await load([source, target], weights)
     await source.take_kv_counts()

@@ -119,6 +119,7 @@ def test_what_the_last_step_took_can_be_saved(worker):
 
 
 def test_one_that_was_left_out_alone_was_preempted(worker):
+    """A step that runs other requests and leaves one out has preempted it."""
     step(worker, a=5, b=3)
     assert step(worker, b=1).keys() == {"b"}
     assert step(worker).keys() == {"b"}
@@ -133,6 +134,7 @@ def test_a_step_that_takes_nobody_preempts_nobody(worker):
 
 
 def test_those_with_so_many_tokens_here_are_saved(worker):
+    """Only requests with at least the wanted number of computed tokens are saved."""
     step(worker, a=5, b=3, c=1)
     wanted = {"a": 5, "b": 4, "d": 1}
     assert worker.save_kv_ahead("there", wanted, 7) == "there/['a']-7"
