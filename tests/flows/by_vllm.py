@@ -1,4 +1,7 @@
-"""vLLM as its users have it: python -m tests.flows.by_vllm MODEL < REQUESTS.json > ANSWERS.json"""
+"""Run a model with plain vLLM, without refrain.
+
+python -m tests.flows.by_vllm MODEL < REQUESTS.json > ANSWERS.json
+"""
 
 import json
 import os
@@ -6,11 +9,12 @@ import sys
 from typing import Any
 
 NUM_TOKENS = 24
-"""Tokens of a greedy response."""
+"""Length at which a greedy response is cut."""
 
 
 def answers(model: str, prompts: list[list[int]], sequences: list[list[int]]) -> dict[str, Any]:
-    """Greedy responses to prompts, and log-probabilities of tokens 1.. of sequences."""
+    """Return greedy responses to the prompts. Score the sequences: return the log-probabilities of
+    their tokens from the second on."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -36,6 +40,6 @@ def answers(model: str, prompts: list[list[int]], sequences: list[list[int]]) ->
 
 if __name__ == "__main__":
     given, out = json.load(sys.stdin), os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # Libraries write what they like to stdout.
+    os.dup2(2, 1)  # Libraries may print to stdout too.
     json.dump(answers(sys.argv[1], **given), out)
     out.close()

@@ -1,4 +1,4 @@
-"""The real `refrain` command, watched and killed."""
+"""Run the real `refrain` command, read its output and kill it."""
 
 import json
 import os
@@ -25,7 +25,11 @@ LINE_TIMEOUT_S = 400.0
 
 
 def write_config(directory: Path, num_prompts: int = 24, **changes: object) -> Path:
-    """The demo at reduced size: two epochs of two steps, with validation."""
+    """Write the demo's config at reduced size: two epochs of two steps, with validation. Return its
+    path.
+
+    For example, `rollout__num_engines=1` changes a field of a section.
+    """
     for split, rows in (("train", num_prompts), ("validation", 8)):
         table: pa.Table = pq.read_table(DEMO / "data" / f"{split}.parquet")
         pq.write_table(table.slice(0, rows), directory / f"{split}.parquet")
@@ -47,13 +51,13 @@ def write_config(directory: Path, num_prompts: int = 24, **changes: object) -> P
 
 
 def with_default_signals() -> None:
-    """As an interactive shell starts a command, whatever the tests' own parent ignores."""
+    """Reset the signal handlers, as in an interactive shell, even if the parent ignores signals."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
 class Command:
-    """`refrain` with arguments, in a process group of its own, its output read line by line."""
+    """A running `refrain` command in its own process group. A thread reads its output."""
 
     def __init__(
         self,
@@ -61,7 +65,8 @@ class Command:
         environment: Mapping[str, str] | None = None,
         module: str = "flows.cli",
     ) -> None:
-        """`environment`: instead of this process's, without a cluster; `module`: what runs it."""
+        """Start `module` with `args`. The default environment is this process's, without
+        RAY_ADDRESS."""
         if environment is None:
             environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         self.process = subprocess.Popen(
@@ -79,7 +84,7 @@ class Command:
         threading.Thread(target=self._read, daemon=True).start()
 
     def wait_for_line(self, text: str) -> str:
-        """The next line that contains `text`."""
+        """Return the next line that contains `text`."""
         deadline = time.monotonic() + LINE_TIMEOUT_S
         while True:
             line = self._fresh.get(timeout=max(0.1, deadline - time.monotonic()))
@@ -88,12 +93,12 @@ class Command:
                 return line
 
     def kill(self) -> None:
-        """`kill -9` of the driver alone, as if the machine's memory had run out."""
+        """Send SIGKILL to the driver alone, as Linux does when memory runs out."""
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
 
     def finish(self, timeout_s: float = LINE_TIMEOUT_S) -> str:
-        """Wait for the end; returns the output."""
+        """Wait until the command succeeds, and return its output."""
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
@@ -116,7 +121,7 @@ class Command:
 
 
 def altered_model(directory: Path, **values: int | str) -> Path:
-    """The demo's model with another configuration; rows of a larger vocabulary are zero."""
+    """Copy the demo's model with other values in its config. A larger vocabulary has zero rows."""
     shutil.copytree(DEMO / "model", directory)
     file, weights = directory / "config.json", directory / "model.safetensors"
     config = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""Runs from the command line: one that others are compared with, and those of a test."""
+"""Fixtures that run `refrain`: one reference run for all tests, and commands of single tests."""
 
 import os
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from tests.flows.commands import Command, write_config
 
 @pytest.fixture(scope="package")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two engines, not interrupted; returns the run's directory."""
+    """Run the small demo with two engines to its end, and return the run's directory."""
     directory = tmp_path_factory.mktemp("whole")
-    # On a fast machine it is over before the 10 s that MLflow's monitors wait by default.
+    # MLflow samples system metrics every 10 s by default. A fast machine is done before that.
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     environment["MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"] = "1"
     command = Command("train", write_config(directory), environment=environment)
@@ -29,7 +29,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def refrain() -> Iterator[Any]:
-    """Starts commands, which end with the test."""
+    """Return a function that starts a command. The commands are killed after the test."""
     commands: list[Command] = []
 
     def start(*args: str | Path) -> Command:

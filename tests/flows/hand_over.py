@@ -1,9 +1,10 @@
-"""`refrain` with somebody who is killed while the GPUs change hands: run as a module.
+"""Run `refrain` and kill processes while the GPUs change hands.
 
     python -m tests.flows.hand_over POINTS train my.yaml ...
 
-POINTS is JSON, [[owner, method, when, number, victim], ...]: at that call of the owner's method,
-counted from 1, before, during or after it, the first living process of the victim's kind is killed.
+POINTS is JSON, [[owner, method, when, number, victim], ...]. For example,
+["engines", "leave_gpus", "before", 2, "engine"] kills the first living engine before the second
+call of the engines' leave_gpus. `when` is before, during or after.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ def kill(victim: str) -> None:
 
 
 def strike(points: list[list[Any]]) -> None:
-    """Have the points' methods kill."""
+    """Patch the owners' methods so that they kill at the given points."""
     for name, owner in OWNERS.items():
         for method in ("leave_gpus", "enter_gpus"):
             own = [point[2:] for point in points if point[:2] == [name, method]]

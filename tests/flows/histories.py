@@ -1,6 +1,8 @@
-"""Histories on the cluster that RAY_ADDRESS names, in a directory that each node has for itself:
-that of its processes. Prints what was built and copied, what is there when a node has died, and
-what was told."""
+"""Index histories on the cluster that RAY_ADDRESS names, and kill a node.
+
+Each node keeps its indexes below the working directory of its processes. The script prints how many
+indexes were built, copied and found, before and after the kill, and which problems were reported.
+"""
 
 import asyncio
 import json
@@ -60,7 +62,7 @@ async def _in(actor: RemoteActor, ask: Callable[[object], Any]) -> Any:
 
 
 def _node(_: object) -> tuple[str, int]:
-    """The node, and the process that is its raylet."""
+    """Return the id of the node, and the process id of its raylet."""
     import os
 
     return ray.get_runtime_context().get_node_id(), os.getppid()

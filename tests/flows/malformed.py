@@ -1,5 +1,5 @@
-"""Malformed input by the dozen: what a user may get wrong in a config, an override, a model, a
-profile, a scorer, a data file or a run's directory. Each is wrong by construction."""
+"""Generate malformed configs, overrides, models, profiles, scorers, data files and runs. Each case
+is wrong by construction."""
 
 import functools
 import json
@@ -22,22 +22,22 @@ from tests.flows.commands import write_config
 
 HUGE = 10**400
 TORN = "half \udcff"
-"""As a byte that is not UTF-8 comes from a command line."""
+"""A command-line argument with a byte that is not UTF-8, as Python decodes it."""
 
 
 @dataclass(frozen=True)
 class Malformed:
-    """Arguments of `refrain train` that are to be refused."""
+    """Arguments that `refrain train` must refuse."""
 
     what: str
     arguments: tuple[str, ...]
     named: str
-    """File, setting or override that the refusal names."""
+    """File, setting or override that the error must name."""
 
 
 @dataclass(frozen=True)
 class Workplace:
-    """Where a case is made, from what is right."""
+    """Builder of one case: it starts from a good config in a directory of its own."""
 
     directory: Path
     random: random.Random
@@ -64,7 +64,7 @@ class Workplace:
 
 
 def cases(seed: int, num: int, directory: Path) -> Iterator[Malformed]:
-    """Cases in directories of their own, all kinds in turn."""
+    """Yield `num` cases in directories of their own, one kind after the other."""
     drawn = random.Random(seed)
     for number in range(num):
         place = Workplace(directory / str(number), random.Random(drawn.random()))
@@ -74,14 +74,14 @@ def cases(seed: int, num: int, directory: Path) -> Iterator[Malformed]:
 
 
 def _given(kind: Any) -> Any:
-    """A type without None, where it is one of two."""
+    """Return the type inside an optional type, and any other type as it is."""
     others = [one for one in typing.get_args(kind) if one is not type(None)]
     is_union = typing.get_origin(kind) in (Union, types.UnionType)
     return others[0] if is_union and len(others) == 1 else kind
 
 
 def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names of the settings that hold a value, with its type."""
+    """Yield the dotted name and the type of each setting that holds a value."""
     for name, field in model.model_fields.items():
         kind = _given(field.annotation)
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -187,7 +187,7 @@ def settings_at_odds(place: Workplace) -> Malformed:
 ALIASES = b"\nseed: &a0 [1]\n" + b"".join(
     b"seed%d: &a%d [%s]\n" % (n, n, b", ".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 7)
 )
-"""9 ** 6 values when they are written out."""
+"""Expands to 9 ** 6 values."""
 
 BROKEN_YAML: tuple[tuple[str, bytes], ...] = (
     ("a tab", b"\n\tseed: 1\n"),
@@ -289,7 +289,7 @@ def wrong_reward(place: Workplace) -> Malformed:
 
 
 def damaged(place: Workplace, content: bytes) -> tuple[str, bytes]:
-    """The content of a JSON file, so that it is none any more."""
+    """Damage the content of a JSON file. Return a description, and content that is not JSON."""
     cut = place.random.randrange(1, len(content) - 1)
     return place.random.choice(
         [
@@ -393,7 +393,7 @@ def profile_of_another_kind(place: Workplace) -> Malformed:
 
 
 def broken_run(place: Workplace) -> Malformed:
-    """A run's directory whose config cannot be read."""
+    """Make a run's directory whose config cannot be read."""
     run_dir = place.directory / "runs" / "demo"
     run_dir.mkdir(parents=True)
     what, content = damaged(place, json.dumps(place.values()).encode())

@@ -1,5 +1,8 @@
-"""GPUs of the cluster that RAY_ADDRESS names: two pools of two; an engine of two beside two trainer
-ranks. Prints where they are, and what is said of a third pool."""
+"""Reserve GPUs on the cluster that RAY_ADDRESS names, and print where they are.
+
+It holds two pools of two GPUs and prints the error of a third pool. Then it places an engine of two
+GPUs beside two trainer ranks.
+"""
 
 import asyncio
 import json
@@ -36,7 +39,7 @@ async def hold() -> dict[str, object]:
 
 
 async def place_engine_beside_ranks() -> dict[str, object]:
-    """The ranks are there first."""
+    """Start the ranks, then the engine, and return their nodes."""
     nodes = [node for node in ray.nodes() if node["Resources"].get("GPU")]
     wanted = [
         Wanted("trainer", 2, "trainer.num_processes", spreads=True),

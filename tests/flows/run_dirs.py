@@ -1,4 +1,4 @@
-"""Directories as runs leave them, without a run."""
+"""Write run directories without running anything."""
 
 import json
 import time
@@ -43,7 +43,7 @@ def progress(
     error: str | None = None,
     started_s: float | None = None,
 ) -> RunProgress:
-    """Of a process that took 10 seconds, after an earlier one that took 60."""
+    """Return the progress of a process that took 10 seconds, after an earlier one that took 60."""
     started_s = time.time() - 10.0 if started_s is None else started_s
     return RunProgress(
         num_steps=4,
@@ -79,7 +79,7 @@ def make_run(
     progress: RunProgress | None = None,
     summary: RunSummary | None = None,
 ) -> Path:
-    """The run's directory."""
+    """Write the files of a run and return its directory."""
     values = {"name": name, "runs_dir": str(runs_dir), "num_epochs": 2}
     values |= {"model": {"path": "m"}, "data": {"train": ["d.parquet"]}}
     run_dir = runs_dir / name
@@ -96,7 +96,7 @@ def make_run(
 
 
 def make_checkpoint(run_dir: Path, step: int) -> Path:
-    """With nothing in it but what it says of itself."""
+    """Write a checkpoint with a state file and an empty model directory. Return its path."""
     checkpoint = run_dir / "checkpoints" / f"global_step_{step}"
     (checkpoint / "model").mkdir(parents=True)
     state = {"step": step, "policy_version": step, "loader_state": {}}

@@ -1,5 +1,5 @@
-"""Who does not know the password of a Prefect server that refrain starts gets no answer, and no
-page but its own reads one."""
+"""A Prefect server that refrain starts answers only with its password. Pages of other sites cannot
+read its answers."""
 
 import os
 import stat
@@ -50,19 +50,19 @@ with get_client(sync_client=True) as client:
 
 @pytest.fixture
 def environment() -> Iterator[dict[str, str]]:
-    """That of this process, without any word on Prefect."""
+    """Remove Prefect's variables from the environment, and return the others."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     with mock.patch.dict(os.environ, kept, clear=True):
         yield kept
 
 
 def auth_header() -> dict[str, str]:
-    """HTTP header with the password, as Prefect's own clients have it."""
+    """Return the HTTP header with the password that Prefect's clients send."""
     return {"Authorization": f"Basic {b64encode(os.environ[GIVEN].encode()).decode()}"}
 
 
 def answer(url: str, body: bytes | None = b"{}", **headers: str) -> tuple[int, Message]:
-    """Status and headers, whatever the status."""
+    """Return the status and the headers of the answer, also of an error."""
     json = {"Content-Type": "application/json"}
     try:
         with urllib.request.urlopen(urllib.request.Request(url, body, json | headers)) as given:
@@ -72,7 +72,7 @@ def answer(url: str, body: bytes | None = b"{}", **headers: str) -> tuple[int, M
 
 
 def assert_closed(api: str) -> None:
-    """Prefect answers those with the password alone, and leaves a stranger's page without it."""
+    """Assert that Prefect answers only with the password, and lets no other site read it."""
     flows, allowed = f"{api}/flows/filter", "Access-Control-Allow-Origin"
     assert answer(flows)[0] == 401
     assert answer(flows, Authorization="Basic cmVmcmFpbjo=")[0] == 401
@@ -117,7 +117,7 @@ def test_a_password_of_ones_own_is_used(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("environment")
 @pytest.mark.parametrize("name", [ASKED, GIVEN])
 def test_one_in_the_environment_stays(name: str, tmp_path: Path) -> None:
-    # As compose hands on what was not set.
+    # Compose passes unset variables on as empty ones.
     os.environ.update({ASKED: "", GIVEN: "", name: "me:mine"})
     use_embedded_services(tmp_path)
     assert (os.environ[ASKED], os.environ[GIVEN]) == ("me:mine", "me:mine")

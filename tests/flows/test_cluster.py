@@ -1,4 +1,4 @@
-"""A run on a Ray cluster of two nodes that RAY_ADDRESS names: here both are on one machine."""
+"""Runs on a Ray cluster of two nodes that RAY_ADDRESS names. Here both are on one machine."""
 
 import contextlib
 import json
@@ -28,9 +28,9 @@ from tests.listening import free_port
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 GPUS_PER_NODE = 2
-"""There are none: Ray counts what it is told."""
+"""There are no real GPUs: Ray believes the number that it is given."""
 NUM_ENGINES = 3
-"""With the trainer they take all GPUs, so that no node has all engines."""
+"""Engines and trainer take all GPUs, so no node has all engines."""
 TOKENS = (
     "SELECT step, prompt_key, sample_index, response_token_ids FROM rollouts "
     f"WHERE split = 'train' AND step <= {NUM_STEPS // 2} ORDER BY ALL"
@@ -42,7 +42,7 @@ STOP_TIMEOUT_S = 30.0
 @dataclass
 class TwoNodes:
     directory: Path
-    """Where they work: not where the run is started."""
+    """Working directory of the nodes. The run starts in another one."""
     port: int = field(default_factory=free_port)
     token: str = field(default_factory=lambda: secrets.token_hex(32))
     head: subprocess.Popen[bytes] | None = None
@@ -50,7 +50,8 @@ class TwoNodes:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of what belongs to the cluster, which reaches beyond one machine: so it wants a token."""
+        """Environment of the cluster's processes. Other machines can reach a cluster, so it needs a
+        token."""
         return {name: value for name, value in os.environ.items() if name not in LOOPBACK} | {
             "PYTHONPATH": str(REPOSITORY),
             "RAY_AUTH_MODE": "token",
@@ -62,7 +63,7 @@ class TwoNodes:
         return self.environment | {"RAY_ADDRESS": f"127.0.0.1:{self.port}"}
 
     def start(self) -> None:
-        """A head that lends nothing, as on a cluster, with the driver; and two nodes."""
+        """Start a head without GPUs, to which the driver connects, and two nodes."""
         head = ("--head", "--port", str(self.port), "--include-dashboard=false")
         self.head = self._start_node("head", 0, *head, "--temp-dir", str(self.directory))
         join = ("--address", f"127.0.0.1:{self.port}")
@@ -70,11 +71,11 @@ class TwoNodes:
             self.nodes.append(self._start_node(str(i), GPUS_PER_NODE, *join))
 
     def place_of(self, name: str) -> Path:
-        """Where the processes of a node work: 0, 1 or head."""
+        """Return the working directory of a node's processes. The nodes are 0, 1 and head."""
         return self.directory / f"at-{name}"
 
     def _start_node(self, name: str, num_gpus: int, *args: str) -> subprocess.Popen[bytes]:
-        """Ray itself gives up after 30 s, which are few on a busy machine."""
+        """Start a node, and retry: Ray gives up after 30 s, which is short on a busy machine."""
         self.place_of(name).mkdir()
         log = self.directory / f"node-{secrets.token_hex(4)}.log"
         for _ in range(NUM_TRIES):
@@ -100,7 +101,7 @@ class TwoNodes:
             )
 
     def num_engines(self) -> list[int]:
-        """By node."""
+        """Return the number of engines on each node."""
         counts = []
         for node in self.nodes:
             children = psutil.Process(node.pid).children(recursive=True)
@@ -108,7 +109,7 @@ class TwoNodes:
         return counts
 
     def kill_other_than_trainers(self) -> None:
-        """A node goes down that has engines alone."""
+        """Kill a node that has engines but no trainer rank."""
         for node in self.nodes:
             children = psutil.Process(node.pid).children(recursive=True)
             if not any("ray::TrainerActor" in " ".join(p.cmdline()) for p in children):
@@ -116,7 +117,7 @@ class TwoNodes:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGKILL)
                 return
-        raise AssertionError("trainers on all nodes")
+        raise AssertionError("every node has a trainer rank")
 
     def stop(self) -> None:
         everything = [node for node in (self.head, *self.nodes) if node]
@@ -131,7 +132,7 @@ class TwoNodes:
 
 @pytest.fixture
 def two_nodes() -> Iterator[TwoNodes]:
-    # Short: the names of Ray's sockets may have a hundred letters.
+    # The path must be short: names of sockets have at most about 100 characters.
     two_nodes = TwoNodes(Path(tempfile.mkdtemp(prefix="ray-")))
     try:
         two_nodes.start()
@@ -142,7 +143,7 @@ def two_nodes() -> Iterator[TwoNodes]:
 
 
 def test_histories_are_on_all_nodes_and_outlive_one(two_nodes: TwoNodes) -> None:
-    """Each node has a directory of its own under the same path."""
+    """The nodes have separate directories under the same path."""
     found = printed_by("tests.flows.histories", two_nodes)
     assert found["trouble"] == []
     assert found["num_there"] == [len(histories.KEYS)] * 3
@@ -220,12 +221,13 @@ def assert_gpus_are_of_one_node(two_nodes: TwoNodes) -> None:
     assert len(set(held["nodes"])) == 2
     assert held["gpu_ids"] == [[0, 1], [0, 1]]
     assert "1 GPUs of one node" in held["refusal"]
-    assert len(set(held["ranks"])) == 1, "no node is left whole"
+    assert len(set(held["ranks"])) == 1, "the trainer ranks are on two nodes"
     assert held["engine"] not in held["ranks"]
 
 
 def printed_by(module: str, two_nodes: TwoNodes) -> dict[str, Any]:
-    """What a driver on the cluster prints, beside what Ray says of a node that has died."""
+    """Run a driver on the cluster and return the JSON that it prints. Ignore Ray's messages about a
+    dead node."""
     done = subprocess.run(
         [sys.executable, "-m", module],
         cwd=REPOSITORY,

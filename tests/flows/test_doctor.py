@@ -1,4 +1,4 @@
-"""`refrain doctor` on this machine, and on machines that are not at hand."""
+"""`refrain doctor` on this machine, and on made-up machines."""
 
 import json
 import socket
@@ -33,7 +33,7 @@ def test_this_machine(tmp_path: Path) -> None:
     packages = {package.name: package for package in report.machine.packages}
     assert packages["ray"].required == f"=={packages['ray'].installed}"
     assert packages["torch"].fits
-    assert not {"pytest", "ruff"} & set(packages), "those of the project's own tools"
+    assert not {"pytest", "ruff"} & set(packages), "development tools are listed"
 
 
 def test_the_json_alone_on_standard_output() -> None:

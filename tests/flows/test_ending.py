@@ -1,4 +1,5 @@
-"""SIGHUP, SIGINT and SIGTERM end a command alike; whatever ends a run, nothing of it is left."""
+"""SIGHUP, SIGINT and SIGTERM end a command in the same way. However a run ends, none of its
+processes stay."""
 
 import contextlib
 import os
@@ -141,7 +142,7 @@ def test_the_second_ends_at_once(start: Any, number: signal.Signals) -> None:
 
 
 def test_what_a_run_has_started_outlives_the_terminal_until_it_is_ended(start: Any) -> None:
-    """A closed terminal signals all processes of its group."""
+    """A closed terminal sends SIGHUP to all processes of its group, also to the run's children."""
     process = start(PARENT)
     until(process.stdout, "begun")
     os.killpg(process.pid, signal.SIGHUP)
@@ -153,7 +154,7 @@ def test_what_a_run_has_started_outlives_the_terminal_until_it_is_ended(start: A
 
 
 def test_the_second_ends_a_process_that_is_exiting(start: Any) -> None:
-    """Prefect sends its last logs then."""
+    """Prefect sends its last logs at exit, which may take long."""
     process = start(FLOW, 0.0, 600, "exits slowly")
     until(process.stdout, "begun")
     process.send_signal(signal.SIGINT)
@@ -191,7 +192,7 @@ def test_a_closed_terminal_ends_a_run_without_a_traceback(start: Any, tmp_path: 
 
     def in_terminal() -> None:
         with_default_signals()
-        os.close(os.open(os.ttyname(terminal), os.O_RDWR))  # It becomes the session's.
+        os.close(os.open(os.ttyname(terminal), os.O_RDWR))  # Now it is the session's terminal.
 
     code = FLOW.replace('print("unwound", flush=True)', f'open({str(tmp_path / "end")!r}, "w")')
     errors = (tmp_path / "errors").open("w")
@@ -238,7 +239,8 @@ else:
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_run_ends_without_a_list_of_leaks(start: Any, ends: bool) -> None:
-    """DuckDB's bindings print one, as the control shows, where a thread outlives the flow."""
+    """A thread outlives the flow. Without `run_command`, the negative control, DuckDB's bindings
+    print a list."""
     process = start(HOLDS.format(ends=ends), stderr=subprocess.PIPE)
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0
@@ -251,7 +253,7 @@ def test_a_table_that_nobody_reads_is_no_error(start: Any) -> None:
     process = start(SAYS, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     _, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode in (0, 141)  # By when Python writes what it has buffered.
+    assert process.returncode in (0, 141)  # Depends on when Python flushes its buffer.
     assert errors == ""
 
 
@@ -288,7 +290,7 @@ def test_a_killed_runs_processes_are_ended_for_it(start: Any, tmp_path: Path, en
     _, pid, run_dir = process.stdout.readline().split()
     left, ref = psutil.Process(int(pid)), Path(run_dir, REF_FILE)
     deadline = time.monotonic() + TIMEOUT_S
-    # Linux shows it a moment after the process has begun.
+    # Linux shows the environment a moment after the process has started.
     while RUN_MARK not in (environment := left.environ()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert environment[RUN_MARK] == run_dir
@@ -297,7 +299,7 @@ def test_a_killed_runs_processes_are_ended_for_it(start: Any, tmp_path: Path, en
     try:
         while time.monotonic() < deadline and not (ended(left) and not ref.exists()):
             time.sleep(0.1)
-        # What a run leaves that ends by itself is not the cleaner's business.
+        # The cleaner acts only for a run that was killed.
         assert (ended(left), ref.exists()) == ((True, False) if end == "killed" else (False, True))
     finally:
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""A real evaluation, and other looks at a real run after its end."""
+"""A real evaluation of a finished run, and `refrain show` and `refrain export` on it."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,8 @@ def last_metrics(run_dir: Path) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_a_checkpoint_does_as_in_its_runs_validation(whole_run: Path, tmp_path: Path) -> None:
-    """Sample by sample, on another number of engines and with the weights from disk."""
+    """All samples are equal, although the evaluation has another number of engines and loads the
+    weights from disk."""
     runs, file = whole_run.parent, tmp_path / "figures.json"
     output = refrain(
         *("evaluate", "demo", "rollout.num_engines=1", "--runs-dir", runs),

@@ -1,4 +1,4 @@
-"""What `refrain evaluate` evaluates, and with which settings. Nothing is started."""
+"""`refrain evaluate` picks a checkpoint and its settings. These tests start no engine."""
 
 import json
 from datetime import datetime
@@ -19,7 +19,8 @@ DATA = "held-out.parquet"
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """With one run whose config says what an evaluation takes over, and what it does not."""
+    """Return a directory with one run. Its config has settings that an evaluation takes over, and
+    others that it ignores."""
     run_dir = make_run(tmp_path, "mine")
     config = json.loads((run_dir / "config.json").read_text())
     config |= {"seed": 7, "validation_samples": 4, "mode": "pipelined"}
@@ -54,7 +55,7 @@ def test_a_checkpoint_is_evaluated_as_its_run_validates_it(runs: Path) -> None:
 def test_a_checkpoint_is_evaluated_with_the_date_of_its_run(runs: Path, tmp_path: Path) -> None:
     file = runs / "mine" / "config.json"
     config = json.loads(file.read_text())
-    assert subject(runs, "mine").config.data.date is None, "that of a run which had none"
+    assert subject(runs, "mine").config.data.date is None, "the run has no date"
     config["data"] |= {"date": "2024-07-26T00:00:00", "locale": {"TZ": "UTC"}}
     file.write_text(json.dumps(config))
     other = tmp_path / "other.yaml"

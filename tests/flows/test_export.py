@@ -1,4 +1,4 @@
-"""`refrain export`, on a directory as a run leaves it."""
+"""`refrain export` on the directory of a run."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""Models of three families go through a run: all who load what comes out agree, and end alike."""
+"""Train models of three families. The trainer, transformers and vLLM must agree on the exported
+models, and end responses at the same tokens."""
 
 import json
 import os
@@ -27,7 +28,7 @@ from tests.learn.test_export import assert_as_it_came_in
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ENDS = [2, 1]
-"""Tokens that end a response, by generation_config.json alone."""
+"""Tokens that end a response. Only generation_config.json lists both."""
 SAMPLES = SAMPLES_OF_DEMO.replace(f"step = {STEPS_OF_DEMO}", "step = 2")
 SEQUENCES = (
     "SELECT prompt_token_ids, response_token_ids, inference_logprobs "
@@ -50,10 +51,10 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def make_start(path: Path, kind: str, more: dict[str, Any]) -> None:
-    """A random model for the demo's tokens."""
+    """Write a random model with the demo's tokenizer."""
     torch.manual_seed(0)
     tokens = {"vocab_size": 36, "eos_token_id": 2, "bos_token_id": None}
-    shape = SMALL | SHAPES[kind] | tokens | {"head_dim": 32}  # vLLM computes no 16 on a CPU.
+    shape = SMALL | SHAPES[kind] | tokens | {"head_dim": 32}  # vLLM on a CPU does not support 16.
     config = AutoConfig.for_model(kind, **shape | more)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")

@@ -1,4 +1,4 @@
-"""A real run that signals end, and one that goes on by itself after crashes."""
+"""Real runs: signals end them and nothing is left, and one resumes by itself after crashes."""
 
 import json
 import signal
@@ -19,7 +19,7 @@ END_S = 60.0
 
 
 def signs(run_dir: Path) -> list[str]:
-    """Signs of life of a run that has ended, once its cleaner has had time."""
+    """Return what is still alive of a run that has ended, after its cleaner has had time."""
     deadline = time.monotonic() + END_S
     while processes(run_dir) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -54,7 +54,7 @@ def test_nothing_is_left(refrain: Any, tmp_path: Path, line: str, signals: list[
 
 
 def test_it_goes_on_after_crashes(refrain: Any, tmp_path: Path) -> None:
-    """A trainer process is killed in the second step, and Ray on this machine in the third."""
+    """The test kills a trainer rank in step 2 and Ray in step 3."""
     config = write_config(tmp_path, trainer__save_every_steps=1)
     command, run_dir = refrain("train", config), tmp_path / "runs" / "demo"
     command.wait_for_line("step 2: training")
@@ -67,7 +67,7 @@ def test_it_goes_on_after_crashes(refrain: Any, tmp_path: Path) -> None:
     assert_complete(run_dir)
     assert signs(run_dir) == []
     trainer, ray = read_crashes(run_dir)
-    # The step before may not have been reported yet.
+    # The previous step may not have been reported yet.
     assert trainer.step in (0, 1)
     assert ray.step in (1, 2)
     assert "trainer rank 0" in trainer.error

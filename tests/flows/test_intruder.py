@@ -1,6 +1,8 @@
-"""Another user of the machine reads and writes nothing of a live run, or of what `refrain ui`
-serves: not through files, sockets, Ray, `refrain sql`, Prefect or MLflow. The same script gets
-something where nothing is closed, so it would notice."""
+"""Another user of the machine cannot read or write a live run, nor the servers of `refrain ui`.
+
+A script tries files, sockets, Ray, `refrain sql`, Prefect and MLflow. In the negative controls the
+same script gets in, so it would notice an open door.
+"""
 
 import contextlib
 import json
@@ -56,13 +58,14 @@ def intrude(targets: dict[str, Any], user: int = NOBODY) -> Findings:
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Path]:
-    """Directory of a run that generates, in a directory that everybody may read."""
+    """Start a run in a directory that everybody may read. Return its directory when it rolls
+    out."""
     directory = Path(tempfile.mkdtemp(prefix="live", dir="/tmp"))
     directory.chmod(0o755)
     before = os.umask(0o022)
     (directory / "open").touch()
     environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "TMPDIR")}
-    # It goes on for as long as the script takes.
+    # The run must take longer than the script.
     config = write_config(directory, num_epochs=40)
     command = Command("train", config, environment=environment)
     try:
@@ -78,7 +81,7 @@ def live() -> Iterator[Path]:
 
 
 def targets_of(run_dir: Path) -> dict[str, Any]:
-    """All files and sockets of a run's processes, and all places where it keeps files."""
+    """Return all sockets and ports of a run's processes, and all its files and directories."""
     ports, sockets = set(), set()
     for process in processes(run_dir):
         for one in process.net_connections("all"):
@@ -100,7 +103,7 @@ def targets_of(run_dir: Path) -> dict[str, Any]:
 def test_nothing_of_a_live_run_is_reached(live: Path) -> None:
     targets = targets_of(live)
     assert len(targets["files"]) > 20
-    # Prefect's, and of Ray each server and actor one.
+    # Prefect has one port, and so has each of Ray's servers and actors.
     assert len(targets["ports"]) >= 8
     assert any(name.startswith("@refrain-sql") for name in targets["sockets"])
     assert any("plasma_store" in name for name in targets["sockets"])
@@ -110,7 +113,7 @@ def test_nothing_of_a_live_run_is_reached(live: Path) -> None:
 
 
 def test_the_runs_own_user_reaches_all_of_it(live: Path) -> None:
-    """Or the script would find nothing because it looks for nothing."""
+    """Negative control: the script does find these things when it may."""
     targets = targets_of(live)
     token = json.loads((live / REF_FILE).read_text())["ray_token"]
     found = intrude({**targets, "token": Path(token).read_text()}, user=0)
@@ -123,7 +126,7 @@ def test_the_runs_own_user_reaches_all_of_it(live: Path) -> None:
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Path]:
-    """A directory of the user's, beside runs one of which has an artifact that is secret."""
+    """Return a directory of the user. The runs beside it have an MLflow artifact with a secret."""
     with mock.patch.dict(os.environ):
         for name in (ASKED, GIVEN, MLFLOW_ASKED):
             os.environ.pop(name, None)
@@ -145,7 +148,7 @@ def test_nothing_is_reached_through_servers(victim: Path) -> None:
         assert intrude(targets) == []
         assert list(victim.rglob("*")) == []
         known = {"mlflow": mlflow, "victim": str(victim), "words": auth_header()}
-        assert (mlflow, "read the key") in intrude(known), "whoever knows the password"
+        assert (mlflow, "read the key") in intrude(known), "cannot be read with the password"
 
 
 def test_a_server_without_a_password_is_robbed(victim: Path) -> None:
@@ -159,4 +162,4 @@ def test_a_server_without_a_password_is_robbed(victim: Path) -> None:
         wait_for(f"{url}/health", [running])
         found = intrude({"mlflow": url, "victim": str(victim)})
     assert {(url, "read the key"), (url, "wrote authorized_keys")} <= set(found)
-    assert list(victim.rglob("authorized_keys")), "with the rights of the server's user"
+    assert list(victim.rglob("authorized_keys")), "the server wrote no file for the intruder"

@@ -1,4 +1,4 @@
-"""What is malformed is refused before anything is started, by name and in plain words."""
+"""Malformed input is refused before anything starts. The error names it in plain words."""
 
 import sys
 from pathlib import Path
@@ -12,11 +12,11 @@ from tests.flows.malformed import Malformed, cases
 SEED = 17
 NUM, SHARES = 320, 4
 EXPENSIVE = ("vllm", "ray", "prefect", "mlflow")
-"""Modules of what is started when everything has been read."""
+"""Modules that must not be imported before all input has been checked."""
 
 
 def refusal(case: Malformed) -> str:
-    """What `refrain train` says."""
+    """Return the error that `refrain train` prints."""
     result = CliRunner().invoke(main, ["train", *case.arguments, "--check"])
     assert isinstance(result.exception, SystemExit), f"{case.what}: {result.exception!r}"
     assert result.exit_code == 2, f"{case.what}: {result.output}"

@@ -1,4 +1,4 @@
-"""MLflow's server answers nobody without the password, whatever the path."""
+"""Without the password, MLflow's server answers on no path but /health."""
 
 from base64 import b64encode
 from collections.abc import MutableMapping

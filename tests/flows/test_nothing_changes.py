@@ -1,4 +1,4 @@
-"""`--check` and refusals leave the disk as it was: names, contents, times and modes."""
+"""`--check` and refused commands leave the disk as it was: names, contents, times and modes."""
 
 import json
 import os
@@ -28,7 +28,8 @@ SCORER = "def compute_score(data_source, solution_str, ground_truth, extra_info=
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
-    """A config with a scorer of one's own, an earlier run of its name, a profile, a model."""
+    """Return a directory with a config and its scorer, an earlier run of the same name, a profile
+    and a model."""
     (tmp_path / "scorer.py").write_text(SCORER)
     reward = {"type": "function", "path": str(tmp_path / "scorer.py")}
     file = write_config(tmp_path, reward=reward)
@@ -66,7 +67,7 @@ def test_check_changes_nothing(place: Path) -> None:
 
 
 def test_check_of_a_run_that_was_killed_changes_nothing(place: Path) -> None:
-    """Its store has a log that the next process works off."""
+    """Its store has a write-ahead log. Opening the store would replay it and change the file."""
     run_dir = place / "runs" / "demo"
     with Store(place / "open.duckdb") as store:
         for step in (1, 2):
@@ -81,7 +82,7 @@ def test_check_of_a_run_that_was_killed_changes_nothing(place: Path) -> None:
 
 
 def test_damaged_models_of_checkpoints_are_refused(place: Path) -> None:
-    """To evaluate, and to begin a run with."""
+    """Evaluations, new runs and profiles refuse them."""
 
     def copy_model(path: Path) -> None:
         shutil.copytree(DEMO / "model", path / "model")
@@ -90,7 +91,7 @@ def test_damaged_models_of_checkpoints_are_refused(place: Path) -> None:
     state = CheckpointState(step=2, policy_version=2, loader_state={})
     path = write_checkpoint(place / "runs" / "demo" / "checkpoints", state, copy_model)
     file = path / "model" / "model.safetensors"
-    # The lowest bit of a weight, which no look at its values finds.
+    # Flip the lowest bit of a weight: no check of its value would notice.
     flip(file, 8 * (file.stat().st_size - 4))
     model = f"model.path={path / 'model'}"
     for args in (

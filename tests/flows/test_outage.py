@@ -1,5 +1,5 @@
-"""MLflow's and Prefect's servers go away in mid-run: the run goes on, its record is complete. Whom
-they answer, and what waits for what in the flow of a step."""
+"""MLflow's and Prefect's servers die during a run. The run goes on, and its record is complete. The
+servers answer no stranger."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 class Servers:
-    """Prefect's and MLflow's, on ports that stay theirs."""
+    """Prefect's and MLflow's servers. They keep their ports when they are started again."""
 
     def __init__(self, runs_dir: Path, stack: ExitStack) -> None:
         self.runs_dir, self.ports, self._stack = runs_dir, (free_port(), free_port()), stack
@@ -39,11 +39,11 @@ class Servers:
         self._running: list[Service] = []
 
     def start(self) -> None:
-        """Return when they answer."""
+        """Start both, and return when they answer."""
         self._running = self._stack.enter_context(servers(self.runs_dir, *self.ports))
 
     def kill(self) -> None:
-        """Kill them at once, as if their machine had gone down."""
+        """Kill both at once, as if their machine had gone down."""
         for service in self._running:
             os.killpg(service.process.pid, signal.SIGKILL)
             service.process.wait()
@@ -51,7 +51,7 @@ class Servers:
 
 @pytest.fixture(scope="module", name="servers")
 def two_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Servers of which Prefect's settings know."""
+    """Start both servers and set Prefect's client to use them."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     with ExitStack() as stack:
@@ -109,7 +109,7 @@ async def test_a_run_outlives_its_servers(servers: Servers, tmp_path: Path) -> N
 
 
 def check_mlflow(uri: str, run_id: str) -> None:
-    """Every step's metrics, table and pictures, once."""
+    """Assert that MLflow has every step's metrics, table and pictures once."""
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
@@ -126,7 +126,7 @@ def check_mlflow(uri: str, run_id: str) -> None:
 
 
 async def check_prefect() -> None:
-    """Every step's flow is completed, with its page, and its tasks are linked."""
+    """Assert that every step's flow is completed, has its page, and links its tasks."""
     from prefect.client.orchestration import get_client
 
     async with get_client() as client:
@@ -148,8 +148,8 @@ async def check_prefect() -> None:
 
 
 async def written_tasks(client: Any, name: str, num: int) -> dict[tuple[Any, str], Any]:
-    """By flow run and name, once Prefect's server has written down so many of this name; what it
-    had in memory when it was killed is gone."""
+    """Wait until Prefect's server has stored `num` tasks of this name: a killed server loses those
+    in its memory. Return all tasks by flow run and name."""
     for _ in range(60):
         runs = await client.read_task_runs(limit=200)
         tasks = {(run.flow_run_id, run.name.rpartition("-")[0]): run for run in runs}
@@ -174,7 +174,7 @@ def test_no_stranger_is_answered(
     known = auth_header()
     assert answer(search, body, **known)[0] == 200
     assert answer(search, body, Host=f"localhost:{port}", **known)[0] == 200
-    # A name that another's DNS can lead to this machine; MLflow's own patterns let it pass.
+    # DNS rebinding: a foreign name may resolve to this machine. MLflow itself would allow it.
     assert answer(search, body, Host="10.example.com", **known)[0] == 403
     for page in (STRANGER, f"http://localhost:{port + 1}"):
         assert answer(search, body, Origin=page, **known)[0] == 403
@@ -192,7 +192,7 @@ def test_no_stranger_is_answered(
 
 @pytest.mark.usefixtures("servers")
 async def test_a_step_is_reported_when_the_one_before_is_drawn(tmp_path: Path) -> None:
-    """Or pictures would pile up."""
+    """Step 2 waits until the pictures of step 1 are drawn. Otherwise pictures would pile up."""
     from prefect import flow
 
     from flows.step import rl_step

@@ -1,4 +1,4 @@
-"""Commands replace what they have written before, and nothing else."""
+"""Commands overwrite output files of their own kind, and no other files."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""`refrain profile` on the shipped model: measured once, whatever interrupts it."""
+"""`refrain profile` on the shipped model. It measures each point once, even if it is killed."""
 
 import re
 from collections import Counter
@@ -94,7 +94,7 @@ def test_a_model_that_cannot_draft_for_this_one_is_refused(tmp_path, values, mes
 
 
 class FakeProfilers:
-    """Answers at once, and dies when it has made `num_points`."""
+    """Profilers that answer at once, and fail after `num_points` points."""
 
     num_points = 10**6
     started: ClassVar[list[tuple]] = []
@@ -125,7 +125,7 @@ SMALL_MODEL = DraftModel(name="small", path=DEMO / "model", num_engines=2)
 
 
 def point_of(measurement: Measurement) -> ProfilePoint:
-    """As engines report it: drafting has no TP degree."""
+    """Return the point that an engine would report. Drafting always has TP degree 1."""
     fields = measurement.model_dump(exclude={"prompt_tokens"})
     if measurement.kind is PointKind.DRAFT:
         return ProfilePoint(**fields | {"tp_degree": 1}, seconds=0.1)
@@ -134,7 +134,7 @@ def point_of(measurement: Measurement) -> ProfilePoint:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A profile that is being made, without engines."""
+    """Return an unfinished profile. Its engines are fakes."""
     config = ProfileConfig(
         model=DEMO / "model",
         runs_dir=tmp_path,
@@ -150,7 +150,7 @@ def run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def store(run):
-    """The same file that the tasks write."""
+    """Open the store that the tasks write to."""
     store = ProfileStore(run.config.run_dir / STORE_FILE)
     yield store
     store.close()
@@ -168,7 +168,7 @@ async def test_a_draft_model_goes_on_where_it_was(run, store, monkeypatch):
     monkeypatch.setattr(FakeProfilers, "num_points", 10**6)
     assert await measure_draft_model.fn(run, SMALL_MODEL) == len(wanted) - 4
     assert store.measured() == {(0, m) for m in wanted}
-    # Nothing is started when nothing is left.
+    # With no points left, no engine starts.
     num_started = len(FakeProfilers.started)
     assert await measure_draft_model.fn(run, SMALL_MODEL) == 0
     assert len(FakeProfilers.started) == num_started == 2
@@ -248,7 +248,7 @@ def test_a_killed_profile_goes_on_and_measures_nothing_twice(tmp_path):
     assert 0.0 < latency.decode_s(1, 4, 400) <= latency.verify_s(1, 4, 400, 4) < 1.0
     assert 0.0 < latency.prefill_s(1, 4, 100) < 1.0
     assert 0.0 < latency.draft_s("ngram", 4, 4) < 0.1
-    # A lookup is one search; a model has a step for each token.
+    # A lookup is one search. A draft model takes a step for each token.
     assert 10 * latency.draft_s("ngram", 4, 4) < latency.draft_s("small", 4, 4) < 1.0
     assert latency.draft_s("small", 4, 1) < latency.draft_s("small", 4, 4)
     assert "error of the fit" in output

@@ -1,4 +1,5 @@
-"""A profile that is measured again stays in use until it is done; whatever stops it, it goes on."""
+"""A profile stays in use while it is measured again. If that is interrupted, it continues where it
+was."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ def no_ray(*_: object) -> Generator[GpuPlacement]:
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProfileConfig:
-    """A profile that is there."""
+    """Return the config of a finished profile."""
     config = ProfileConfig(model=DEMO / "model", runs_dir=tmp_path, max_context=200, windows=(1, 4))
     monkeypatch.setattr(tasks.profile, "Profilers", FakeProfilers)
     monkeypatch.setattr(tasks.profile, "ray_cluster", no_ray)
@@ -43,7 +44,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProfileConfig:
 
 
 async def measure_again(config: ProfileConfig) -> tuple[list[int], ProfileReport]:
-    """The flow without Prefect and MLflow; points that were measured, by task."""
+    """Run the flow without Prefect and MLflow. Return the number of points that each task measured,
+    and the report."""
     with open_profile(config, overwrite=True) as run:
         num_measured = [await measure_decode.fn(run, 1), await measure_drafting.fn(run, 1)]
         report = await put_in_place.fn(config, await fit_profile.fn(run, num_measured))
@@ -71,7 +73,7 @@ async def test_what_was_measured_is_not_measured_again(
     assert not beside(config).run_dir.exists()
     stored = (config.run_dir / CONFIG_FILE).read_text()
     assert "measuring" not in stored
-    # The next one is a measurement of its own.
+    # After a complete measurement, the next one starts from scratch.
     assert (await measure_again(config))[0] == whole
 
 

@@ -1,4 +1,4 @@
-"""A TP degree is measured by one of its shards, on one GPU."""
+"""`refrain profile --shards` measures a TP degree on one GPU, with one shard of the model."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`refrain report` on a run that has ended."""
+"""`refrain report` on a finished run."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.store.test_archive import add_step
 
 
 def make_run(directory: Path, steps: range) -> Path:
-    """Ten steps are an epoch."""
+    """Write a run with these steps. An epoch has ten steps."""
     directory.mkdir()
     (directory / CONFIG_FILE).write_text("{}")
     with Store(directory / STORE_FILE) as store:

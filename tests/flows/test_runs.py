@@ -1,4 +1,4 @@
-"""`refrain runs` and `refrain show`, on directories as runs leave them."""
+"""`refrain runs` and `refrain show` on the directories of runs."""
 
 import fcntl
 import re
@@ -44,7 +44,7 @@ def row_of(table: str, name: str) -> list[str]:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """One in each state, and what is no run."""
+    """Return a directory with a run in each state, and with folders that are not runs."""
     runs = tmp_path / "runs"
     make_run(runs, "killed", (0.5, 0.625), progress(rolling=ROLLING, started_s=1e9))
     make_run(runs, "done", (0.5, 0.5, 0.75, 0.875), progress(Ending.FINISHED), summary(4))
@@ -67,7 +67,7 @@ def test_states(runs: Path) -> None:
 
 def test_all_runs_in_a_table(runs: Path) -> None:
     table = refrain("runs", "--runs-dir", runs)
-    assert table.splitlines()[1].startswith("killed"), "the oldest first"
+    assert table.splitlines()[1].startswith("killed"), "the oldest run is not first"
     assert row_of(table, "killed")[:6] == [
         *("killed", "sync", "stopped, resumable", "2/4", "2", "0.625"),
     ]
@@ -195,7 +195,7 @@ def test_following_a_run_line_by_line_over_a_crash_to_its_end(tmp_path: Path) ->
     looks = 0
 
     def next_second(_: float) -> None:
-        """The run goes on while the watcher waits."""
+        """Advance the run while `refrain show` sleeps."""
         nonlocal looks, file
         looks += 1
         if looks == 1:
@@ -222,7 +222,7 @@ def test_following_a_run_line_by_line_over_a_crash_to_its_end(tmp_path: Path) ->
     assert len(told) == 1
     assert "reward 0.750" in told[0]
     assert "live: finished" in lines
-    assert not any(line.startswith("step    1/2") for line in lines), "it was there before"
+    assert not any(line.startswith("step    1/2") for line in lines), "an old step is printed"
 
 
 def test_following_what_has_ended_shows_it(runs: Path) -> None:

@@ -1,5 +1,5 @@
-"""Prefect's server dies: one of the run's own is started again. When it is gone for good: how long
-a run waits for it, and what it says."""
+"""A run restarts its own Prefect server when it dies. If a server stays away, the run waits for a
+while and then says how to resume."""
 
 import os
 import subprocess
@@ -72,7 +72,7 @@ def test_a_server_of_the_runs_own_that_is_killed_is_there_again(tmp_path: Path) 
 def test_a_run_waits_less_long_for_a_server_of_its_own(
     url: str | None, retries: str, tmp_path: Path
 ) -> None:
-    """It is there within seconds, or not before a resume."""
+    """Its own server is back within seconds, or not before the run is resumed."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     with mock.patch.dict(os.environ, kept | ({"PREFECT_API_URL": url} if url else {}), clear=True):
         use_embedded_services(tmp_path)

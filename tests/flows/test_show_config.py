@@ -1,4 +1,4 @@
-"""Configs as they are shown, and the page about them."""
+"""`refrain config`, the pages of documentation that it writes, and the library's names."""
 
 import json
 import subprocess

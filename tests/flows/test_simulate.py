@@ -22,12 +22,12 @@ from tests.store.test_store import make_rollout
 
 H100 = ("--engines", "4", "--hardware", "h100", "--shape", "qwen3-8b")
 SPEC = rhymerl().model_copy(update={"num_prompts": 32, "prompts_per_step": 16, "group_size": 4})
-"""Two steps an epoch."""
+"""An epoch has two steps."""
 
 
 @pytest.fixture(autouse=True, name="directory")
 def a_directory(tmp_path, monkeypatch):
-    """Where the command runs, and writes runs/."""
+    """Change to a new directory that has a trace. The command writes runs/ there."""
     monkeypatch.chdir(tmp_path)
     write_trace(generate(SPEC, 0, range(1, 5)), "trace.parquet")
     return tmp_path
@@ -35,19 +35,19 @@ def a_directory(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def sketches(request, monkeypatch):
-    """Most tests look at no picture, and drawing takes longer than all the rest."""
+    """Skip drawing, unless a test uses `pictures`: it takes longer than all the rest."""
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr("flows.simulate.draw_gantt", lambda *args: Path(args[2]).touch())
 
 
 @pytest.fixture
 def pictures():
-    """They are drawn."""
+    """Have the pictures drawn."""
 
 
 @pytest.fixture
 def papers(monkeypatch):
-    """RhymeRL at reduced size: two epochs of two steps, and a last one."""
+    """Reduce RhymeRL's setting to five steps: two epochs of two steps, and one step more."""
     (setting,) = SETTINGS["rhymerl"]
     layout = ClusterLayout(num_engines=4)
     spec = SPEC.model_copy(update={"num_steps": 5})
@@ -74,7 +74,8 @@ def point(kind: PointKind, **fields) -> ProfilePoint:
 
 
 def write_profile(path: Path, points=None, tp_degree=1) -> Path:
-    """A step of 10 ms and 10 us for each sequence; up to batch 128 and 2K tokens each."""
+    """Write a profile of batches up to 128 sequences of 2K tokens. A step takes 10 ms, plus 10 us a
+    sequence."""
     if points is None:
         points = [
             point(kind, tp_degree=tp_degree, batch=batch, seconds=0.01 + 1e-5 * batch, **length)
@@ -100,7 +101,7 @@ def write_profile(path: Path, points=None, tp_degree=1) -> Path:
 
 
 def write_store(path: Path) -> Path:
-    """Steps 1 and 2 of 2 x 8 rollouts; each step took a second."""
+    """Write a store with two steps of 2 x 8 rollouts. Each step took a second."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with Store(path) as store:
         for step in (1, 2):
@@ -213,7 +214,7 @@ def test_a_profile_is_found_by_path_or_name(directory, place):
 
 
 def test_every_tp_degree_has_its_own_kv_cache(directory):
-    """As profiles have it; in one of before all have the lowest's."""
+    """In a profile of an earlier version, all TP degrees have the KV cache of the lowest."""
     file = write_profile(directory / "p.json", tp_degree=2)
     args = ("trace.parquet", "--engines", "4", "--profile", file, "--tp", "2")
     assert "100,000 tokens each" in succeed(*args).output
@@ -244,7 +245,7 @@ def test_a_run_is_compared_with_itself(directory, name):
     args = (name, "--engines", "2", "--profile", "p.json")
     found = simulated(*args)
     assert {row["measured_s"] for row in found["rows"]} == {1.0}
-    # 17 steps of at most 10.16 ms for the longest response of each engine.
+    # The longest response of each engine takes 17 steps of at most 10.16 ms.
     assert found["rows"][0]["step_s"] == pytest.approx(0.172, abs=0.001)
     assert found["figures"]["median_error_even"] == pytest.approx(0.828, abs=0.001)
     assert found["figures"]["median_ratio_ranked"] == pytest.approx(0.172, abs=0.001)
@@ -303,7 +304,7 @@ def test_a_paper_beside_its_facts(directory):
     found = json.loads((directory / "pat.json").read_text())
     figures = found["figures"]
     assert found["command"] == "refrain simulate --paper PAT --policies even,ranked --steps 1-2"
-    # No prompt comes back within its steps: there is nothing to rank by.
+    # No prompt returns within these steps, so ranking has no history.
     assert figures["runaway_16k_ranked_speedup"] == 1.0
     assert figures["printed_16k_baseline_last_alone_share"] < 0.1
     assert figures["runaway_16k_baseline_last_alone_share"] > 0.6
@@ -318,7 +319,7 @@ def test_a_paper_with_one_setting_has_plain_figures():
     found = simulated("--paper", "rhymerl")
     assert {row["step"] for row in found["rows"]} == {3, 4}
     assert 0.0 < found["figures"]["baseline_idle_share"] < 1.0
-    # An epoch before has been seen, so there is something to rank by.
+    # The previous epoch was simulated too, so ranking has a history.
     assert found["figures"]["ranked_speedup"] != 1.0
     other = simulated("--paper", "rhymerl", "--seed", "1")
     assert other["figures"] != found["figures"]

@@ -1,4 +1,4 @@
-"""`refrain simulate --paper rhymerl`: its parts beside what it prints, at reduced size."""
+"""`refrain simulate --paper rhymerl` at reduced size: each part beside the paper's number."""
 
 import json
 from dataclasses import replace
@@ -80,11 +80,11 @@ def test_who_asks_for_steps_gets_these_alone():
 
 VARIANTS = variants(SMALL.layout, SMALL.latency, (16,), GatedHistory(SMALL.latency, 2, ()))
 OTHERS = [91, 105, 115, 120, 130, 140, 110]
-"""Samples per second of the systems beside the baseline."""
+"""Samples per second of the other systems that the study compares."""
 
 
 def rows(rates, moved=3):
-    """Of one case: samples per second by configuration, in the order of `variants`."""
+    """Return the rows of one case from its samples per second, in the order of `variants`."""
     rates = [rates[0], *OTHERS, *rates[1:]]
     found, by_name = [], {}
     for variant, rate in zip(VARIANTS, rates, strict=True):
@@ -112,7 +112,7 @@ def rows(rates, moved=3):
 
 
 def test_what_falls_short_is_said_and_what_does_not_is_not():
-    # Baseline; the three parts; alternation alone, LPT; four overlapping, each then drafting.
+    # Baseline, three parts, alternation alone, LPT, four overlapping: each plain, then drafting.
     paper = rows([100, 143, 158, 240, 120, 110, 120, 150, 125, 155, 130, 160, 140, 170])
     assert shortfalls(paper) == []
     short = rows([100, 142, 158, 240, 120, 110, 159, 150, 125, 155, 130, 160, 140, 241])

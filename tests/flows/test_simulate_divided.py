@@ -1,4 +1,4 @@
-"""`refrain simulate --divide N`: rows, what is recommended, what is refused."""
+"""`refrain simulate --divide N`: its rows, its recommendation and its errors."""
 
 from pathlib import Path
 
@@ -92,7 +92,7 @@ def test_a_run_that_was_trained_says_how_long_training_takes(directory: Path) ->
     by_run = (*args, "--profile", "p.json")
     assert "profile of" in succeed(*by_run).output
     assert "training: measured in the run" in succeed(*by_run).output
-    # Two processes took 3 s: three take 2 s; the weights go out in some 10 ms.
+    # Two processes took 3 s, so three take 2 s. The weight sync adds about 10 ms.
     shared, *_ = rows_of(*by_run)
     assert shared["train_s"] == pytest.approx(2.0, abs=0.1)
 

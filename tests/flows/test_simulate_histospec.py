@@ -1,4 +1,4 @@
-"""`refrain simulate` with history drafting, from a run to the figures."""
+"""`refrain simulate` of a run with history drafting."""
 
 import json
 
@@ -26,7 +26,7 @@ POLICIES = ("--policies", "even,even+histospec,even+HistoSpec:paper,ranked+histo
 
 @pytest.fixture(autouse=True)
 def run(directory):
-    """Three steps of 2 x 4 rollouts; the second and the third are the first again."""
+    """Write a store with three steps of 2 x 4 rollouts. Steps 2 and 3 repeat step 1."""
     path = directory / "runs/mine/refrain.duckdb"
     path.parent.mkdir(parents=True)
     with Store(path) as store:

@@ -1,4 +1,4 @@
-"""`refrain simulate --paper pat`: switching beside what is printed, at reduced size."""
+"""`refrain simulate --paper pat` at reduced size: switching beside the paper's numbers."""
 
 import json
 from dataclasses import replace

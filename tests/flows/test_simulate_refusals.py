@@ -1,4 +1,4 @@
-"""What `refrain simulate` refuses, in one line that says what to do."""
+"""`refrain simulate` refuses bad input in one line that says what to do."""
 
 import pytest
 

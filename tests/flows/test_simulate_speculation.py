@@ -1,4 +1,4 @@
-"""`refrain simulate --paper specactor`: its parts beside what it prints, at reduced size."""
+"""`refrain simulate --paper specactor` at reduced size: each part beside the paper's number."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`refrain sql` on a run that has ended."""
+"""`refrain sql` on a finished run."""
 
 import sys
 from io import BytesIO, TextIOWrapper
@@ -55,7 +55,7 @@ def test_two_columns_of_one_name_are_both_shown(run_dir: Path) -> None:
 
 
 def test_what_data_says_does_not_reach_the_terminal(run_dir: Path) -> None:
-    """Escape sequences, text that runs backwards, lines of its own, and a cell of 10 MB."""
+    """The data has escape sequences, right-to-left text, line breaks and a cell of 10 MB."""
     query = (
         "SELECT chr(27) || '[2J' || chr(8238) || chr(10) || 'é' AS \"\x1b[31mred\", "
         "repeat('x', 10000000) AS long, [chr(7)] AS list"
@@ -65,7 +65,7 @@ def test_what_data_says_does_not_reach_the_terminal(run_dir: Path) -> None:
     assert header.split() == ["\\x1b[31mred", "long", "list"]
     assert row.split() == ["\\x1b[2J\\u202e\\né", "x" * 58 + "..", "['\\x07']"]
     csv = CliRunner().invoke(main, ["sql", str(run_dir), query, "--csv", "-"]).output
-    assert csv.startswith("\x1b[31mred,long,list"), "a file has the data as they are"
+    assert csv.startswith("\x1b[31mred,long,list"), "the CSV differs from the data"
 
 
 class Terminal(TextIOWrapper):

@@ -1,4 +1,4 @@
-"""What waits for what in a run: its flows without Prefect, with tasks that do nothing."""
+"""The order of tasks in a run. The flows run without Prefect, with tasks that do nothing."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,7 +20,8 @@ TASKS = ("index_history", "rank_and_group", "reward", "draw_step")
 
 
 class Stage:
-    """A run of five steps that validates each policy version; a validation ends when it may."""
+    """A run of five steps that validates each policy version. Validations wait for
+    `may_validate`."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Stage:
         monkeypatch.setattr(flows.train, "validation", self._validation)
 
     def _turns(self) -> Turns:
-        """Turns that note who comes, in sync mode."""
+        """Return turns that record who enters the GPUs. In pipelined mode nobody takes turns."""
         if self.config.mode == "pipelined":
             return Turns({}, Role.ENGINES)
         return Turns({role: _Owner(role, self.done) for role in Role}, Role.TRAINER)
@@ -78,7 +79,8 @@ class Stage:
         return body
 
     async def _call(self, subflow: Any, number: int, *args: Any, wait_for: Any) -> Any:
-        """Each builds on the steps that it needs, of which one before this process is none."""
+        """Assert that a call waits for the step that it needs, unless that was taken before this
+        process started."""
         needs = number if subflow == self._validation else number - 1 - self.config.max_staleness
         first = self.live.run.ref.first_version
         assert (wait_for is None) == (needs <= first)
@@ -126,7 +128,8 @@ class _Owner:
 async def test_what_must_leave_the_gpus_is_saved_before(
     leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a step is saved while the next one generates."""
+    """A trainer that must leave the GPUs saves before the engines enter. Otherwise it saves a step
+    while the next one generates."""
     stage = Stage("sync", monkeypatch, trainer_leaves=leaves)
     stage.save_s = 0.01
     stage.may_validate.set()

@@ -1,4 +1,4 @@
-"""What a flow that is tried again shows of those that it calls, on a real server of Prefect."""
+"""A retried flow shows each of its subflows once. These tests use a real Prefect server."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -24,8 +24,8 @@ from flows.subflow import call_numbered, is_retried, this_call, tried_again  # n
 from tasks.run.run_dir import CONFIG_FILE  # noqa: E402
 
 FAILS_IN, GOES_ON_FROM, LAST = 3, 2, 4
-"""Step that fails at the first try; the second goes on behind a checkpoint before the last step
-that was completed."""
+"""Step 3 fails at the first try. The second try begins at step 2, although step 2 was completed:
+the last checkpoint is older."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,7 +39,7 @@ def server() -> Iterator[None]:
 
 @flow(flow_run_name="part {number}")
 async def part(number: int, calls: Any) -> Any:
-    """A step; `calls`: what it is to note itself in."""
+    """A step. It appends its number to `calls`."""
     calls.append(number)
     if number == FAILS_IN and calls.count(number) == 1:
         raise RuntimeError("as it should")
@@ -60,12 +60,12 @@ def made_by(call: Callable[..., Any]) -> tuple[Any, list[int]]:
 
 
 async def tried_twice(whole: Any) -> Any:
-    """Id of its run."""
+    """Run the flow until it fails, retry it, and return the id of its run."""
     failed = await whole(return_state=True)
     assert failed.is_failed()
     run_id = failed.state_details.flow_run_id
     async with get_client() as client:
-        # As Prefect's Retry does it.
+        # Prefect's button Retry does the same.
         await client.set_flow_run_state(run_id, Pending(), force=True)
         again = await client.read_flow_run(run_id)
     await run_flow_async(whole, flow_run=again)
@@ -90,7 +90,7 @@ async def test_each_is_there_once_and_as_it_ended() -> None:
 
 
 async def test_each_is_there_once_when_a_flow_goes_on_by_itself() -> None:
-    """Within one run of the flow, as after a crash."""
+    """The flow repeats steps within one run, as after a crash."""
     calls: list[int] = []
 
     @flow
@@ -123,7 +123,7 @@ async def test_the_graph_shows_what_builds_on_what() -> None:
 
 
 async def test_without_their_numbers_they_are_mixed_up() -> None:
-    """The control: what the numbers are for."""
+    """Negative control: Prefect mixes up subflows that have no numbers."""
 
     async def plain(subflow: Any, number: int, *args: Any, wait_for: Any) -> Any:
         del number, wait_for

@@ -1,4 +1,4 @@
-"""A real run whose engines go over to a higher TP degree within a step."""
+"""A real run whose engines switch to a higher TP degree within a step."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ TOKENS = (
     "SELECT step, prompt_key, sample_index, response_token_ids, finish_reason FROM rollouts "
     f"WHERE split = 'train' AND step <= {NUM_STEPS // 2} ORDER BY ALL"
 )
-"""Of the first epoch."""
+"""Query for the responses of the first epoch."""
 
 
 def test_switches_change_no_token(tmp_path: Path, whole_run: Path) -> None:
@@ -31,6 +31,6 @@ def test_switches_change_no_token(tmp_path: Path, whole_run: Path) -> None:
     run_dir = tmp_path / "runs" / "demo"
     reports = [json.loads(report) for (report,) in query(run_dir, "SELECT report FROM steps")]
     assert len(reports) == NUM_STEPS // 2
-    # Where the machine is busy, a step may be over before its switch.
+    # On a busy machine, a step may end before its switch.
     assert sum(report["metrics"]["rollout/num_switches"] for report in reports) >= 1
     assert query(run_dir, TOKENS) == query(whole_run, TOKENS)

@@ -1,4 +1,4 @@
-"""A real run from the command line: uninterrupted, and killed wherever it hurts."""
+"""Real runs from the command line: one is not interrupted, others are killed at bad moments."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
 NUM_STEPS, PROMPTS_PER_STEP, GROUP_SIZE = 4, 12, 8
 DRAWN_PER_STEP = 14
-"""With `PIPELINED`."""
+"""Prompts that a step draws with `PIPELINED`."""
 DRAWN = "SELECT step, report->>'drawn' FROM steps ORDER BY step"
 PIPELINED = {
     "mode": "pipelined",
@@ -40,7 +40,7 @@ def query(run_dir: Path, sql: str) -> list[tuple]:
 
 
 def processes(run_dir: Path) -> list[psutil.Process]:
-    """What a run has running on this machine."""
+    """Return the run's processes on this machine."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -51,8 +51,8 @@ def processes(run_dir: Path) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def slowed(run_dir: Path) -> Iterator[None]:
-    """Let the run's engines work a fifth of the time: on a fast machine a response ends before
-    anyone can decide to move it."""
+    """Let the run's engines work a fifth of the time. On a fast machine, responses would end before
+    they can be migrated."""
     cores = [p for p in processes(run_dir) if "VLLM::EngineCore" in " ".join(p.cmdline())]
     assert cores
     over = threading.Event()
@@ -79,8 +79,8 @@ def slowed(run_dir: Path) -> Iterator[None]:
 
 
 def assert_complete_in_a_pipeline(run_dir: Path) -> None:
-    """Each sample that was drawn exactly once, scored, by a policy one version behind at most; the
-    deferred ones a step later, with a part of the version before."""
+    """Assert that each drawn sample is there once, scored, and at most one policy version behind.
+    Deferred samples belong to the next step, and their first tokens may be one version older."""
     samples = query(
         run_dir,
         "SELECT origin_step, count(*), count(DISTINCT (prompt_key, "
@@ -108,7 +108,7 @@ def assert_complete_in_a_pipeline(run_dir: Path) -> None:
 
 
 def assert_complete(run_dir: Path) -> None:
-    """Each (step, prompt, sample) exactly once, scored; the steps without a hole."""
+    """Assert that each (step, prompt, sample) is there once and scored, and that all steps are."""
     per_step = query(
         run_dir,
         "SELECT step, count(*), count(DISTINCT (prompt_key, sample_index)), min(policy_version), "
@@ -133,7 +133,7 @@ def assert_complete(run_dir: Path) -> None:
 
 
 def spoil_histories(run_dir: Path) -> None:
-    """Delete two index files and damage two more, of those that the second epoch drafts from."""
+    """Delete two index files and damage two more. The second epoch drafts from them."""
     files = sorted((run_dir / "history").glob("*.index"))
     assert len(files) >= 2 * PROMPTS_PER_STEP
     for file in files[:2]:
@@ -143,7 +143,8 @@ def spoil_histories(run_dir: Path) -> None:
 
 
 def wait_for_copy(copies: Path, step: int) -> None:
-    """Copies are made beside the run: what counts is that one is whole before the disk is lost."""
+    """Wait until a copy is complete. The run copies in the background, and the test deletes the
+    originals next."""
     deadline = time.monotonic() + 60.0
     while not list(copies.rglob(f"global_step_{step}/{STATE_FILE}")):
         assert time.monotonic() < deadline, list(copies.rglob("*"))
@@ -151,19 +152,19 @@ def wait_for_copy(copies: Path, step: int) -> None:
 
 
 def forget_lengths(run_dir: Path) -> None:
-    """As if all responses of the first epoch had been short, and none of the second there yet:
-    nearly every one is an outlier."""
-    # The store's process outlives its killed driver by some seconds.
+    """Make all responses of the first epoch short, and delete those of the second. Nearly every
+    response is then an outlier."""
+    # The store's process lives some seconds longer than its killed driver.
     with connect(run_dir / STORE_FILE, read_only=False, lock_timeout_s=60.0) as con:
         con.execute("UPDATE rollouts SET response_tokens = 3 WHERE split = 'train' AND step <= 2")
         con.execute("DELETE FROM rollouts WHERE split = 'train' AND step > 2")
-        # Step 4 may have been planned by the lengths as they were.
+        # Step 4 may have been planned with the true lengths.
         con.execute("DELETE FROM plans WHERE split = 'train' AND step > 2")
 
 
 def assert_moved(run_dir: Path) -> None:
-    """Requests went to other engines or to the next step, which trained on them: how many of each
-    depends on how fast the machine is at the moment."""
+    """Assert that requests migrated or were deferred, and that the next step trained on the latter.
+    The numbers of both depend on the machine's speed."""
     reports = [json.loads(report) for (report,) in query(run_dir, "SELECT report FROM steps")]
     moved = {
         kind: sum(report["metrics"][f"rollout/num_{kind}"] for report in reports)
@@ -181,8 +182,8 @@ def kill_history_worker(run_dir: Path) -> None:
 
 
 def assert_drafted(run_dir: Path) -> None:
-    """Nearly all prompts of the second epoch were drafted for, and much of it was accepted. How
-    much is worth verifying depends on how fast the machine is at the moment."""
+    """Assert that nearly all prompts of the second epoch had accepted drafts, and many of them. How
+    much is worth verifying depends on the machine's speed."""
     drafted = (
         "SELECT prompt_key, sum(num_accepted_tokens) / sum(response_tokens) AS share "
         "FROM rollouts WHERE split = 'train' AND epoch = 1 GROUP BY ALL"
@@ -263,8 +264,8 @@ def test_the_last_checkpoint_is_a_hugging_face_model(whole_run: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_fewer_engines(refrain: Any, whole_run: Path, tmp_path: Path) -> None:
-    """Killed in a rollout and resumed with one engine less, another time-out, less memory and one
-    epoch more: all its tokens are the whole run's."""
+    """Kill a run in a rollout. Resume it with one engine less, another timeout, less memory and one
+    epoch more. All its tokens must equal those of the uninterrupted run."""
     command = refrain("train", write_config(tmp_path, num_epochs=1))
     command.wait_for_line("train step 2: rolling out")
     command.kill()
@@ -283,9 +284,9 @@ def test_a_run_goes_on_with_fewer_engines(refrain: Any, whole_run: Path, tmp_pat
 
 
 def test_a_run_killed_anywhere_goes_on(refrain: Any, whole_run: Path, tmp_path: Path) -> None:
-    """`kill -9` in a rollout and in training between two epochs, while steps overlap and requests
-    are moved and deferred; its checkpoints are lost with their disk, but for their copies. The
-    samples of the first step are those of the whole run."""
+    """Kill a pipelined run in a rollout, and then in training between two epochs. Delete its
+    checkpoints, so that it must resume from their copies. It must end with complete data, and the
+    samples of step 1 must equal those of the uninterrupted run."""
     url = (tmp_path / "copies").as_uri()
     config = write_config(tmp_path, **PIPELINED, trainer__checkpoint_url=url)
     run_dir = tmp_path / "runs" / "demo"

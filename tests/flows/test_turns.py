@@ -1,5 +1,6 @@
-"""Engines and trainer on the same GPUs in turn, here GPUs that Ray is only told of: the same
-tokens, rewards and weights as with GPUs of their own, whoever is killed while they change hands."""
+"""Engines and trainer use the same GPUs in turns. Tokens, rewards and weights are the same as with
+separate GPUs, even when a process is killed during a turn. The GPUs are not real: Ray is only told
+that there are some."""
 
 import json
 import os
@@ -17,7 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 NUM_GPUS = 2
 WITH_DEATHS_S = 1000.0
-"""Bound of a run whose engines are started again, on a machine that has other work too."""
+"""Time limit of a run whose engines restart, on a busy machine."""
 SAMPLES = (
     "SELECT split, step, prompt_key, sample_index, response_token_ids, reward "
     "FROM rollouts JOIN rewards USING (split, step, prompt_key, sample_index) ORDER BY ALL"
@@ -29,7 +30,7 @@ OF_ENGINES = [
     ("engines", "enter_gpus", "before", 4, "engine"),
     ("engines", "enter_gpus", "after", 5, "engine"),
 ]
-"""Points of one run, which goes on; the engines leave their GPUs once before the first step."""
+"""Kills in one run, which goes on. The engines leave their GPUs once before the first step."""
 OF_THE_TRAINER = [
     ("engines", "leave_gpus", "during", 2, "trainer"),
     ("trainer", "enter_gpus", "during", 1, "trainer"),
@@ -37,7 +38,7 @@ OF_THE_TRAINER = [
     ("trainer", "leave_gpus", "before", 2, "trainer"),
     ("engines", "enter_gpus", "during", 2, "trainer"),
 ]
-"""Points of one run each, which is resumed."""
+"""Kills that each end the run. The test then resumes it."""
 
 
 def start(*args: str | Path, points: Any = (), num_gpus: int = NUM_GPUS, **more: str) -> Command:
@@ -70,13 +71,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(directory: Path) -> Path:
-    """A run whose trainer is killed ends, and is resumed by its test."""
+    """Write a config with which a killed trainer ends the run. The test resumes it."""
     return write_config(directory, rollout__max_restarts=9, trainer__max_failures=0)
 
 
 @pytest.fixture(scope="module")
 def split(directory: Path, config: Path) -> Path:
-    """The reference: each with GPUs of its own."""
+    """Run the reference, in which engines and trainer have separate GPUs."""
     start(config, "name=split", "placement=split", num_gpus=NUM_GPUS + 1).finish()
     return directory / "runs" / "split"
 
@@ -106,7 +107,7 @@ def test_one_gpu_is_enough(config: Path, split: Path) -> None:
 
 
 def test_weights_that_stay_on_the_gpu(config: Path, split: Path) -> None:
-    """Not one file of weights is read."""
+    """The run must not read any file of weights."""
     values = ("rollout.weights=ipc", "rollout.num_engines=1")
     gpus = str(Path(__file__).parent / "with_gpus")
     output = start(config, "name=ipc", *values, num_gpus=1, PYTHONPATH=gpus).finish()

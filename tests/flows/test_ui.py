@@ -1,4 +1,4 @@
-"""`refrain ui` refuses what cannot be served; what it serves, `tests/browser` tries."""
+"""`refrain ui` refuses what it cannot serve. The tests in `tests/browser` try what it serves."""
 
 import os
 import socket
@@ -49,7 +49,8 @@ def test_ui_wants_the_projects_directory(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_form_has_a_field_for_everything() -> None:
-    """For a union Prefect has a JSON editor, whose text the form's JSON view refuses."""
+    """The config must have no union: Prefect edits unions as JSON text, which the form's JSON view
+    then refuses."""
     assert "oneOf" not in repr(TrainConfig.model_json_schema())
     reward = TrainConfig.model_json_schema()["properties"]["reward"]
     assert reward["properties"].keys() == FunctionReward.model_fields.keys() - set(JSON_ONLY)

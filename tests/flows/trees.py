@@ -1,4 +1,4 @@
-"""A directory tree as it is at one moment, to be compared with itself later."""
+"""Snapshots of a directory tree, to check later that nothing has changed."""
 
 import hashlib
 import os
@@ -6,11 +6,11 @@ import stat
 from pathlib import Path
 
 Entry = tuple[int, int, str]
-"""Mode, time of the last change in nanoseconds, content."""
+"""Mode, time of the last change in nanoseconds, hash of the content or target of the link."""
 
 
 def tree(directory: Path) -> dict[str, Entry]:
-    """Entries by path, the directory's own among them."""
+    """Return the entries of the directory and of all that is in it, by path."""
     return {str(path): _entry(path) for path in (directory, *directory.rglob("*"))}
 
 

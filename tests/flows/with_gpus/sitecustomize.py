@@ -1,5 +1,7 @@
-"""A stand-in for a GPU, in every process of a run whose PYTHONPATH has this folder: it is there,
-weights can stay on it, and no file of weights is read."""
+"""Simulate a GPU in every process of a run whose PYTHONPATH has this folder.
+
+The machine check finds the GPU and weights can stay on it. Reading a file of weights raises.
+"""
 
 import os
 import sys
