@@ -1,4 +1,4 @@
-"""`refrain ui` and a browser, once for all of these tests."""
+"""Fixtures that start `refrain ui` and a browser, once for each module."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ class Ui:
         return password_file(self.runs_dir).read_text().strip()
 
     def stop(self) -> list[psutil.Process]:
-        """Stop it as a service's supervisor would; returns what is left running."""
+        """Stop it with SIGTERM, as a supervisor would. Return the processes that are left."""
         services = psutil.Process(self.command.process.pid).children(recursive=True)
         self.command.process.send_signal(signal.SIGTERM)
         self.command.process.wait(STOP_TIMEOUT_S)
@@ -43,7 +43,7 @@ class Ui:
 
 @pytest.fixture(scope="module")
 def ui(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Iterator[Ui]:
-    # Without a browser there is no need to start anything.
+    # Skip before `refrain ui` starts if there is no browser.
     del browser
     runs_dir = tmp_path_factory.mktemp("ui") / "runs"
     prefect, mlflow = free_port(), free_port()

@@ -1,4 +1,4 @@
-"""What a person does in a browser: looks for a text, clicks on it, fills in a field."""
+"""Drive a browser as a person does: look for a text, click on it, fill in a field."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 PATIENCE_S = 120.0
-"""For a page, on a machine that is busy with a training run."""
+"""Time limit for a page, on a machine that is busy with a training run."""
 _OPTIONS = (
     "--headless=new",
     "--no-sandbox",
@@ -27,7 +27,7 @@ _OPTIONS = (
     "--disable-component-update",
     "--disable-sync",
     "--disable-default-apps",
-    # The window's frame takes the rest.
+    # The page gets less: the window's frame takes a part.
     "--window-size=1400,1143",
 )
 _TYPE_IN = """
@@ -38,7 +38,7 @@ _TYPE_IN = """
 
 
 class Browser:
-    """Chromium, without a screen. Everything is waited for."""
+    """Headless Chromium. Its methods wait until the page is ready for them."""
 
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
@@ -55,11 +55,11 @@ class Browser:
         self.driver.get(url)
 
     def rest(self) -> None:
-        """Leave the page: many go on drawing."""
+        """Leave the page, because many pages go on drawing and take CPU time."""
         self.driver.get("about:blank")
 
     def find(self, xpath: str, timeout_s: float = PATIENCE_S) -> WebElement:
-        """The first that is shown."""
+        """Return the first element that is shown."""
 
         def shown() -> WebElement | None:
             found = self.driver.find_elements(By.XPATH, xpath)
@@ -68,7 +68,7 @@ class Browser:
         return self.until(shown, xpath, timeout_s)
 
     def see(self, *texts: str, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until the page shows all of them."""
+        """Wait until the page shows all texts."""
         for text in texts:
             self.until(lambda text=text: text in self.text, text, timeout_s)
 
@@ -76,7 +76,7 @@ class Browser:
         self.until(lambda: (self.find(xpath, timeout_s=1.0).click(), True), xpath, timeout_s)
 
     def see_no(self, xpath: str) -> None:
-        """Wait until none is shown."""
+        """Wait until no such element is shown."""
 
         def gone() -> bool:
             found = self.driver.find_elements(By.XPATH, xpath)
@@ -85,18 +85,18 @@ class Browser:
         self.until(gone, f"end of {xpath}")
 
     def press(self, name: str) -> None:
-        """A button."""
+        """Click on a button."""
         self.click(f"//button[normalize-space()='{name}']")
 
     def follow(self, name: str) -> None:
-        """A link."""
+        """Click on a link."""
         self.click(f"//a[normalize-space()='{name}']")
 
     def press_tab(self, name: str) -> None:
         self.click(f"//li[normalize-space()='{name}']")
 
     def field(self, label: str, kind: str) -> WebElement:
-        """Of a form: the first of this kind below its label."""
+        """Return a form's field: the first element of this kind below the label."""
         return self.find(f"//*[normalize-space(text())='{label}']/following::{kind}[1]")
 
     def fill_in(self, label: str, kind: str, value: object) -> None:
@@ -105,7 +105,7 @@ class Browser:
         element.send_keys(str(value))
 
     def type_in(self, element: WebElement, text: str) -> None:
-        """At once: a long text key by key takes minutes."""
+        """Set the text at once: key by key, a long text takes minutes."""
         self.driver.execute_script(_TYPE_IN, element, text)
 
     def go_to_newest_tab(self) -> None:
@@ -113,7 +113,7 @@ class Browser:
         self.driver.switch_to.window(self.driver.window_handles[-1])
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
-        """Wait for it. What changes under one's eyes is looked at again."""
+        """Wait for the condition. Try again after errors, as pages change during a look."""
         wait = WebDriverWait(
             self.driver, timeout_s, ignored_exceptions=[WebDriverException], poll_frequency=0.3
         )
@@ -126,7 +126,7 @@ class Browser:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Browser]:
-    """A browser that asks nobody but whom it is sent to."""
+    """Start a browser that connects only to the addresses that it opens."""
     assert CHROMIUM
     assert DRIVER
     os.environ |= {"SE_OFFLINE": "true", "SE_AVOID_STATS": "true"}
@@ -142,7 +142,7 @@ def chromium(profile: Path) -> Iterator[Browser]:
 
 
 class PrefectPages:
-    """Prefect's pages in it."""
+    """Prefect's pages in a browser."""
 
     def __init__(self, browser: Browser, address: str) -> None:
         self.browser = browser
@@ -168,16 +168,16 @@ class PrefectPages:
         self.browser.open(f"{self.address}/runs/flow-run/{run_id}")
 
     def see_state(self, name: str, timeout_s: float = PATIENCE_S) -> None:
-        """Of the run: its badge, not what its log says of tasks."""
+        """Wait for the state in the run's badge. Its log names the states of tasks, too."""
         self.browser.find(f"//*[normalize-space(text())='{name}']", timeout_s)
 
     def retry(self) -> None:
-        """Run the flow of this page again."""
+        """Retry the run of this page."""
         self.browser.press("Retry")
         self.browser.click("(//button[normalize-space()='Retry'])[last()]")
 
     def change_json(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Of the form's config, in its JSON view; returns what was there."""
+        """Change the form's config in its JSON view. Return all values of the form, changed."""
         browser = self.browser
         browser.click("//*[normalize-space()='Parameters']/following::button[1]")
         browser.press("Use JSON input")
@@ -194,7 +194,7 @@ class PrefectPages:
         return values
 
     def submit(self) -> None:
-        """Once more where the server refuses as its database is busy, as a person would."""
+        """Submit the form. Try again if the server refuses because its database is busy."""
         browser, form = self.browser, self.browser.url
 
         def is_accepted() -> bool:
@@ -205,11 +205,11 @@ class PrefectPages:
         browser.until(is_accepted, "the deployment's page")
 
     def set_switch(self, on: bool) -> None:
-        """That of the schedule: the only one of its page."""
+        """Set the schedule's switch, the only one of its page."""
         self._set("//*[@role='switch']", on)
 
     def set_switch_of(self, label: str, on: bool) -> None:
-        """Of a form."""
+        """Set a switch of a form."""
         self._set(f"//*[normalize-space(text())='{label}']/following::*[@role='switch'][1]", on)
 
     def _set(self, xpath: str, on: bool) -> None:

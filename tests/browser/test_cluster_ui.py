@@ -1,5 +1,7 @@
-"""A cluster as compose.yaml describes it, here with its entry points as plain processes: servers on
-Postgres, a head, two nodes, and a worker that flows are given to from Prefect's pages."""
+"""A run on the cluster of compose.yaml, started from Prefect's pages, survives the loss of a node.
+
+The containers are plain processes here: servers on Postgres, a head, two nodes and a worker.
+"""
 
 import json
 import re
@@ -36,12 +38,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 NUM_STEPS, GROUP_SIZE, NUM_ENGINES = 4, 64, 3
 DRAFTS = {"drafting.siblings": True, "drafting.gate": False}
-"""From the first epoch on, and whether they pay or not, so that there are metrics of them."""
+"""Draft from the first epoch on, even if it does not pay, so that there are metrics of drafts."""
 MACHINE = ("--num-cpus=2", "--num-gpus=2")
-"""What a node would find: with the trainer all GPUs of two, of which there are none here."""
+"""Simulated resources of a node. Engines and trainer take all GPUs of two nodes."""
 METRICS_TIMEOUT_S = 60.0
 NOT_HERE = {"ray_node_gram_used", "ray_vllm_num_preemptions_total"}
-"""A GPU's memory, and an engine without room for its batch."""
+"""Metrics of a GPU's memory, and of an engine without room for its batch."""
 SETTINGS = {"OBJECT_STORE_BYTES": str(128 * 2**20)}
 
 
@@ -103,12 +105,12 @@ def test_a_run_from_the_ui_goes_on_without_a_node(
 
 
 def shown() -> set[str]:
-    """Metrics of the dashboard, but for those of GPUs, and of what does not happen here."""
+    """Return the dashboard's metrics, without those that need a GPU or do not occur here."""
     return {name for name in dashboard_metrics() if "gpu" not in name} - NOT_HERE
 
 
 def exported(services: Services) -> set[str]:
-    """Metrics that the nodes have just now."""
+    """Return the metrics that the nodes export now."""
     texts = [exposition(port) for port in services.metrics_ports]
     return {name for text in texts for name in re.findall(r"^\w+", text, re.MULTILINE)}
 
@@ -124,11 +126,11 @@ def without_trainers(nodes: list[subprocess.Popen[bytes]]) -> psutil.Process:
         children = process.children(recursive=True)
         if not any(arguments(child).startswith("ray::TrainerActor") for child in children):
             return process
-    raise AssertionError("trainers on all nodes")
+    raise AssertionError("every node has a trainer rank")
 
 
 def kill_node(node: psutil.Process) -> int:
-    """All of it at once, as a machine goes; returns how many engines it had."""
+    """Kill all processes of a node, as if the machine had died. Return its number of engines."""
     everything = [*node.children(recursive=True), node]
     engines = [p for p in everything if arguments(p).startswith("ray::VLLMEngine")]
     for process in everything:
@@ -151,7 +153,7 @@ def assert_whole(run_dir: Path, num_lost: int) -> None:
 
 
 def assert_in_mlflow(services: Services, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the server on Postgres, with its artifacts where that keeps them."""
+    """Assert that the server on Postgres has the run, and keeps its artifacts in its folder."""
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "refrain")

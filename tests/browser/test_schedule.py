@@ -1,4 +1,4 @@
-"""A schedule that measures a profile anew, whose run is killed in the middle."""
+"""A schedule measures a profile again. One of its runs is killed, and the next one continues it."""
 
 import re
 import time
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 SMALL = ("--dtype", "float32", "--max-context", "220", "--max-batch", "4", "--windows", "1")
 NUM_PASSES = 30
-"""Of the schedule: it measures for a while."""
+"""Many passes, so that the scheduled run takes a while."""
 EVERY = timedelta(seconds=30)
 UNTIL_THE_MIDDLE_S = 12.0
 NUM_POINTS = re.compile(r"TP 1, decode and prefill: (\d+) points")
@@ -62,7 +62,7 @@ def test_a_killed_run_leaves_the_old_profile_and_the_next_one_completes_it(ui: U
 
 
 def measure(runs_dir: Path) -> tuple[ProfileConfig, int]:
-    """A profile that is in use; returns its config and how many points were to be measured."""
+    """Make a profile. Return its config and the number of points that one pass measures."""
     command = Command("profile", "--model", DEMO / "model", "--runs-dir", runs_dir, *SMALL)
     try:
         (num_points,) = NUM_POINTS.findall(command.finish())
@@ -73,7 +73,7 @@ def measure(runs_dir: Path) -> tuple[ProfileConfig, int]:
 
 
 def switch(client: Any, on: bool, **parameters: object) -> None:
-    """The schedule of the deployment, here with these parameters and more often."""
+    """Switch the deployment's schedule on or off, with these parameters and a short interval."""
     from prefect.client.schemas.schedules import IntervalSchedule
 
     deployment = client.read_deployment_by_name("profile/profile")
@@ -89,7 +89,7 @@ def switch(client: Any, on: bool, **parameters: object) -> None:
 
 
 def first(client: Any, condition: Callable[[Any], bool]) -> Any:
-    """The earliest run of the schedule that fulfils it, once there is one."""
+    """Wait for runs of the schedule that fulfil the condition, and return the earliest."""
 
     def found() -> list[Any]:
         runs = [run for run in client.read_flow_runs() if run.deployment_id and run.start_time]
@@ -100,7 +100,7 @@ def first(client: Any, condition: Callable[[Any], bool]) -> Any:
 
 
 def points_said(client: Any, run: Any) -> int:
-    """How many points it set out to measure, as its log has it; 0 before that."""
+    """Return the number of points to measure from the run's log, or 0 if it is not there yet."""
     from prefect.client.schemas.filters import LogFilter
 
     of_run = LogFilter.model_validate({"flow_run_id": {"any_": [run.id]}})

@@ -1,4 +1,4 @@
-"""What a newcomer does after `make ui`: in a real browser, on real servers, with real runs."""
+"""Do what a newcomer does after `make ui`, in a real browser, on real servers, with real runs."""
 
 import contextlib
 import json
@@ -27,14 +27,14 @@ from tests.listening import assert_on_loopback, family
 CANCEL_TIMEOUT_S = 240.0
 RUN_TIMEOUT_S = 400.0
 NAME, NUM_STEPS, PROMPTS_PER_STEP, GROUP_SIZE = "small", 2, 4, 256
-"""The run goes on for longer than Prefect takes to cancel it."""
+"""The run must last longer than Prefect takes to cancel it."""
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
 def pages(browser: Browser, ui: Ui) -> PrefectPages:
-    """For whoever knows the password."""
+    """Log in with the password, after a guessed one was refused. Return Prefect's pages."""
     pages = PrefectPages(browser, ui.prefect)
     pages.log_in("refrain:guessed")
     browser.see("Authentication failed.")
@@ -54,7 +54,7 @@ def client(ui: Ui) -> Iterator[Any]:
 def sizes(
     directory: Path, num_steps: int = NUM_STEPS, group_size: int = GROUP_SIZE
 ) -> dict[str, Any]:
-    """What makes the demo a few short steps on one engine."""
+    """Return the changes that reduce the demo to a few short steps on one engine."""
     data = directory / "train.parquet"
     rows = num_steps * PROMPTS_PER_STEP
     pq.write_table(pq.read_table(DEMO / "data" / "train.parquet").slice(0, rows), data)
@@ -69,14 +69,14 @@ def sizes(
 
 
 def start(pages: PrefectPages, name: str, changes: dict[str, Any], resume: bool = False) -> None:
-    """A training run, from its form."""
+    """Start a training run from its form."""
     pages.open_form("train")
     pages.browser.fill_in("Name (Optional)", "textarea", name)
     if resume:
         pages.set_switch_of("resume (Optional)", on=True)
     sent = pages.change_json(changes)
     assert (sent["config"]["name"], sent["resume"]) == (name, resume)
-    # What the algorithm's type picks, a form must not fill in.
+    # The algorithm's type sets the defaults of these fields, so the form must leave them out.
     assert {"clip_high", "dynamic_sampling", "tis_cap"}.isdisjoint(sent["config"]["algorithm"])
     pages.submit()
 
@@ -110,7 +110,7 @@ def rolls_out(client: Any, run_id: Any, run_dir: Path, step: int = 1) -> bool:
 
 
 def start_that_fails(client: Any, ui: Ui) -> Any:
-    """Queue an evaluation of what is not there: soon over, once it may begin."""
+    """Queue an evaluation of a missing checkpoint. It fails as soon as it may start."""
     deployment = client.read_deployment_by_name("evaluate/evaluate")
     config = {"checkpoint": "nowhere", "runs_dir": str(ui.runs_dir)}
     run = client.create_flow_run_from_deployment(deployment.id, parameters={"config": config})
@@ -130,7 +130,7 @@ def arguments(process: psutil.Process) -> str:
 
 
 def is_gone_first(process: psutil.Process, client: Any, waiting: Any) -> bool:
-    """Asserts that nobody took what is waiting before."""
+    """Return whether the process has ended. Assert that the waiting run did not start before."""
     is_waiting = state_of(client, waiting).is_scheduled()
     is_gone = not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     assert is_waiting or is_gone
@@ -138,8 +138,8 @@ def is_gone_first(process: psutil.Process, client: Any, waiting: Any) -> bool:
 
 
 def watch(pages: PrefectPages, client: Any, run_id: Any, ends_as: str) -> None:
-    """Until its page shows how it ended. Meanwhile the page is closed: to draw the graph of a run
-    that goes on takes a core, which the run needs."""
+    """Wait until the run's page shows how it ended. Close the page meanwhile: its graph would take
+    a core that the run needs."""
     pages.browser.rest()
     wait_until(lambda: state_of(client, run_id).is_final(), "over", RUN_TIMEOUT_S)
     pages.open_run(run_id)
@@ -158,7 +158,7 @@ def test_a_run_from_the_form_is_cancelled_resumed_and_looked_at(
     run_id = newest_run(client, "train").id
     browser.rest()
     wait_until(lambda: rolls_out(client, run_id, run_dir), "rolling out", RUN_TIMEOUT_S)
-    # Prefect's and MLflow's pages, and of Ray each server and actor one.
+    # Prefect and MLflow have one port each, and so have Ray's servers and actors.
     everything = [*family(psutil.Process(ui.command.process.pid)), *processes(run_dir)]
     assert_on_loopback(everything, at_least=8)
     assert not [one for one in everything if ui.password in arguments(one)]
@@ -166,7 +166,7 @@ def test_a_run_from_the_form_is_cancelled_resumed_and_looked_at(
     pages.open_run(run_id)
     browser.press("Cancel")
     browser.press("Confirm")
-    # While it is torn down, its GPUs are not free.
+    # During the teardown its GPUs are not free, so the waiting run must not start.
     driver = next(one for one in everything if drives(one, run_id))
     browser.rest()
     wait_until(lambda: is_gone_first(driver, client, waiting), "ended", CANCEL_TIMEOUT_S)
@@ -190,9 +190,9 @@ def test_a_run_from_the_form_is_cancelled_resumed_and_looked_at(
 def test_a_run_that_failed_is_tried_again(
     ui: Ui, browser: Browser, pages: PrefectPages, client: Any, tmp_path: Path
 ) -> None:
-    """Its page shows every step once, whichever try it was made in, and each has its record."""
+    """Its page shows every step once, with its record, whichever try completed the step."""
     run_dir = ui.runs_dir / "retried"
-    # Steps whose rollouts take a while, a checkpoint at every second one, and no try of its own.
+    # Long rollouts, a checkpoint after every second step, and no retries by the run itself.
     changes = sizes(tmp_path, 4, 128)
     changes |= {"trainer.save_every_steps": 2, "trainer.max_failures": 0}
     start(pages, "retried", changes)
@@ -210,7 +210,7 @@ def test_a_run_that_failed_is_tried_again(
         "step 3": "Failed",
     }
     before = {run.name: run.id for run in steps_of(client, run_id)}
-    # Prefect takes the end of the first try's process for that of the second.
+    # Retry only after the first process has ended: Prefect would take its end for the second's.
     wait_until(lambda: logged(client, run_id, "exited with status code") == 1, "ended", 120.0)
     pages.retry()
     wait_until(lambda: not state_of(client, run_id).is_final(), "begun again", RUN_TIMEOUT_S)
@@ -277,7 +277,7 @@ def test_the_schedule_is_switched_on_and_off(
     when = run.expected_start_time
     assert (when.isoweekday(), when.hour, when.minute) == (7, 3, 0)
     assert run.parameters["overwrite"] is True
-    # The next start of `refrain ui` leaves it as it is.
+    # The next start of `refrain ui` must not switch it off.
     monkeypatch.setenv("PREFECT_API_URL", ui.api)
     monkeypatch.setenv(GIVEN, ui.password)
     monkeypatch.chdir(REPOSITORY)
@@ -295,11 +295,11 @@ def test_nothing_is_left(ui: Ui) -> None:
     secret = ui.password.encode()
     files = {file for file in ui.runs_dir.rglob("*") if file.is_file()}
     holding = {file for file in files if secret in file.read_bytes()}
-    assert holding == {password_file(ui.runs_dir)}, "no log and no record has it"
+    assert holding == {password_file(ui.runs_dir)}, "the password is in other files"
 
 
 def check_forms(client: Any, runs_dir: Path) -> None:
-    """They say what the config's classes say, and are filled in."""
+    """Assert that the forms are filled in, with descriptions and bounds of the config's classes."""
     files = {
         "train": DEMO / "train.yaml",
         "train-sync": REPOSITORY / "infra" / "presets" / "sync.yaml",
@@ -327,7 +327,7 @@ def check_forms(client: Any, runs_dir: Path) -> None:
 
 
 def check_refusal(client: Any) -> None:
-    """What the browser would not send, the server refuses too."""
+    """Assert that the server itself refuses a bad value, which the browser would not send."""
     from prefect.exceptions import PrefectHTTPStatusError
 
     deployment = client.read_deployment_by_name("train/train")
@@ -337,7 +337,7 @@ def check_refusal(client: Any) -> None:
 
 
 def look_at_record(browser: Browser) -> None:
-    """From the page of the run in Prefect to that of a step, and to MLflow."""
+    """Go from the run's page in Prefect to a step's page, and on to MLflow."""
     browser.press_tab("Artifacts")
     browser.see(f"{NAME}-run", "Where to look")
     browser.press_tab("Subflow Runs")
@@ -350,7 +350,7 @@ def look_at_record(browser: Browser) -> None:
 
 
 def log_in_to_mlflow(browser: Browser, ui: Ui) -> None:
-    """As in the dialog that a browser shows, which a test cannot see."""
+    """Log in by the address: a test cannot see the browser's login dialog."""
     browser.open(ui.mlflow.replace("//", f"//{ui.password}@"))
 
 
@@ -372,7 +372,7 @@ def look_at_mlflow(browser: Browser, ui: Ui) -> None:
 
 
 def check_files(run_dir: Path) -> None:
-    """What a run from the terminal leaves."""
+    """Assert that the run left the same files as a run from the terminal."""
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == NUM_STEPS
     assert (run_dir / "config.json").exists()
     assert (run_dir / "checkpoints" / f"global_step_{NUM_STEPS}" / "model").is_dir()
@@ -382,7 +382,7 @@ def check_files(run_dir: Path) -> None:
 
 
 def mlflow_status(ui: Ui, run_dir: Path) -> str:
-    """What MLflow's page says of the run; the run itself wrote to the file behind it."""
+    """Return the run's status from MLflow's server. The run itself wrote to the server's file."""
     from mlflow import MlflowClient
 
     run_id = json.loads((run_dir / "mlflow.json").read_text())["run_id"]

@@ -1,7 +1,4 @@
-"""Run a model with plain vLLM, without refrain.
-
-python -m tests.flows.by_vllm MODEL < REQUESTS.json > ANSWERS.json
-"""
+"""Run plain vLLM: python -m tests.flows.by_vllm MODEL < REQUESTS.json > ANSWERS.json"""
 
 import json
 import os
