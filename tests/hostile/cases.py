@@ -1,4 +1,4 @@
-"""Every command with every argument and option, as click knows them, and what is hostile there."""
+"""Generate hostile values for every argument and option of every command, from click's lists."""
 
 import errno
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.hostile.place import MAKERS, NAMES, HostilePlace
 
 
 class Kind(StrEnum):
-    """Kinds of values, by what is hostile to them."""
+    """Kinds of values. Each kind has its own hostile values."""
 
     FILE = "a file that is read"
     DIRECTORY = "a directory that is read"
@@ -107,10 +107,10 @@ DECLARED: dict[tuple[str, str], tuple[Kind, str]] = {
     ("bench", "name"): (Kind.WORD, ""),
     ("bench", "args"): (Kind.WORD, ""),
 }
-"""What arguments and options of commands are that are words to click: a kind, and a good value."""
+"""Kind and good value of the arguments and options that are plain words to click."""
 
 _RUNS_DIR = {"show", "sql", "report", "runs"}
-"""Commands that read the runs' directory; the others make it when it is missing."""
+"""Commands that read the runs' directory. The others create it if it is missing."""
 
 GOOD: dict[str, dict[str, Any]] = {
     "train": {"config_file": "train.yaml", "check": True},
@@ -132,7 +132,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "config": {"config_file": "train.yaml"},
     "bench": {"name": "index"},
 }
-"""Arguments that a command takes, but for what is hostile."""
+"""Good arguments of each command. A case replaces one of them by a hostile value."""
 INSTEAD: dict[tuple[str, str], dict[str, Any]] = {
     ("train", "resume"): {"config_file": None},
     ("simulate", "paper"): {"trace": None, "engines": None, "hardware": None, "shape": None},
@@ -146,19 +146,19 @@ INSTEAD: dict[tuple[str, str], dict[str, Any]] = {
     ("export", "events"): {"file": None},
     ("export", "page"): {"file": None},
 }
-"""What is given, or left out, beside some of them."""
+"""Changes to the good arguments that some parameters need. None leaves an argument out."""
 ENVIRONMENT = {"deploy": {"PREFECT_API_URL": "http://127.0.0.1:9/api"}}
 
 
 NOT_WRITTEN = (("deploy", "runs_dir"), ("doctor", "runs_dir"))
-"""Directories that are named, and not used."""
+"""Directories that a command mentions but does not use, so faults there do not matter."""
 TOLD_OF = ("runs", "show")
-"""Commands that show a run whose files cannot be read, and say so below."""
+"""Commands that show a run even if its files cannot be read, and name the files."""
 
 
 @dataclass(frozen=True)
 class Hostile:
-    """A command line, and what is hostile about it."""
+    """A command line with one hostile value or fault."""
 
     what: str
     args: tuple[str, ...]
@@ -166,7 +166,7 @@ class Hostile:
     option: str
     fault: tuple[str, str, int] | None = None
     may_pass: bool = False
-    """Some such values are good ones, by chance or by what the option says."""
+    """Whether the command may accept the value: some are good by chance."""
     request: dict[str, Any] = field(default_factory=dict)
 
 
@@ -177,8 +177,8 @@ def parameters() -> Iterator[tuple[str, click.Parameter]]:
 
 
 def kind_of(command: str, parameter: click.Parameter) -> tuple[Kind | None, str]:
-    """What a parameter takes, and a good value of it; None for a flag. Raises KeyError for one that
-    nobody has said it of."""
+    """Return the kind of a parameter, None for a flag, and a good value. Raise KeyError for a
+    parameter that `DECLARED` lacks."""
     name, kind = str(parameter.name), parameter.type
     if isinstance(parameter, click.Option) and parameter.is_flag:
         return None, ""
@@ -194,7 +194,7 @@ def kind_of(command: str, parameter: click.Parameter) -> tuple[Kind | None, str]
 
 
 def command_line(command: str, name: str, value: str | None) -> list[str]:
-    """A good command line, but for this value; None leaves the parameter out."""
+    """Return a good command line with this value instead. None leaves the parameter out."""
     given = GOOD[command] | INSTEAD.get((command, name), {})
     if value is not None:
         given = given | {name: value}
@@ -212,7 +212,7 @@ def command_line(command: str, name: str, value: str | None) -> list[str]:
         elif name == "page" == parameter.name:
             args += [option, "1", found]
         else:
-            # A value that looks like an option is one.
+            # As a word of its own, a value that looks like an option would be one.
             args.append(f"{option}={found}")
     return [*args, "--", *behind] if behind and command != "bench" else [*args, *behind]
 
@@ -222,7 +222,7 @@ def option_of(parameter: click.Parameter) -> str:
 
 
 def cases(place: HostilePlace, command: str) -> Iterator[Hostile]:
-    """All of a command; what they need is there while each is had."""
+    """Yield all cases of a command. The files of a case exist while the caller handles it."""
     for parameter in main.commands[command].params:
         kind, good = kind_of(command, parameter)
         if kind is None:
@@ -257,7 +257,7 @@ MAY_PASS = {
     Kind.OUTPUT: ("a line break", "not UTF-8", "empty device"),
     Kind.MADE: ("no directory", "a line break", "not UTF-8"),
 }
-"""Paths that may be good ones."""
+"""Paths that a command may accept."""
 
 
 def _faults(

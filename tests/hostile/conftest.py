@@ -1,4 +1,4 @@
-"""A place with hostile files, and a process that is given them."""
+"""Fixtures: a directory with hostile files, and a process that runs commands on them."""
 
 import shutil
 import subprocess
@@ -18,7 +18,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> HostilePlace:
 
 @pytest.fixture(scope="package")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
-    """A library that lets a disk fail; None where nothing compiles it."""
+    """Compile the library that simulates a failing disk. Return None without a C compiler."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if not compiler:
         return None

@@ -1,7 +1,7 @@
-"""Runs commands that it is told, one after the other, in one process: importing takes seconds.
+"""Run many commands in one process, because importing takes seconds.
 
-A request is a line of JSON on standard input, an answer one on standard output. What would start
-engines or services is replaced by an end of its own, `Started`.
+A request is a line of JSON on standard input, an answer a line on standard output. Functions that
+would start engines or services raise `Started` instead.
 """
 
 import contextlib
@@ -26,21 +26,21 @@ HEAVY = (
     *("flows.export", "flows.report", "flows.sql", "flows.doctor", "flows.evaluation_config"),
     *("tasks.run.machine", "engines.learn.head", "benchmarks.papers.settings"),
 )
-"""Packages whose import takes longer than a command."""
+"""Packages to import first: their import takes longer than a command."""
 FAULT = "HOSTILE_FAULT"
 READS = ("o", "r")
-"""Faults that a process which reads the store for another one has too."""
+"""Faults that the process that reads the store inherits."""
 NO_FAULT = ("", "-", 0)
 LIMIT_S = 10
 MEMORY_BYTES = 24 * 2**30
 
 
 class Started(BaseException):
-    """Input was accepted, and what takes long would begin."""
+    """The command accepted its input, and would now start engines or services."""
 
 
 class Hung(BaseException):
-    """A command took longer than it may."""
+    """A command took longer than `LIMIT_S`."""
 
 
 def start(*_: Any, **__: Any) -> Any:
@@ -71,7 +71,7 @@ def replace_what_starts(*names: str) -> None:
 
 
 def remember_answers() -> None:
-    """Ask a store that has not changed the same question once: each takes a process of its own."""
+    """Cache answers of a store that has not changed, because each query starts a process."""
     import flows.report
     import flows.sql
     import tasks.run.asking
@@ -95,7 +95,7 @@ def remember_answers() -> None:
 
 
 def forget() -> None:
-    """Nothing that was read is remembered."""
+    """Clear the caches of what was read."""
     preflight = sys.modules.get("tasks.run.preflight")
     if preflight:
         preflight._read_inputs.cache_clear()

@@ -1,4 +1,4 @@
-"""A driver of commands, asked by a test."""
+"""The tests' side of tests.hostile.driver: start it and send it commands."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.conftest import REPOSITORY
 
 START_S = 240.0
 ANSWER_S = 20.0
-"""More than the driver gives a command: beyond it a command hangs outside Python."""
+"""Longer than the driver's own limit. A command that takes longer hangs outside Python."""
 NOBODY = 65534
 
 
@@ -28,7 +28,7 @@ class Answer:
 
 
 class Driver:
-    """A process that runs commands in a directory; it is started anew when one hangs."""
+    """A process that runs commands in a directory. It is restarted when a command hangs."""
 
     def __init__(self, directory: Path, shim: Path | None = None, user: int | None = None) -> None:
         self._directory, self._shim, self._user = directory, shim, user
@@ -75,7 +75,7 @@ class Driver:
         return self._process
 
     def _line(self, timeout_s: float) -> str | None:
-        """None when there is none in time, '' when the process has ended."""
+        """Return the next line, None if it takes too long, '' if the process has ended."""
         assert self._process
         assert self._process.stdout
         ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)

@@ -1,4 +1,4 @@
-"""What is wrong with a command's answer to hostile input."""
+"""Judge the answer of a command to hostile input."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,11 +9,12 @@ from tests.hostile.driving import Answer
 
 MESSAGE = re.compile(r"^(?:error|Error): ", re.MULTILINE)
 SERVICES = "/.prefect"
-"""Ends of directories of services, which are begun once all has been checked."""
+"""Part of the paths of services' directories. A command creates them after all its checks."""
 
 
 def complaints(case: Hostile, answer: Answer, changed: Sequence[str]) -> Iterator[str]:
-    """None when the command refuses its input in a sentence and leaves everything as it was."""
+    """Yield nothing if the command refuses its input in one message and changes no file. Otherwise
+    yield what is wrong."""
     if answer.hung:
         yield f"it hangs: {answer.output}"
     elif answer.trace:
@@ -38,10 +39,10 @@ def _about_message(case: Hostile, answer: Answer) -> Iterator[str]:
 
 
 def _names(case: Hostile) -> Iterable[str]:
-    """Words by which a message says which input it is about."""
+    """Yield the words with which a message may name the bad input."""
     name = Path(case.value).name or case.value
     yield from (name[:40], repr(name)[1:-1], ascii(name)[1:-1], Path(name).stem or name)
     yield case.option
     if case.fault:
-        # The first of what is written.
+        # A message may name the first directory that the command writes.
         yield from (Path(case.fault[0]).name, "runs", "pictures")

@@ -1,4 +1,4 @@
-"""A directory with everything that commands read, small and right, and what is wrong beside it."""
+"""A directory with small, good input of every kind, and hostile files beside it."""
 
 import json
 import os
@@ -25,10 +25,10 @@ from tests.reports.test_trace_events import FIRST
 from tests.store.test_archive import add_step
 
 NUM_STEPS = 14
-"""More than an epoch of `add_step`, which `refrain report` compares with the next."""
+"""More than an epoch of `add_step`: `refrain report` compares two epochs."""
 LONG = "n" * 300
 HUGE_BYTES = 2**36
-"""Of a file with a hole: more than memory has."""
+"""Size of a sparse file, larger than the memory."""
 SCORER = "def compute_score(data_source, solution_str, ground_truth):\n    return 0\n"
 LOSSES = "def policy_loss(batch):\n    return 0\n"
 
@@ -36,20 +36,20 @@ Tree = dict[str, tuple[Any, ...]]
 
 
 class HostilePlace:
-    """Good files in `directory`, as in `good`, and hostile ones in `hostile`."""
+    """Good files in `directory`, a copy of them in `good`, and hostile files in `hostile`."""
 
     def __init__(self, root: Path) -> None:
         self.good, self.directory, self.hostile = root / "good", root / "here", root / "hostile"
         self._made: dict[Path, str] = {}
         self.hostile.mkdir(parents=True)
-        # Files of a run name where they are: they are made where they are used.
+        # A run's files have absolute paths, so create them where they are used.
         self.directory.mkdir()
         _fill(self.directory)
         shutil.copytree(self.directory, self.good, symlinks=True)
         self._before = self._tree()
 
     def path(self, kind: str, suffix: str = "") -> str:
-        """A hostile path of a kind; what can be there is there."""
+        """Return a hostile path of this kind, and create its file if it has one."""
         if kind in NAMES:
             return str(self.hostile / NAMES[kind]) + ("" if kind in WHOLE else suffix)
         path = self.hostile / f"{kind.replace(' ', '_')}{suffix}"
@@ -60,7 +60,7 @@ class HostilePlace:
         return str(path)
 
     def changed(self) -> list[str]:
-        """Paths that are not as they were; then all is as it was again."""
+        """Return the paths that have changed, and restore all files."""
         now, before = self._tree(), self._before
         wrong = sorted(p for p in now.keys() | before.keys() if now.get(p) != before.get(p))
         if wrong:
@@ -74,7 +74,7 @@ class HostilePlace:
 
     @contextmanager
     def instead(self, file: str, kind: str) -> Iterator[None]:
-        """What is hostile in the place of a good file or directory."""
+        """Replace a good file or directory by a hostile one for a while."""
         given, good = self.directory / file, self.good / file
         _remove(given)
         if kind in MAKERS:
@@ -87,16 +87,16 @@ class HostilePlace:
         self._before = self._tree()
 
     def changes_are_meant(self) -> None:
-        """What is there now is as it was."""
+        """Accept the current files as unchanged."""
         self._before = self._tree()
 
     def _tree(self) -> Tree:
-        """Kinds, modes and sizes of all that is there, and when files were written."""
+        """Return the modes of all entries, and sizes and modification times of files."""
         return dict(_entries(self.directory)) | dict(_entries(self.hostile))
 
 
 def _empty(directory: Path) -> None:
-    """Remove all in it; the directory itself stays, as a driver is in it."""
+    """Remove all entries. The directory stays, because the driver runs in it."""
     for path in directory.iterdir():
         _remove(path)
 
@@ -119,7 +119,7 @@ WHOLE = ("name of 300 characters", "path of 5,000 characters")
 
 
 def _device(minor: int) -> Callable[[Path], None]:
-    """A device of one's own: a command that deletes it does no harm."""
+    """Return a function that makes a device of the test's own, which a command may delete."""
 
     def make(path: Path) -> None:
         if os.geteuid():
@@ -132,7 +132,7 @@ def _device(minor: int) -> Callable[[Path], None]:
 
 def _socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
-        # Its name may be longer than an address can be.
+        # The path may be too long for the address of a socket.
         here = os.open(path.parent, os.O_RDONLY)
         listener.bind(f"/proc/self/fd/{here}/{path.name}")
         os.close(here)

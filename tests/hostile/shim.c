@@ -1,8 +1,8 @@
-/* A disk that fails, below Python: preloaded, it lets calls on files under one path fail.
+/* Simulates a failing disk. When preloaded, it makes calls on files under one path fail.
 
-   fault_set("/path", WHAT, errno): WHAT is 'o' for opening, 'r' for reading, 'w' for writing, 'c' for
-   making, renaming and deleting. fault_set("", 0, 0) mends the disk. A process that is started meanwhile
-   has the fault of HOSTILE_FAULT, "WHAT errno /path". */
+   fault_set("/path", WHAT, errno): WHAT is 'o' for opening, 'r' for reading, 'w' for writing, 'c'
+   for creating, renaming and deleting. For example, fault_set("/data", 'r', EIO). fault_set("", 0, 0)
+   ends the fault. A new process takes its fault from HOSTILE_FAULT, "WHAT errno /path". */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -48,7 +48,7 @@ static int place_of(int fd, char *path) {
   return n > 0;
 }
 
-/* Whether a call of this kind on a path fails; a relative one is below the descriptor. */
+/* Return whether a call of this kind on a path fails. Relative paths are below the descriptor. */
 static int fails_at(int directory, const char *path, char what) {
   char whole[2 * PATH_MAX + 2], base[PATH_MAX];
   if (kind != what || !path) return 0;
@@ -124,7 +124,7 @@ ON_FD(ssize_t, pwrite, 'w', (int fd, const void *from, size_t n, off_t at), (fd,
 ON_FD(ssize_t, pwrite64, 'w', (int fd, const void *from, size_t n, off64_t at), (fd, from, n, at))
 ON_FD(ssize_t, writev, 'w', (int fd, const struct iovec *from, int n), (fd, from, n))
 
-/* Mapped pages that cannot be read kill a process: a file there cannot be mapped at all. */
+/* A read error in a mapped page would kill the process, so mmap itself fails instead. */
 #define MMAP(name, offset) \
   void *name(void *at, size_t n, int protection, int flags, int fd, offset from) { \
     REAL(void *, #name, void *, size_t, int, int, int, offset); \

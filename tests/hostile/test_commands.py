@@ -1,4 +1,4 @@
-"""Every command refuses hostile input in a sentence: generated from click's own list of them."""
+"""Every command refuses hostile input in one message. The cases come from click's own lists."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Hostile inputs drawn by a seed: HOSTILE_SEED repeats one that failed, which the message tells."""
+"""Commands refuse hostile input drawn at random. HOSTILE_SEED repeats a failure: the message names
+the seed."""
 
 import os
 import random
@@ -33,11 +34,11 @@ READERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("runs/demo/checkpoints/global_step_2/state.json", ("evaluate", "demo", "nowhere.parquet")),
     ("runs/demo/refrain.duckdb", ("export", "demo", "out.parquet")),
 )
-"""Files, and commands that read them."""
+"""Each file with a command that reads it."""
 
 
 def damaged(content: bytes, drawn: random.Random) -> bytes:
-    """The content cut short, with other bytes in it, or with more behind it."""
+    """Return the content cut short, with changed bytes, or with more bytes at its end."""
     at = drawn.randrange(len(content) or 1)
     match drawn.randrange(4):
         case 0:
