@@ -1,5 +1,9 @@
-"""The cells of a notebook, one after the other: `python -m tests.examples.cells NOTEBOOK DIRECTORY
-OVERRIDE ...`. In the directory, where `infra` is the repository's; with further overrides."""
+"""Run the cells of a notebook in a directory, with further overrides of its config.
+
+    python -m tests.examples.cells NOTEBOOK DIRECTORY OVERRIDE ...
+
+`infra` in the directory links to the repository's.
+"""
 
 import ast
 import asyncio

@@ -1,5 +1,5 @@
-"""The sandbox of the example that runs model-written code: hostile programs reach nothing, right
-ones still pass, and a machine without a sandbox is refused."""
+"""The example's sandbox for code that models write. Hostile programs reach nothing, good programs
+still run, and a machine that cannot isolate programs is refused."""
 
 import ctypes
 import importlib.util
@@ -139,7 +139,7 @@ thread = threading.Thread(target=lambda: print(depth(10_000))); thread.start(); 
 
 @pytest.fixture(scope="module")
 def own() -> Iterator[dict[str, Any]]:
-    """What there is to attack: a file, a port, a socket and a process of the user's."""
+    """Create targets to attack: a file, a port, a socket, a process and a key of the user."""
     if reason := SANDBOX.what_is_missing():
         pytest.skip(f"no sandbox here: {reason}")
     with (
@@ -157,7 +157,7 @@ def own() -> Iterator[dict[str, Any]]:
         keys = {"x86_64": 248, "aarch64": 217}[os.uname().machine]
         libc = ctypes.CDLL(None)
         key = libc.syscall(keys, b"user", name.encode(), b"secret", 6, -3)
-        assert key > 0, "a key of this session"
+        assert key > 0, "cannot add a key to this session"
         yield {
             "secret": str(secret),
             "outside": str(Path(directory, "outside")),
@@ -183,7 +183,7 @@ def test_a_hostile_program_reaches_nothing(own, attack):
 
 
 def test_the_same_programs_do_harm_without_a_sandbox(own):
-    """Or the test above would prove nothing."""
+    """Negative control of the test above."""
     of_root = {"become root", "mount what is outside", "escape by a chroot of its own"}
     dangerous = {"kill another", "trace another", "write into Python", "resolve a name"}
     costly = {"many files", "a core of time", "endless output", "much memory", "a large file"}
@@ -212,7 +212,7 @@ def test_right_programs_still_run(own, program):
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
 @pytest.mark.skipif(not Path(SYSTEM_PYTHON).exists(), reason="needs a Python that others can run")
 def test_it_holds_for_a_user_who_is_not_root(own):
-    """All attacks at once, as that user, on a file and a process of that user's."""
+    """Run all attacks as another user, on a file and a process of that user."""
     with tempfile.TemporaryDirectory() as directory:
         shutil.copy(EXAMPLE / "sandbox.py", directory)
         secret = Path(directory, "secret")
@@ -251,7 +251,7 @@ def test_it_holds_for_a_user_who_is_not_root(own):
 
 
 def refuse(directory: Path) -> FunctionReward:
-    """The example on a machine that has no namespaces."""
+    """Return the reward of the example on a machine that seems to have no namespaces."""
     shutil.copy(EXAMPLE / "reward.py", directory)
     lacks = "def what_is_missing(): return 'unshare: Operation not permitted'\n"
     source = (EXAMPLE / "sandbox.py").read_text()
@@ -273,7 +273,7 @@ def test_a_machine_without_a_sandbox_is_refused_unless_that_is_accepted(tmp_path
 
 
 def test_the_machine_is_tried_and_not_asked():
-    """In a user namespace that allows no further one."""
+    """The check tries to make a user namespace. Here it runs in one that allows no others."""
     closed = "echo 0 > /proc/sys/user/max_user_namespaces && exec "
     driver = f"{closed} {sys.executable} -c 'import sandbox; print(sandbox.what_is_missing())'"
     command = ["unshare", "--user", "--map-root-user", "sh", "-c", driver]

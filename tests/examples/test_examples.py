@@ -1,5 +1,5 @@
-"""Every example: its config on stand-in files, its memory where it says that it fits, and its
-reward for real."""
+"""Test every example: check its config on made-up data, its memory on the GPUs that its page names,
+and run its reward."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ from tests.tasks.test_memory_plan import write_model
 EXAMPLES = REPOSITORY / "examples"
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/train.yaml"))
 FAILS = 0.3
-"""Share of its calls that the judge fails."""
+"""Share of calls that the judge fails."""
 
 
 def refrain(*args: object) -> str:
@@ -39,7 +39,7 @@ def refrain(*args: object) -> str:
 
 @pytest.fixture
 def gsm8k(tmp_path: Path) -> Path:
-    """Rows as GSM8K has them, converted."""
+    """Convert rows in GSM8K's format, and return their directory."""
     rows = [
         {
             "question": f"Tom has {n} apples and eats 2. How many are left?",
@@ -122,11 +122,11 @@ def scored(config: FunctionReward, responses: list[tuple[str, str]]) -> list:
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Grades 8 and 5, after it has failed some of its calls."""
+    """A judge that fails a share of its calls, and otherwise returns grades."""
 
     chance = random.Random(0)
     calls: list[bool] = []
-    """Whether each failed."""
+    """For each call, whether it failed."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -145,7 +145,7 @@ class Judge(BaseHTTPRequestHandler):
         self.wfile.write(reply)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_a_judge_that_fails_is_asked_again_and_the_record_says_how_often(judge):
 
 
 def test_a_grade_over_ten_is_none(judge, monkeypatch):
-    """A response may talk the judge into it."""
+    """A response may persuade the judge to give such a grade."""
     monkeypatch.setattr("tests.examples.test_examples.FAILS", 0.0)
     del judge
     with pytest.raises(ValueError, match="the judge gave no grade: 'CORRECT=100 CLEAR=5'"):
@@ -201,7 +201,7 @@ def test_a_run_whose_judge_fails_ends_well(judge, gsm8k, tmp_path):
     retries = [json.loads(extra or "{}").get("num_retries", 0) for _, extra in scored]
     assert len(scored) == 128
     assert all(json.loads(extra)["clear"] == 0.5 for _, extra in scored)
-    # A call whose process ended before it could tell is made again, and is nobody's failure.
+    # If a scorer's process ends too early, its retries are not counted.
     assert 20 < sum(retries) <= sum(judge.calls)
     metrics = [json.loads(report)["metrics"]["critic/num_retried"] for (report,) in steps]
     assert sum(metrics) == sum(map(bool, retries))

@@ -1,4 +1,4 @@
-"""A new user's way, as the pages say it: raw rows of GSM8K to a training run."""
+"""Follow the page of the example as a new user would, from raw rows of GSM8K to a training run."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from tests.flows.commands import Command
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MAX_COMMANDS = 10
-"""Commands from raw rows to a run, fewer than these."""
+"""The page must need fewer commands from raw rows to a run."""
 SMALL = (
     f"model.path={DEMO / 'model'}",
     "model.dtype=float32",
@@ -26,7 +26,7 @@ SMALL = (
     "validate_every_steps=0",
     "trainer.num_threads=1",
 )
-"""A model of the size of the demo's in the place of the page's."""
+"""Overrides that replace the page's model by the demo's, with small sizes."""
 
 
 def commands_of(page: Path) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""The notebook, from its first cell to its last, on a few prompts."""
+"""Run the notebook from its first cell to its last, on a few prompts."""
 
 import json
 from pathlib import Path

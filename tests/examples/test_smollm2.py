@@ -1,5 +1,5 @@
-"""A real pretrained model in bfloat16, from the command line: it trains, and an engine with other
-weights than the trainer's stops the run."""
+"""Train a real pretrained model in bfloat16 from the command line. If an engine has other weights
+than the trainer, the run stops."""
 
 import json
 import os
@@ -31,7 +31,7 @@ CANARIES = """
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A few questions, as the page makes them."""
+    """Make a few questions with the page's command, and return their directory."""
     (command,) = [one for one in commands_of(EXAMPLE / "README.md") if "reasoning-gym" in one]
     few = ["--size=12", "--held-out=4", f"--out={tmp_path / 'data'}"]
     done = CliRunner().invoke(main, [*command[1:], *few])
@@ -74,8 +74,8 @@ def test_three_steps_pass_the_canaries(smollm2_dir: Path, data: Path) -> None:
     assert summary(data)["steps"] == 3
     assert summary(data)["failures"] == {}
     first, *others = query_all(data.parent / "real" / STORE_FILE, CANARIES).to_pylist()
-    assert first["error"] is None, "its weights are those of the file"
-    assert [0.0 < row["error"] < 0.2 for row in others] == [True, True], "compared, and near"
+    assert first["error"] is None, "step 1 still has the weights of the file"
+    assert [0.0 < row["error"] < 0.2 for row in others] == [True, True], "too far, or unmeasured"
 
 
 @pytest.mark.slow
@@ -83,7 +83,8 @@ def test_three_steps_pass_the_canaries(smollm2_dir: Path, data: Path) -> None:
 def test_other_weights_than_the_trainers_stop_the_run(
     smollm2_dir: Path, data: Path, kind: str
 ) -> None:
-    """Negative controls of the test above: from the first update on, one layer is wrong."""
+    """Negative controls of the test above: after the first update, one layer of the engine is
+    wrong."""
     wrong = f"{Path(__file__).parent / 'wrong_weights'}:{os.environ['PYTHONPATH']}"
     run = train(smollm2_dir, data, "num_epochs=1", PYTHONPATH=wrong, WRONG_WEIGHTS=kind)
     assert run.process.wait(600) == 1, "".join(run.lines)
@@ -94,7 +95,7 @@ def test_other_weights_than_the_trainers_stop_the_run(
 
 @pytest.mark.slow
 def test_another_architecture_trains(gemma3_dir: Path, data: Path) -> None:
-    """Gemma 3: sliding windows, norms of its own, a quarter of a million tokens."""
+    """Gemma 3 has sliding windows, its own norms, and a vocabulary of a quarter million tokens."""
     train(gemma3_dir, data, "num_epochs=1", "data.max_samples=8").finish()
     assert summary(data)["steps"] == 2
     assert summary(data)["failures"] == {}

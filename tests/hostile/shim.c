@@ -1,8 +1,9 @@
 /* Simulates a failing disk. When preloaded, it makes calls on files under one path fail.
 
    fault_set("/path", WHAT, errno): WHAT is 'o' for opening, 'r' for reading, 'w' for writing, 'c'
-   for creating, renaming and deleting. For example, fault_set("/data", 'r', EIO). fault_set("", 0, 0)
-   ends the fault. A new process takes its fault from HOSTILE_FAULT, "WHAT errno /path". */
+   for creating, renaming and deleting. For example: fault_set("/data", 'r', EIO).
+   fault_set("", 0, 0) ends the fault. A new process takes its fault from HOSTILE_FAULT,
+   "WHAT errno /path". */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>

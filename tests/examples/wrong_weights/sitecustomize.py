@@ -1,5 +1,5 @@
-"""Engines that get other weights than the trainer's after its first step, in every process of a run
-whose PYTHONPATH has this folder: `WRONG_WEIGHTS` says which."""
+"""Give engines wrong weights after the trainer's first step, in every process of a run whose
+PYTHONPATH has this folder. The variable `WRONG_WEIGHTS` picks the error: noise or swap."""
 
 import os
 import sys
@@ -14,8 +14,8 @@ from tests.changing import change_when_loaded
 
 
 def _noise(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Add noise of three tenths of its deviation to each matrix of one layer. A tenth is not seen:
-    it makes a difference of 0.15 nats, and bfloat16 makes one of 0.08."""
+    """Add noise of 0.3 standard deviations to each matrix of one layer. Noise of 0.1 would go
+    unnoticed: it makes a difference of 0.15 nats, and bfloat16 alone makes 0.08."""
     import torch
 
     torch.manual_seed(0)
@@ -28,7 +28,7 @@ def _noise(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _swap(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Exchange the keys' matrix and the first heads of the queries' in one layer."""
+    """Swap the keys' matrix with that of the first query heads in one layer."""
     import torch
 
     q, k = (f"model.layers.15.self_attn.{part}_proj.weight" for part in "qk")
