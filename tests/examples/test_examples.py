@@ -201,7 +201,7 @@ def test_a_run_whose_judge_fails_ends_well(judge, gsm8k, tmp_path):
     retries = [json.loads(extra or "{}").get("num_retries", 0) for _, extra in scored]
     assert len(scored) == 128
     assert all(json.loads(extra)["clear"] == 0.5 for _, extra in scored)
-    # If a scorer's process ends too early, its retries are not counted.
+    # If a scorer's process ends before it reports, the call is made again and not counted.
     assert 20 < sum(retries) <= sum(judge.calls)
     metrics = [json.loads(report)["metrics"]["critic/num_retried"] for (report,) in steps]
     assert sum(metrics) == sum(map(bool, retries))

@@ -1,5 +1,8 @@
-"""The services of compose.yaml as plain processes of this machine: commands, environments and
-health checks as they are written there, with the image's own variables, and ports of their own."""
+"""Run the services of compose.yaml as plain processes of this machine.
+
+Commands, environments and health checks are those of compose.yaml. The image's variables come from
+the Dockerfile, and every server gets a free port.
+"""
 
 import contextlib
 import os
@@ -31,11 +34,11 @@ _ROOT_IS_REFUSED = ("runuser", "--user", "postgres", "--")
 
 
 class Services:
-    """Started one by one, each when those it depends on are healthy; all gone after `stop`."""
+    """Services that a test starts one by one, in the order of dependencies. `stop` ends all."""
 
     def __init__(self, directory: Path, settings: Mapping[str, str]) -> None:
-        """`directory`: theirs; short, as the names of Ray's sockets are in it. `settings`: what
-        .env would have, beside its secrets."""
+        """`directory` is for the services' files. Its path must be short: Ray has sockets there.
+        `settings` are the variables of .env, without its secrets."""
         self.directory = directory
         self.files = directory / "files"
         self.files.mkdir()
@@ -48,7 +51,7 @@ class Services:
             **settings,
         }
         self.metrics_ports: list[int] = []
-        """Of the nodes, in the order of their start."""
+        """Ports of the nodes' metrics, in the order of their start."""
         self._ports: dict[str, int] = {}
         services = yaml.safe_load((CLUSTER / "compose.yaml").read_text())["services"]
         self._services: dict[str, dict[str, Any]] = services
@@ -58,7 +61,8 @@ class Services:
         return f"http://127.0.0.1:{self._port(str(port))}"
 
     def start(self, name: str, *more: str) -> subprocess.Popen[bytes]:
-        """`more`: arguments for what a container of its own would see of a machine."""
+        """Start a service and wait until it is healthy. For a node, `more` sets its resources, for
+        example --num-gpus=2."""
         service = self._services[name]
         if name in NODES:
             self.metrics_ports.append(free_port())
@@ -74,7 +78,7 @@ class Services:
         return process
 
     def processes(self) -> list[psutil.Process]:
-        """What the services started, however it left them."""
+        """Return all processes that the services started, also those that left their group."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -92,8 +96,8 @@ class Services:
                 process.kill()
 
     def _is_healthy(self, name: str, log: Path) -> bool:
-        """By its probe, which on a machine of its own would see no other node's daemon; two that
-        start at the same time on one take the same socket."""
+        """Return whether the probe passes. Check a node's log first: on one machine, its probe also
+        sees other nodes' daemons, and nodes that start together would take the same socket."""
         if name in NODES and "Ray runtime started" not in log.read_text():
             return False
         service = self._services[name]
@@ -121,7 +125,7 @@ class Services:
         return test
 
     def _image(self) -> dict[str, str]:
-        """What the Dockerfile sets."""
+        """Return the variables that the Dockerfile sets, with paths of this machine."""
         text = (CLUSTER / "Dockerfile").read_text().replace("\\\n", " ")
         (line,) = (line for line in text.splitlines() if line.startswith("ENV "))
         given = dict(item.split("=", 1) for item in shlex.split(line)[1:])
@@ -145,13 +149,15 @@ class Services:
         )
 
     def _port(self, port: str) -> int:
-        """The same for everybody who names it; for metrics, that of the node which is started."""
+        """Return the free port that replaces a port of compose.yaml. For metrics, it is the newest
+        node's."""
         if port == _METRICS:
             return self.metrics_ports[-1]
         return self._ports.setdefault(port, free_port())
 
     def _make_database(self) -> list[str]:
-        """What the entry point of Postgres's own image does; returns the command of its server."""
+        """Create the databases, as the entry point of Postgres's image does. Return the server's
+        command."""
         as_postgres = _ROOT_IS_REFUSED if os.geteuid() == 0 else ()
         place, password = self.directory / "postgres", self.directory / "postgres.password"
         place.mkdir()
@@ -164,7 +170,7 @@ class Services:
         at_home = {"cwd": place, "check": True, "timeout": 120.0, "capture_output": True}
         initdb = ["initdb", "-D", data, "-U", "refrain", "-A", "scram-sha-256"]
         subprocess.run([*as_postgres, *initdb, f"--pwfile={password}"], **at_home)
-        # Without a server: statements on its standard input.
+        # Single-user mode reads statements from standard input, without a server.
         alone = [*as_postgres, "postgres", "--single", "-D", data, "postgres"]
         made = b"CREATE DATABASE prefect;\nCREATE DATABASE mlflow;\n"
         subprocess.run(alone, input=made, **at_home)

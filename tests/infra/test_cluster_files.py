@@ -1,4 +1,4 @@
-"""What describes a cluster is checked by its own tools and schemas, with nothing started."""
+"""Check the files of a cluster with their own tools and schemas, without starting anything."""
 
 import os
 import re
@@ -81,7 +81,7 @@ def test_compose_wants_its_secrets_and_has_none() -> None:
 
 
 def test_compose_services_name_each_other() -> None:
-    """What compose itself looks at, beyond its schema."""
+    """Compose itself checks this, too, but its schema does not."""
     compose = yaml.safe_load((CLUSTER / "compose.yaml").read_text())
     services = compose["services"]
     for service in services.values():
@@ -120,7 +120,7 @@ def test_kubernetes_gets_secrets_from_secrets() -> None:
 
 
 def test_no_secret_is_in_an_argument() -> None:
-    """Anybody on a machine lists the arguments of its processes."""
+    """Every user of a machine can list the arguments of its processes."""
     services = yaml.safe_load((CLUSTER / "compose.yaml").read_text())["services"].values()
     for one in (*services, *containers()):
         arguments = [*one.get("command", ()), *one.get("args", ())]
@@ -146,12 +146,12 @@ def test_mlflows_server_asks_and_its_worker_knows() -> None:
         user, _, word = re.sub(r":\?[^}]*", "", asked).partition(":")
         worker = environment(services["worker"])
         assert worker["MLFLOW_TRACKING_USERNAME"] == user == "refrain"
-        # Kubernetes names the secret itself.
+        # In Kubernetes, the password comes from the secret and has no value here.
         assert worker.get("MLFLOW_TRACKING_PASSWORD", "$(MLFLOW_PASSWORD)") == word
 
 
 def test_mlflow_knows_its_public_page() -> None:
-    """Its host, and its origin: a page's own requests name that too."""
+    """MLflow must allow its public host and also its origin, which a page's own requests name."""
     compose = yaml.safe_load((CLUSTER / "compose.yaml").read_text())["services"]["mlflow"]
     given = dict(text.split("=", 1) for text in compose["command"] if "=" in text)
     public = "${MLFLOW_PUBLIC_HOST:-localhost:5000}"
@@ -161,7 +161,7 @@ def test_mlflow_knows_its_public_page() -> None:
 
 
 def environment(container: dict[str, Any]) -> dict[str, str]:
-    """As compose and as Kubernetes write it."""
+    """Return a container's environment, from compose's or Kubernetes's format."""
     given = container.get("environment") or container["env"]
     if isinstance(given, dict):
         return given
@@ -203,7 +203,7 @@ def test_only_what_belongs_to_refrain_reaches_it_and_postgres_only_the_servers()
     assert may_reach == servers | {(a, b) for a in apps - {postgres} for b in apps}
     stranger = {"app": "another"}
     for pod in pods:
-        assert policies_of(pod), "without any everybody is admitted"
+        assert policies_of(pod), "a pod without a policy admits everybody"
         assert not any(admits(policy, stranger) for policy in policies_of(pod))
 
 
@@ -225,7 +225,7 @@ def admits(policy: dict[str, Any], pod: dict[str, str]) -> bool:
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """As Kubernetes has it: `NotIn` holds without the label, too."""
+    """Return whether a selector matches, as in Kubernetes: `NotIn` also holds without the label."""
     wanted = selector.get("matchLabels", {})
     if any(labels.get(name) != value for name, value in wanted.items()):
         return False
@@ -276,7 +276,7 @@ def requirements(name: str) -> str:
 
 
 def test_prefect_reads_all_of_prefect_yaml() -> None:
-    """Its model ignores what it does not know, so a typo would go unnoticed."""
+    """Prefect ignores unknown keys, so a typo would go unnoticed."""
     from prefect.cli.deploy._models import PrefectYamlModel
     from prefect.flows import load_flow_arguments_from_entrypoint
 
@@ -298,7 +298,7 @@ def test_prefect_reads_all_of_prefect_yaml() -> None:
 
 
 def ignored(given: Any, read: Any, at: str = "") -> list[str]:
-    """Keys that are given and were not read."""
+    """Return the keys that are given but were not read."""
     if isinstance(given, list):
         pairs = zip(given, read, strict=True)
         return [
@@ -359,7 +359,7 @@ def dockerfile() -> list[tuple[str, str]]:
 
 
 def test_rays_object_store_fits_into_half_of_shared_memory() -> None:
-    """Where it does not fit Ray puts it on the disk; engines want the rest."""
+    """If it does not fit, Ray puts it on the disk. Engines need the other half."""
     spec = ray_cluster()["spec"]
     for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
         memory = next(
@@ -403,7 +403,7 @@ def test_a_node_without_rays_daemon_fails_its_probe() -> None:
 
 @contextmanager
 def named_process(name: str) -> Generator[None]:
-    """A process that is called so."""
+    """Start a process with this name."""
     rename = f"import ctypes; ctypes.CDLL(None).prctl(15, b'{name}')"
     wait = "print('there', flush=True); input()"
     with subprocess.Popen(

@@ -1,4 +1,5 @@
-"""What Prometheus asks, what it may reach, and what Grafana's dashboard shows of it."""
+"""Prometheus finds the nodes and reaches only their metrics. Grafana's dashboard shows metrics that
+exist."""
 
 import json
 import re
@@ -129,7 +130,8 @@ def test_panels_have_titles_and_places_of_their_own() -> None:
 
 @pytest.mark.parametrize("metric", sorted(dashboard_metrics()))
 def test_metrics_are_some_that_vllm_and_ray_have(metric: str) -> None:
-    """By their sources; what is of Ray's core, the test of a cluster asks a node for."""
+    """Look in the sources of vLLM and Ray. The browser test of a cluster asks a real node for the
+    metrics of Ray's core."""
     kind, _, name = metric.removeprefix("ray_").partition("_")
     if kind not in SOURCES:
         assert metric in ("ray_actors", "ray_object_store_memory")

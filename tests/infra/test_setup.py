@@ -1,4 +1,4 @@
-"""The Python that `infra/setup.sh` takes, and lists that hold for each one that is allowed."""
+"""`infra/setup.sh` picks a Python. The lists of requirements fit every Python that it may pick."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from tests.conftest import REPOSITORY
 
 TAKEN = 7
-"""Exit status of a stand-in that was asked to make the environment."""
+"""Exit status of a fake Python that is asked to make the environment."""
 PYTHON = f"""#!/bin/sh
 case "$1" in
   -c) [ -n "$VERSION" ] && exec {sys.executable} -c "import sys; sys.version_info = $VERSION; $2" ;;
@@ -23,7 +23,7 @@ esac
 exit 127
 """
 SHIM = "#!/bin/sh\necho 'the command exists in these versions' >&2\nexit 127\n"
-"""A name of pyenv's for a Python that is not in use."""
+"""A pyenv shim of a Python that is not active."""
 UV = f'#!/bin/sh\necho "uv $*" >&2\nexit {TAKEN}\n'
 
 
@@ -33,7 +33,7 @@ def python(version: str, pip: int = 1) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """As much of one as the script reads before it installs anything."""
+    """Copy the files that the script reads before it installs anything. Return their directory."""
     (tmp_path / "infra" / "requirements").mkdir(parents=True)
     for name in ("infra/setup.sh", "infra/requirements/cpu.txt", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, tmp_path / name)
@@ -41,7 +41,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def set_up(checkout: Path, **programs: str) -> subprocess.CompletedProcess[str]:
-    """The script where these programs are all there is beside the system's tools."""
+    """Run the script where PATH has only these programs and some tools of the system."""
     path = checkout / "bin"
     path.mkdir()
     for tool in ("dirname", "cat", "sha256sum", "cut", "grep", "sh"):
@@ -86,7 +86,7 @@ def test_uv_gets_one_where_there_is_none(checkout: Path, version: str) -> None:
 
 def test_uv_itself_comes_from_the_registry(checkout: Path) -> None:
     done = set_up(checkout, python3=python("(3, 10)", pip=0))
-    assert done.returncode == 127, "the stand-in has installed nothing"
+    assert done.returncode == 127, "the fake pip installs no uv, so bash must not find it"
     assert "--target .venv/bootstrap uv" in done.stderr
 
 
@@ -106,12 +106,12 @@ def test_one_list_is_for_every_python(variant: str, minor: int) -> None:
     lines = [Requirement(line) for line in text.splitlines()]
     pinned = [line for line in lines if line.marker is None or line.marker.evaluate(dict(python))]
     names = [line.name for line in pinned]
-    assert len(set(names)) == len(names), "one version each"
+    assert len(set(names)) == len(names), "a package has two versions"
     versions = {line.name: str(line.specifier).removeprefix("==") for line in pinned}
     asked = [*project["dependencies"], *project["optional-dependencies"][variant]]
     for wanted in map(Requirement, asked):
         assert wanted.specifier.contains(versions[wanted.name])
-    assert not {"torchaudio", "torchcodec"} & set(versions), "of another torch, and not needed"
+    assert not {"torchaudio", "torchcodec"} & set(versions), "they need another torch"
     if variant == "gpu":
-        # vLLM asks for another one from 3.12 on.
+        # vLLM requires another version from Python 3.12 on.
         assert SpecifierSet("<81").contains(versions["setuptools"]) == (minor >= 12)
