@@ -239,8 +239,8 @@ else:
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_run_ends_without_a_list_of_leaks(start: Any, ends: bool) -> None:
-    """A thread outlives the flow. Without `run_command`, the negative control, DuckDB's bindings
-    print a list."""
+    """A thread outlives the flow. The negative control does not use `run_command`: there DuckDB's
+    bindings print a list of leaks."""
     process = start(HOLDS.format(ends=ends), stderr=subprocess.PIPE)
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0

@@ -55,7 +55,7 @@ def test_a_checkpoint_is_evaluated_as_its_run_validates_it(runs: Path) -> None:
 def test_a_checkpoint_is_evaluated_with_the_date_of_its_run(runs: Path, tmp_path: Path) -> None:
     file = runs / "mine" / "config.json"
     config = json.loads(file.read_text())
-    assert subject(runs, "mine").config.data.date is None, "the run has no date"
+    assert subject(runs, "mine").config.data.date is None, "a date, although the run has none"
     config["data"] |= {"date": "2024-07-26T00:00:00", "locale": {"TZ": "UTC"}}
     file.write_text(json.dumps(config))
     other = tmp_path / "other.yaml"

@@ -20,12 +20,12 @@ def run(*args):
 
 def test_the_reference_is_up_to_date():
     page = (REPOSITORY / "docs" / "configuration.md").read_text()
-    assert page == reference_page(), "refrain config --reference > docs/configuration.md"
+    assert page == reference_page(), "run refrain config --reference > docs/configuration.md"
 
 
 def test_the_page_of_metrics_is_up_to_date():
     page = (REPOSITORY / "docs" / "metrics.md").read_text()
-    assert page == metrics_page(), "refrain config --metrics > docs/metrics.md"
+    assert page == metrics_page(), "run refrain config --metrics > docs/metrics.md"
 
 
 def test_a_config_is_shown_with_overrides_and_defaults():
