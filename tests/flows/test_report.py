@@ -29,8 +29,8 @@ def test_epochs_are_compared_in_tables_a_file_and_a_picture(tmp_path: Path) -> N
     command = ["report", str(run_dir), "--png", str(picture), "--json", str(file)]
     done = CliRunner().invoke(main, command)
     assert done.exit_code == 0, done.output
-    titles = ("tokens that the last epoch", "stretches found in epoch 3", "their ranking group")
-    titles += ("medians against the last epoch's",)
+    titles = ("tokens found in the last epoch", "stretches found in epoch 3", "their ranking group")
+    titles += ("medians compared with the last epoch",)
     assert all(title in done.output for title in titles)
     assert picture.read_bytes().startswith(b"\x89PNG")
     report = BenchReport.model_validate_json(file.read_text())

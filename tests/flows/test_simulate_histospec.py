@@ -70,7 +70,7 @@ def test_an_exported_run_is_drafted_for_as_the_run():
     CliRunner().invoke(main, ["export", "mine", "bare.parquet"])
     result = refrain("bare.parquet", *H100, *POLICIES)
     assert result.exit_code == 2
-    assert "make the trace by `refrain export RUN FILE --token-ids`, or give the" in result.output
+    assert "Make the trace with `refrain export RUN FILE --token-ids`, or give the" in result.output
 
 
 def test_history_drafting_takes_n_grams_time_unless_it_was_measured_itself(directory):

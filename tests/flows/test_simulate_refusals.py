@@ -52,7 +52,7 @@ T = ("trace.parquet",)
             "policy '4' is unknown; known: goodput, paper, doub",
         ),
         ((*T, *H100, "--policies", "even+histospec:"), "window policy '' is unknown"),
-        ((*T, *H100, "--policies", "ranked+histospec"), "trace.parquet lacks token ids, and what"),
+        ((*T, *H100, "--policies", "ranked+histospec"), "trace.parquet lacks token ids, which"),
         (("--paper", "pat", "--policies", "even,even+histospec"), "leave the drafter out"),
         ((*T, *H100, "--acceptance", "0.5"), "--acceptance: no policy set drafts by it"),
         ((*T, *H100, "--steps", "9"), "trace.parquet has no step 9; its steps are 1 to 4"),

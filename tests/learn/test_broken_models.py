@@ -402,7 +402,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "index that is a list": (
         "shards",
         lambda path: (path / "model.safetensors.index.json").write_text("[1]"),
-        "no JSON object",
+        "does not contain a JSON object",
     ),
     "no index": (
         "shards",

@@ -100,7 +100,7 @@ def test_a_run_that_goes_on_the_next_day_has_the_prompts_of_its_start(
         assert check_run_dir(again, resume=True) == []
         read_inputs(again).loader.check_state(state)
     other = dated(config, resume=False)
-    with pytest.raises(ValueError, match=r"prompts_hash .*and data\.date where"):
+    with pytest.raises(ValueError, match=r"prompts_hash .*and data\.date, if"):
         read_inputs(other).loader.check_state(state)
 
 
