@@ -36,7 +36,7 @@ def test_runs_are_served_once(tmp_path: Path) -> None:
     with (
         mock.patch.dict(os.environ),
         FileLock(tmp_path / ".prefect" / "ui.lock"),
-        pytest.raises(ValueError, match="serves the runs in .* already"),
+        pytest.raises(ValueError, match=r"serves the runs in .* already"),
         services(tmp_path, *free_ports()),
     ):
         pass
