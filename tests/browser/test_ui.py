@@ -354,7 +354,7 @@ def log_in_to_mlflow(browser: Browser, ui: Ui) -> None:
 
 
 def look_at_mlflow(browser: Browser, ui: Ui) -> None:
-    browser.see(NAME, "Finished", "existing checkpoints")
+    browser.see(NAME, "Finished", "the settings, and the machine")
     assert browser.url.startswith(ui.mlflow)
     browser.click("//*[@role='tab'][normalize-space()='Artifacts']")
     for folder in ("plans", "rollouts"):
