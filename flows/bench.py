@@ -64,6 +64,10 @@ BENCHES = {
         "a long run: do late steps cost as much as early ones?",
         "10 minutes",
     ),
+    "house": Bench(
+        "the size of the source, the imports between its rooms, and how its prose reads",
+        "10 seconds",
+    ),
     "index": Bench(
         "the history index: its size, and how fast it builds and drafts",
         "10 seconds",

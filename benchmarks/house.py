@@ -1,0 +1,147 @@
+"""The size of the source, and how its prose reads: symptoms to look at, not goals.
+
+    refrain bench house --json house.json
+
+    engines_lines, benchmarks_lines, tests_lines   lines of Python below each folder
+    classes                    classes in the source, tests and benchmarks aside
+    settings                   settings of a training run
+    imports_back               imports between rooms of `engines` that close a cycle
+    docs_words_per_sentence    in README.md and docs/, without code and tables
+    what_per_1000_words        the word "what", in docstrings, README.md and docs/
+    docs_words, readme_words   words, code and tables included
+
+Each row is a room of `engines`: its lines, its classes, and the rooms that it imports.
+"""
+
+import ast
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import networkx as nx
+from rich.console import Console
+
+from benchmarks.laps import Measured, Row
+from engines.reports.tables import plain_table
+from schemas.bench import BenchReport
+from schemas.config import TrainConfig
+from schemas.settings import declared_settings
+
+PACKAGES = ("refrain",)
+ROOT = Path(__file__).parents[1]
+SOURCE = ("engines", "tasks", "flows", "schemas")
+WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
+SENTENCE = re.compile(r"[.!?:](?:\s|$)|\n\s*\n")
+NO_PROSE = re.compile(r"(?s:```.*?```)|^\|.*$|^#.*$|!?\[|\]\([^)]*\)|`[^`]*`", re.MULTILINE)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Take no arguments."""
+
+
+def measure(args: Namespace, console: Console) -> Measured:
+    del args, console
+    readme = ROOT / "README.md"
+    pages = [readme, *sorted((ROOT / "docs").rglob("*.md"))]
+    texts = [page.read_text() for page in pages]
+    docstrings = [text for file in python_files(*SOURCE) for text in docstrings_of(file)]
+    prose = [*docstrings, *(NO_PROSE.sub("", text) for text in texts)]
+    rows = rooms()
+    figures = {
+        "engines_lines": lines("engines"),
+        "benchmarks_lines": lines("benchmarks"),
+        "tests_lines": lines("tests"),
+        "classes": sum(1 for file in python_files(*SOURCE) for _ in classes_of(file)),
+        "settings": len(list(declared_settings(TrainConfig))),
+        "imports_back": len(imports_back(rows)),
+        "docs_words_per_sentence": words_per_sentence(texts),
+        "what_per_1000_words": share_of("what", prose) * 1000,
+        "docs_words": sum(len(text.split()) for text in texts[1:]),
+        "readme_words": len(texts[0].split()),
+    }
+    return figures, rows
+
+
+def python_files(*folders: str) -> list[Path]:
+    return [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def lines(folder: str) -> int:
+    return sum(len(file.read_text().splitlines()) for file in python_files(folder))
+
+
+def classes_of(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+
+
+def docstrings_of(file: Path) -> Iterator[str]:
+    """Yield docstrings of modules, classes, functions and fields."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.Expr(ast.Constant(str(text))):
+                yield text
+
+
+def words_per_sentence(texts: Sequence[str]) -> float:
+    sentences = [
+        WORD.findall(sentence)
+        for text in texts
+        for sentence in SENTENCE.split(NO_PROSE.sub("", text))
+    ]
+    lengths = [len(words) for words in sentences if len(words) > 1]
+    return sum(lengths) / len(lengths)
+
+
+def share_of(word: str, texts: Sequence[str]) -> float:
+    words = [one.lower() for text in texts for one in WORD.findall(text)]
+    return words.count(word) / len(words)
+
+
+def rooms() -> list[Row]:
+    """Return a row for each folder of `engines`; `imports`: the other rooms that it imports."""
+    found = []
+    for room in sorted(folder.name for folder in (ROOT / "engines").iterdir() if folder.is_dir()):
+        files = python_files(f"engines/{room}")
+        if not files:
+            continue
+        imported = {name for file in files for name in rooms_imported(file)} - {room}
+        found.append(
+            {
+                "room": room,
+                "lines": lines(f"engines/{room}"),
+                "classes": sum(1 for file in files for _ in classes_of(file)),
+                "imports": sorted(imported),
+            }
+        )
+    return found
+
+
+def rooms_imported(file: Path) -> Iterator[str]:
+    """Yield the folders of `engines` that a file imports from."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            parts = (node.module or "").split(".")
+            if parts[0] == "engines" and len(parts) > 1 and (ROOT / "engines" / parts[1]).is_dir():
+                yield parts[1]
+
+
+def imports_back(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return the imports of a room by another that it imports itself, also by way of others."""
+    imports = nx.DiGraph([(row["room"], other) for row in rows for other in row["imports"]])
+    return [(one, other) for one, other in imports.edges if nx.has_path(imports, other, one)]
+
+
+def show(report: BenchReport, console: Console) -> None:
+    table = plain_table("room", "lines", "classes", "imports", text=("room", "imports"))
+    for row in report.rows:
+        table.add_row(
+            row["room"], f"{row['lines']:,}", f"{row['classes']}", " ".join(row["imports"])
+        )
+    console.print(table)
+    for name, value in report.figures.items():
+        console.print(
+            f"{name:<26}{value:,.1f}" if isinstance(value, float) else f"{name:<26}{value:,}"
+        )
