@@ -48,9 +48,9 @@ from engines.histospec.window import AIMD, Doubling, Fixed
 from engines.latency.fitted import FittedLatency
 from engines.latency.profile_file import find_profile, read_profile
 from engines.reports.tables import plain_table
+from engines.simulate.counted_latency import WatchedLatency
 from engines.simulate.history import PAPER, check_token_ids
 from engines.simulate.trace import Trace, from_store, read_trace
-from engines.simulate.watched import WatchedLatency
 from flows.simulate_input import RUNS, find_trace
 from schemas.bench import BenchReport
 from schemas.drafting import DraftingConfig

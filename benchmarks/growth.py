@@ -103,8 +103,8 @@ async def _measure(args: Namespace, directory: Path, console: Console) -> list[R
 
 
 async def _steps(args: Namespace, directory: Path, console: Console) -> list[Row]:
-    from benchmarks.hollow import LocalStore, hollow_run
     from benchmarks.stand_ins import made_up_config
+    from benchmarks.timed_stubs import LocalStore, hollow_run
     from engines.store.actor import StoreClient, start_store
     from tasks.run.run_dir import STORE_FILE
 
@@ -149,7 +149,7 @@ async def _take_and_draw(live: Any, step: int) -> None:
 async def take_step(live: Any, step: int) -> tuple[Any, Any]:
     """Run the tasks of a step up to the drawing task, without their flow; return its report and
     batch."""
-    from engines.gpus.turns import Role
+    from engines.gpus.gpu_sharing import Role
     from tasks.history import index_history
     from tasks.learn import save_checkpoint, train_policy
     from tasks.report import report_step

@@ -1,9 +1,9 @@
 """Orchestration: how long a step takes besides generating, scoring and training.
 
-The bench runs steps with everything real except engines, trainer and scorer (`benchmarks.hollow`):
-flow, tasks, coordinator, store, pages and pictures. Servers of Prefect and MLflow run on this
-machine, each on SQLite. The overhead of a step is the time from the end of the step before to its
-own end, minus the time in which engines generate. Its parts are
+The bench runs steps with everything real except engines, trainer and scorer, which are in
+`benchmarks.timed_stubs`: flow, tasks, coordinator, store, pages and pictures. Servers of Prefect
+and MLflow run on this machine, each on SQLite. The overhead of a step is the time from the end of
+the step before to its own end, minus the time in which engines generate. Its parts are
 
     prefect       the same flow with tasks that do nothing
     duckdb        calls to the store
@@ -194,8 +194,8 @@ async def _steps(
 ) -> list[dict[str, float]]:
     from prefect import flow
 
-    from benchmarks.hollow import LocalStore, hollow_run
     from benchmarks.stand_ins import made_up_config
+    from benchmarks.timed_stubs import LocalStore, hollow_run
     from engines.store.actor import StoreClient, start_store
     from flows.train import take_steps
     from tasks.run.run_dir import STORE_FILE

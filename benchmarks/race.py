@@ -27,9 +27,9 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from benchmarks import in_the_middle, one_step
-from benchmarks.in_the_middle import Finished, finish, generate, until_begun
+from benchmarks import migration_laps, one_step
 from benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
+from benchmarks.migration_laps import Finished, finish, generate, until_begun
 from engines.inference.engine.ray_engine import RayEngine
 from engines.reports.tables import plain_table
 from schemas.bench import BenchReport
@@ -45,13 +45,13 @@ TIMES = ("begin_ms", "copy_ms", "pause_ms", "save_ms")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    in_the_middle.add_arguments(parser, num_responses=4)
+    migration_laps.add_arguments(parser, num_responses=4)
 
 
 def measure(args: Namespace, console: Console) -> Measured:
     check_counts(args, "responses", "laps")
     with TemporaryDirectory(prefix="refrain-bench-") as directory:
-        config = in_the_middle.config_of(args, Path(directory))
+        config = migration_laps.config_of(args, Path(directory))
         rows = asyncio.run(_measure(config, args, console))
     return _figures(rows, args.contexts), rows
 
@@ -71,8 +71,8 @@ def show(report: BenchReport, console: Console) -> None:
 
 
 async def _measure(config: TrainConfig, args: Namespace, console: Console) -> list[Row]:
-    work, weights = in_the_middle.work_of(config, args)
-    with ray_cluster("bench", [in_the_middle.two_engines(config)]) as placement:
+    work, weights = migration_laps.work_of(config, args)
+    with ray_cluster("bench", [migration_laps.two_engines(config)]) as placement:
         gpus = config.rollout.tp_degree if placement.num_gpus else 0
         engines = [RayEngine(i, _config(config), num_gpus=gpus) for i in range(2)]
         try:
@@ -98,7 +98,7 @@ def _config(config: TrainConfig) -> EngineConfig:
 async def _laps(
     engines: Sequence[RayEngine],
     weights: PolicyWeights,
-    work: in_the_middle.Work,
+    work: migration_laps.Work,
     num_laps: int,
     console: Console,
 ) -> list[Row]:
@@ -111,7 +111,7 @@ async def _laps(
         await _load(engines, weights)
         return await _race(*engines, requests, mode, expected)
 
-    return await in_the_middle.laps_of(race, work, MODES, num_laps, console)
+    return await migration_laps.laps_of(race, work, MODES, num_laps, console)
 
 
 async def _load(engines: Sequence[RayEngine], weights: PolicyWeights) -> None:
@@ -132,14 +132,14 @@ async def _race(
     ordered_s, started_s = time.time(), time.perf_counter()
     copies = await origin.copy([request.id for request in requests], keep_kv=mode == "kv")
     copy_s = time.perf_counter() - started_s
-    first = await generate(target, in_the_middle.one_token_of(copies))
+    first = await generate(target, migration_laps.one_token_of(copies))
     counts = await origin.take_kv_counts()
     there, here = await asyncio.gather(generate(target, copies), finish(origin, len(requests)))
     return {
         "mode": mode,
-        **in_the_middle.compared([here, there], expected),
+        **migration_laps.compared([here, there], expected),
         "num_raced": len(copies),
-        **in_the_middle.contexts_of(copies, first),
+        **migration_laps.contexts_of(copies, first),
         "num_bytes": counts.num_bytes,
         "begin_ms": 1e3 * (median(r.finished_s for r in first.values()) - ordered_s),
         "copy_ms": 1e3 * copy_s,
@@ -150,7 +150,7 @@ async def _race(
 
 def _figures(rows: Sequence[Row], contexts: Sequence[int]) -> dict[str, float]:
     """Return times with the longest contexts, and shares of the time with each context."""
-    figures = in_the_middle.identical_shares(rows, MODES)
+    figures = migration_laps.identical_shares(rows, MODES)
     for context in contexts:
         begins = {m: median_of(rows, "begin_ms", mode=m, context=context) for m in MODES}
         figures |= {f"begin_ms_{mode}_{context}": value for mode, value in begins.items()}

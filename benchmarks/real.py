@@ -39,8 +39,8 @@ from benchmarks import one_step
 from benchmarks.dial import DialRun, Turn, groups_of
 from benchmarks.laps import Measured, Row, check_counts, rows_with
 from benchmarks.lockstep import Batch, generate_again
-from engines.histospec.foretold import CHEAP, RowTimes
 from engines.histospec.library import PromptHistory
+from engines.histospec.predicted_gain import CHEAP, RowTimes
 from engines.reports.tables import plain_table
 from schemas.bench import BenchReport
 from schemas.config import TrainConfig

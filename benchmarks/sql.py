@@ -103,8 +103,8 @@ def _figures(rows: list[Row]) -> dict[str, float]:
 
 
 async def _steps(args: Namespace, directory: Path, console: Console) -> list[Row]:
-    from benchmarks.hollow import hollow_run
     from benchmarks.stand_ins import made_up_config
+    from benchmarks.timed_stubs import hollow_run
     from engines.store.actor import StoreClient, start_store
     from tasks.run.run_dir import STORE_FILE
 
@@ -136,7 +136,7 @@ async def _steps(args: Namespace, directory: Path, console: Console) -> list[Row
 @contextmanager
 def _asking(run_dir: Path, answers: list[float]) -> Iterator[None]:
     """Send queries while this lasts; `answers` receives the seconds of each."""
-    from tasks.run.asking import ask_run
+    from tasks.run.store_query import ask_run
 
     over = threading.Event()
     failed: list[Exception] = []

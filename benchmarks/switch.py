@@ -32,8 +32,9 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from benchmarks import in_the_middle, one_step
-from benchmarks.in_the_middle import (
+from benchmarks import migration_laps, one_step
+from benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
+from benchmarks.migration_laps import (
     Finished,
     Work,
     compared,
@@ -48,7 +49,6 @@ from benchmarks.in_the_middle import (
     until_begun,
     work_of,
 )
-from benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
 from engines.inference.engine.ray_engine import RayEngine
 from engines.pat.layouts import merge_devices
 from engines.reports.tables import plain_table
@@ -117,7 +117,7 @@ def _engine(config: TrainConfig, index: int, tp_degree: int, devices: tuple[int,
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    in_the_middle.add_arguments(parser, num_responses=16)
+    migration_laps.add_arguments(parser, num_responses=16)
 
 
 def measure(args: Namespace, console: Console) -> Measured:

@@ -35,7 +35,7 @@ from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of
 from benchmarks.stand_ins import MODEL
 from engines.inference.engine.ray_engine import RayEngine
 from engines.learn.learner import Learner
-from engines.learn.published import publish
+from engines.learn.publishing import publish
 from engines.reports.tables import plain_table
 from engines.weights_file import VersionFiles
 from schemas.bench import BenchReport

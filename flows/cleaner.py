@@ -72,7 +72,7 @@ def main() -> None:
         telling.daemon = True
         telling.start()
         telling.join(TELL_S)
-    from tasks.run.ended import end_killed
+    from tasks.run.end_killed import end_killed
 
     for run_dir in known["run_dirs"]:
         end_killed(Path(run_dir), Path(known["mlflow_dir"]))

@@ -326,7 +326,7 @@ def simulate(**options: Any) -> None:
     refrain simulate --paper rhymerl --json -
     """
     from flows.simulate import launch_simulate
-    from flows.simulate_divided import launch_divided
+    from flows.simulate_divisions import launch_divided
     from flows.simulate_input import Arguments
 
     launch = launch_simulate if options["divide"] is None else launch_divided

@@ -6,7 +6,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from engines.reading import naming, read_text, validated
+from engines.user_files import naming, read_text, validated
 from schemas.config import TrainConfig
 from schemas.secret import fill_in, secrets_of
 from tasks.run.config_record import with_secrets

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from engines.machine.facts import look_at_machine
+from engines.machine.inspect_machine import look_at_machine
 from engines.machine.verdicts import findings
 from engines.paths import check_place
 from engines.reports.tables import plain_table

@@ -15,7 +15,7 @@ from tasks.evaluate import (
 )
 from tasks.reward import reward
 from tasks.rollout import rollout
-from tasks.run.ended import end_killed
+from tasks.run.end_killed import end_killed
 from tasks.schedule import plan_validation
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.learn.checkpoint import MODEL_DIR, STATE_FILE, checkpoint_name, read_state
-from engines.reading import validated
+from engines.user_files import validated
 from flows.config_file import read_values
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig

@@ -8,7 +8,7 @@ from engines.accounting.step_requests import step_requests
 from engines.reports.timeline_page import timeline_page
 from engines.reports.trace_events import FOLDER, read_timeline, read_timelines, trace_events
 from engines.simulate.trace import from_store, write_trace
-from engines.store.opening import naming_damage
+from engines.store.open_database import naming_damage
 from engines.store.store import open_read_only
 from flows.output_file import HTML, JSON, PARQUET, check_output, write_output, writing
 from flows.simulate_input import find_trace

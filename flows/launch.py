@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from engines.data.hub import with_local_model
-from engines.reading import validated
+from engines.user_files import validated
 from flows.auth import refusal
 from flows.cleaner import Cleaner
 from flows.config_file import load_config, override, read_values
@@ -46,7 +46,7 @@ def launch_train(
     new_store: bool = False,
 ) -> None:
     """Validate everything, then train. Raise ValueError for bad input before anything starts."""
-    from flows.checked import check_training
+    from flows.check_run import check_training
 
     if gpus and not check:
         raise ValueError("--gpus works with --check only: a run uses the GPUs of this machine")
@@ -115,9 +115,9 @@ def launch_evaluate(
 
     subject = find_subject(config)
     set_services(config.runs_dir)
-    from tasks.run.dated import dated
     from tasks.run.machine import check_engines_fit
     from tasks.run.preflight import read_inputs
+    from tasks.run.start_date import dated
 
     read_inputs(dated(subject.config, resume))
     check_engines_fit(subject.config)

@@ -9,14 +9,14 @@ from pathlib import Path
 import pyarrow as pa
 
 from engines.data.hub import with_local_model
-from flows.checked import check_training
+from flows.check_run import check_training
 from flows.environment import use_embedded_services
 from flows.own_server import own_server
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig, EvaluationReport
 from schemas.step import RunSummary
-from tasks.run.asking import ask_run
 from tasks.run.record import find_run
+from tasks.run.store_query import ask_run
 
 RUNS = Path("runs")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from rich.console import Console
 
-from engines.accounting.returning import (
+from engines.accounting.epoch_similarity import (
     LengthChanges,
     RankChanges,
     Similarity,
@@ -19,11 +19,11 @@ from engines.accounting.returning import (
     rank_changes,
     similarity,
 )
-from engines.reports import returning
+from engines.reports import similarity as similarity_report
 from flows.output_file import JSON, PNG, check_output, write_output, writing
 from schemas.bench import BenchReport
-from tasks.run.asking import ask_run
 from tasks.run.record import find_run
+from tasks.run.store_query import ask_run
 
 RANKING_GROUPS = (8, 16)
 """Numbers of ranking groups in the paper (RhymeRL)."""
@@ -59,12 +59,12 @@ def launch_report(
     found = (similar, changes, list(_length_changes(lengths)))
     if png_file:
         with writing(png_file) as picture:
-            returning.draw(similar, changes, picture)
+            similarity_report.draw(similar, changes, picture)
     if json_file:
         write_output(json_file, _report(*found).model_dump_json(indent=1) + "\n")
     if json_file != "-":
         console = Console(highlight=False, markup=False)
-        for title, table in returning.tables(*found):
+        for title, table in similarity_report.tables(*found):
             console.print(f"\n{title}", style="bold")
             console.print(table)
 
@@ -131,8 +131,8 @@ def _report(
 ) -> BenchReport:
     return BenchReport(
         name="report",
-        figures=returning.figures(similar, changes, lengths),
-        rows=tuple(returning.rows(similar, changes, lengths)),
+        figures=similarity_report.figures(similar, changes, lengths),
+        rows=tuple(similarity_report.rows(similar, changes, lengths)),
         command=shlex.join(["refrain", *sys.argv[1:]]),
         versions={name: version(name) for name in ("duckdb", "numpy")},
     )

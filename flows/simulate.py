@@ -16,7 +16,7 @@ from engines.reports.simulation import (
     to_json,
 )
 from engines.simulate.cluster import PolicySet, Simulation, compare_step
-from engines.simulate.watched import WatchedLatency
+from engines.simulate.counted_latency import WatchedLatency
 from flows.output_file import JSON, PNG, check_output, making, write_output, writing
 from flows.simulate_input import RUNS, Arguments, SimulationCase, read_cases, read_policies
 from schemas.simulate import SimulatedStep

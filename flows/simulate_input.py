@@ -19,9 +19,9 @@ from engines.latency.model_shape import SHAPES, ModelShape
 from engines.latency.profile_file import find_profile, read_profile, require_points
 from engines.reports.simulation import Ablation, Fact
 from engines.simulate.cluster import PLACEMENTS, PolicySet, check_latency, even
+from engines.simulate.counted_latency import WatchedLatency
 from engines.simulate.history import DRAFTINGS, check_token_ids
 from engines.simulate.trace import Trace, from_store, measured_s, read_trace
-from engines.simulate.watched import WatchedLatency
 from schemas.config import HistoPipeConfig
 from schemas.drafting import HISTORY
 from schemas.latency import PointKind

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from engines.reports.tables import plain_table, printable
 from flows.output_file import CSV, check_output, writing
-from tasks.run.asking import ask_run
 from tasks.run.record import find_run
+from tasks.run.store_query import ask_run
 
 MAX_SHOWN = 100
 _MAX_WIDTH = 60

@@ -6,7 +6,7 @@ from typing import TypeVar, cast
 from prefect import flow
 from prefect.utilities.annotations import opaque
 
-from engines.gpus.turns import Role
+from engines.gpus.gpu_sharing import Role
 from flows.subflow import this_call
 from schemas.run import RunRef
 from schemas.step import RewardedBatch, StepReport

@@ -13,7 +13,7 @@ from schemas.config import TrainConfig
 from schemas.step import RunSummary
 from tasks.report import draw_left, show_run
 from tasks.run.crashes import has_begun, is_crash, note_crash
-from tasks.run.ended import end_killed
+from tasks.run.end_killed import end_killed
 from tasks.run.live import LiveRun, open_run, write_summary
 from tasks.run.split import with_gpu_split
 

@@ -27,7 +27,6 @@ from schemas.weights import PolicyWeights
 from tasks.report import log_stage
 from tasks.run.artifacts import StepPages
 from tasks.run.attach import SCORER, STORE, Run, attach
-from tasks.run.dated import dated
 from tasks.run.engines import make_generation
 from tasks.run.gpus import wanted_by_engines
 from tasks.run.live import LiveRun, make_ref, recorded
@@ -43,6 +42,7 @@ from tasks.run.run_dir import (
     stop_leftovers,
 )
 from tasks.run.run_log import RunLog
+from tasks.run.start_date import dated
 
 EXPERIMENT = "refrain evaluations"
 """MLflow experiment of all evaluations."""

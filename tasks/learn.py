@@ -8,7 +8,7 @@ from schemas.run import RunRef
 from schemas.step import RewardedBatch, StepReport, TrainReport
 from tasks.run.advice import run_task
 from tasks.run.attach import attach
-from tasks.run.facts import log_checkpoints
+from tasks.run.run_metadata import log_checkpoints
 
 
 @run_task

@@ -148,7 +148,7 @@ async def _drawn(run: Run, report: StepReport, batch: RolloutBatch) -> StepRepor
 
 async def _foretell(run: Run, report: StepReport) -> None:
     """Log, after the first step, how much drafts will speed up its prompts in the next epoch."""
-    from engines.histospec.foretold import CHEAP, DEAR, foretell
+    from engines.histospec.predicted_gain import CHEAP, DEAR, foretell
 
     keys = run.inputs.loader.prompts_of(report.step)[:_NUM_FORETOLD]
     rows = await run.store("index_rows", Split.TRAIN, dict.fromkeys(keys, report.step))
@@ -168,7 +168,7 @@ async def _foretell(run: Run, report: StepReport) -> None:
 def _answers(rows: Any, config: TrainConfig) -> list[Any]:
     """Return the complete groups of a table `tables.INDEXED`, in the form that `foretell` takes.
     The table is in the samples' order."""
-    from engines.histospec.foretold import Answers
+    from engines.histospec.predicted_gain import Answers
 
     found: dict[str, list[dict]] = {}
     for row in rows.to_pylist():

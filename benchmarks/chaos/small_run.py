@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from benchmarks.chaos.faults import Moment, RunMode, Strike, Target
-from benchmarks.chaos.reading import shared_by
+from benchmarks.chaos.run_traces import shared_by
 from engines.tracking.progress_file import read_progress
 from schemas.drafting import NGRAM
 from schemas.latency import PointKind, Profile

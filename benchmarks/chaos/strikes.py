@@ -15,7 +15,7 @@ import psutil
 from benchmarks.chaos.checks import RunTraces, complaints
 from benchmarks.chaos.faults import Fault, Moment, RunMode, Strike, Target, first_step
 from benchmarks.chaos.memory import run_out_of_memory
-from benchmarks.chaos.reading import (
+from benchmarks.chaos.run_traces import (
     described,
     held_by_nobody,
     live_by_record,

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 from engines.answers.algebra import same_value
-from engines.answers.puzzles import PREFIX, puzzle_scorer
-from engines.answers.texts import (
+from engines.answers.extraction import (
     answer_line,
     boxed_answer,
     normalise_math,
@@ -21,6 +20,7 @@ from engines.answers.texts import (
     same_number,
     same_text,
 )
+from engines.answers.puzzles import PREFIX, puzzle_scorer
 
 Score = dict[str, Any]
 """`score`, a float, and any other values to record."""

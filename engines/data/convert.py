@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.answers.texts import boxed_answer, number_after_mark
+from engines.answers.extraction import boxed_answer, number_after_mark
 from engines.data.dataset import COLUMNS
 from engines.data.messages import AS_THEY_ARE, BadRowError, messages_of
 from engines.data.repeats import content_hash

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engines.reading import first_line
+from engines.user_files import first_line
 from schemas.config import TrainConfig
 
 OFFLINE = "HF_HUB_OFFLINE"

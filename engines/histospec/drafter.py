@@ -34,8 +34,8 @@ from engines.histospec.drafting import (
     without_noise,
 )
 from engines.histospec.gate import Breaks, Gate
-from engines.histospec.held import HeldIndexes
 from engines.histospec.matching import NO_INDEX
+from engines.histospec.request_indexes import HeldIndexes
 from engines.histospec.siblings import NO_SLOT, SiblingIndex
 from engines.histospec.window import WindowPolicy
 from schemas.counts import DraftingCounts

@@ -47,7 +47,7 @@ class HistoryIndex:
     """int32 [distinct tokens + 1]: where in `order` the suffixes with each first token start. If
     `first_tokens` is empty, there is one entry for each number from `END` on."""
     sieve: np.ndarray
-    """int64 [any]: Bloom filter of the runs of `min_match` tokens (`engines.histospec.sieve`)."""
+    """int64 [any]: Bloom filter of the runs of `min_match` tokens (`histospec.bloom_filter`)."""
     min_match: int
     max_match: int
     max_draft: int
@@ -119,7 +119,7 @@ def index_text(
 ) -> HistoryIndex:
     """Index a text in the form of `HistoryIndex.text`. `part_weights`: int64, weight of each
     response."""
-    from engines.histospec.sieve import build_sieve
+    from engines.histospec.bloom_filter import build_sieve
     from engines.histospec.suffixes import sort_suffixes
 
     assert 1 <= min_match <= max_match

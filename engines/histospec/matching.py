@@ -15,8 +15,8 @@ from numba import carray, int64, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engines.histospec.bloom_filter import may_hold
 from engines.histospec.index import HistoryIndex
-from engines.histospec.sieve import may_hold
 
 NO_INDEX = -1
 FEW = 16

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from engines.reading import first_problem, read_text
+from engines.user_files import first_problem, read_text
 from schemas.latency import PointKind, Profile
 from schemas.profile import PROFILE_FILE, PROFILES_DIR
 

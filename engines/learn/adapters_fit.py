@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from engines.learn.lora import adapted_layers, adapter_tensors, add_adapters, base_tensors
-from engines.learn.published import whole_tensors
+from engines.learn.publishing import whole_tensors
 from engines.learn.small_copy import small_copy
 from engines.learn.weight_files import listed
-from engines.reading import first_line
+from engines.user_files import first_line
 from schemas.trainer import LoraConfig
 
 SEEDS = (0, 1)

@@ -34,7 +34,7 @@ from engines.durable import (
     require_space,
     write_durably,
 )
-from engines.reading import first_problem, read_bytes
+from engines.user_files import first_problem, read_bytes
 from schemas.base import Frozen
 from schemas.config import TrainConfig
 

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from engines.learn.weight_files import INDEX, WHOLE, listed
-from engines.reading import MAX_TEXT_BYTES, read_json_object
+from engines.user_files import MAX_TEXT_BYTES, read_json_object
 
 CONFIG = "config.json"
 PATTERN = "model{suffix}.safetensors"

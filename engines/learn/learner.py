@@ -19,24 +19,24 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 from engines.learn import checkpoint, training_state
-from engines.learn.arrival import LOW, warning_of
 from engines.learn.canaries import LongCanaries
+from engines.learn.determinism import check_steady
 from engines.learn.diagnostics import summarise
 from engines.learn.export import StartFiles, find_start_files, write_export
 from engines.learn.gradient import Reference, accumulate_gradient, with_old_logprobs
 from engines.learn.host_copies import HostCopies
-from engines.learn.lessons import Lesson, read_lessons
 from engines.learn.loading import Loading, load_policy
 from engines.learn.lora import adapter_tensors, merged_at_work, write_adapter
 from engines.learn.minibatch import Share, cut_minibatches, deal
-from engines.learn.neighbours import ALONE, keeps_samples_apart
 from engines.learn.packing import TokenSequence
 from engines.learn.policy import PolicyModel, score_sequences
 from engines.learn.precision import ComputeIn
-from engines.learn.published import WholeTensors, whole_tensors
+from engines.learn.publishing import WholeTensors, whole_tensors
 from engines.learn.rollouts import choose_canaries, read_rollouts
+from engines.learn.rounding_loss import LOW, warning_of
+from engines.learn.sample_isolation import ALONE, keeps_samples_apart
 from engines.learn.schedule import learning_rate_share
-from engines.learn.steadiness import check_steady
+from engines.learn.training_samples import Lesson, read_lessons
 from engines.learn.training_state import MOMENTS
 from schemas.config import TrainConfig
 from schemas.trainer import LoraConfig

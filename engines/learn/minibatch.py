@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.balance import longest_first
-from engines.learn.lessons import Lesson
 from engines.learn.losses import token_weights
 from engines.learn.packing import TokenSequence, plan_micro_batches
+from engines.learn.training_samples import Lesson
 from schemas.config import TrainConfig
 
 

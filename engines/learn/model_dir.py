@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.learn.weight_files import INDEX, WHOLE, StoredTensor, stored_tensors
-from engines.reading import read_json_object
+from engines.user_files import read_json_object
 
 KNOWN_HEADS = {
     *("cohere", "gemma2", "gemma3_text", "granite", "llama", "mistral", "phi3"),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.reading import no_bytecode
+from engines.user_files import no_bytecode
 from schemas.algorithm import AlgorithmConfig
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 padding.
 
 No sample sees another (`engines.learn.attention`). Some models carry state from token to token by
-other means than attention; each of their samples gets its own row (`engines.learn.neighbours`).
+other means than attention; each of their samples gets its own row
+(`engines.learn.sample_isolation`).
 """
 
 from collections.abc import Sequence

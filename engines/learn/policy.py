@@ -48,7 +48,7 @@ class PolicyModel(nn.Module):
         self._head = Head.of(model.config)
         self._most_positions = most_positions(model.config)
         self.alone = False
-        """Whether each sample needs its own row (`engines.learn.neighbours`)."""
+        """Whether each sample needs its own row (`engines.learn.sample_isolation`)."""
 
     @property
     def device(self) -> torch.device:

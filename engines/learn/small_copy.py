@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 LENGTH = 96
 """Tokens of the shortest window, context or chunk in the copy. Each next length is longer by this
-number. It exceeds the lengths that `engines.learn.neighbours` tries, as in a real model."""
+number. It exceeds the lengths that `engines.learn.sample_isolation` tries, as in a real model."""
 VOCABULARY = 64
 FEW_LAYERS = 8
 """Take this many first layers as they are. If a model needs more, take one layer of each kind."""

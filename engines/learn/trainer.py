@@ -35,7 +35,7 @@ from schemas.config import TrainConfig
 from schemas.weights import Canary, PolicyWeights, WeightsFile
 
 if TYPE_CHECKING:
-    from engines.learn.published import Receivers
+    from engines.learn.publishing import Receivers
 
 SHUTDOWN_S = 5.0
 """Longest time that rank 0 has to delete its weights before it is killed."""
@@ -137,7 +137,7 @@ class TrainerActor:
         """Gather the weights once, for the file that rank 0 writes and for the receivers. Return
         which receivers did not take them and why, and how much of the adapters' update is left
         after rounding."""
-        from engines.learn.published import take, written
+        from engines.learn.publishing import take, written
 
         whole = self._learner.to_publish()
         if self._rank == 0:

@@ -36,7 +36,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from engines.checksums import sha256_of_all
 from engines.learn.policy import PolicyModel
-from engines.learn.published import whole_tensors
+from engines.learn.publishing import whole_tensors
 
 _NUMPYS: list[Any] = [
     multiarray._reconstruct,

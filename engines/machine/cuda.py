@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from engines.machine import cuda_probe
-from engines.machine.asking import Unanswered, ask
-from engines.machine.texts import parse_driver
+from engines.machine.parse_nvidia import parse_driver
+from engines.machine.subprocess_call import Unanswered, ask
 from engines.machine.verdicts import why_no_gpu
 from schemas.machine import CudaSeen
 

@@ -25,9 +25,9 @@ from engines.learn.footprint import (
     resting_bytes,
     trainer_footprint,
 )
-from engines.machine.mends import trainer_mends
 from engines.machine.nodes import Nodes
 from engines.machine.shared_gpu import HANDING_OVER, SharedGpu, handed_bytes
+from engines.machine.trainer_advice import trainer_mends
 from engines.pat.memory import (
     USABLE_SHARE,
     WORKING_BYTES,

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from engines.durable import write_durably
-from engines.reading import first_problem, read_bytes
+from engines.user_files import first_problem, read_bytes
 from schemas.timeline import Activity, RecordedTimeline
 
 FOLDER = "timelines"

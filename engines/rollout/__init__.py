@@ -2,7 +2,7 @@
 
 Coordinator (coordinator.py)     reads one inbox: stages, events, deaths
   ├── GenerationStage (stage.py)     the requests of one step, with their Races (races.py)
-  ├── Rescuer (rescue.py)            moves the requests of dead engines to others
+  ├── Reassigner (reassign.py)       moves the requests of dead engines to others
   ├── Mover, Reshaper                make the moves that policies decide on (moves.py)
   └── Fleet (fleet.py)               sends orders to the engines, restarts dead ones
         └── TrackedEngine            record of one Engine (interface.py), real or simulated

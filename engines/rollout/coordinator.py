@@ -28,13 +28,13 @@ from itertools import cycle
 
 from engines.balance import in_turn
 from engines.bounded import cancel
-from engines.rollout import asking, turns
+from engines.rollout import gpu_handover, slow_policy
+from engines.rollout.engine_reports import Copied, Fatal, News, Refreshed, Signal, Synced
 from engines.rollout.fleet import Fleet
 from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone, Finished
 from engines.rollout.mover import Mover
 from engines.rollout.moves import EngineView, Policy, RolloutView
-from engines.rollout.news import Copied, Fatal, News, Refreshed, Signal, Synced
-from engines.rollout.rescue import Rescuer
+from engines.rollout.reassign import Rescuer
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome, Tally
 from engines.rollout.tracked_engine import TrackedEngine, now_s, num_response_tokens
@@ -93,12 +93,12 @@ class Coordinator:
         """Release the GPUs to the trainer, between stages."""
         await self._settle()
         self._on_gpus = False
-        await turns.leave(self._fleet)
+        await gpu_handover.leave(self._fleet)
 
     async def enter_gpus(self) -> None:
         """Take the GPUs back from the trainer. The next stage loads weights."""
         await self._settle()
-        await turns.enter(self._fleet)
+        await gpu_handover.enter(self._fleet)
         self._on_gpus = True
 
     async def _settle(self) -> None:
@@ -248,7 +248,7 @@ class Coordinator:
         stage.opened = True
         view = self._queued_view(stage)
         for policy in stage.policies:
-            for move in await asking.begin(policy, view, aside=self._decides_aside):
+            for move in await slow_policy.begin(policy, view, aside=self._decides_aside):
                 await self._reshaper.begin(stage, move)
 
     async def _enter_stages(self) -> None:
@@ -348,7 +348,7 @@ class Coordinator:
             if stage.on_progress:
                 stage.on_progress(view)
             for policy in stage.policies:
-                moves = await asking.decide(policy, view, aside=self._decides_aside)
+                moves = await slow_policy.decide(policy, view, aside=self._decides_aside)
                 await self._mover.make(stage, self._after(stage), moves)
 
     async def _on_finished(

@@ -22,11 +22,11 @@ from functools import partial
 from itertools import chain
 
 from engines.bounded import all_of, cancel
-from engines.rollout.chronicle import Chronicle
 from engines.rollout.deaths import Deaths
+from engines.rollout.engine_reports import Copied, Fatal, News, Refreshed, Signal, Synced
 from engines.rollout.interface import Engine, EngineDied, EngineGone
-from engines.rollout.news import Copied, Fatal, News, Refreshed, Signal, Synced
 from engines.rollout.stage import GenerationStage
+from engines.rollout.timeline_log import Chronicle
 from engines.rollout.tracked_engine import Lifecycle, TrackedEngine, now_s
 from schemas.layout import Pool
 from schemas.rollout import RequestId, SavedKV

@@ -33,9 +33,9 @@ from dataclasses import dataclass, field
 
 from engines.balance import in_turn, longest_first, places_after
 from engines.bounded import all_of
+from engines.rollout.engine_reports import Copied
 from engines.rollout.fleet import Fleet
 from engines.rollout.moves import Reshape
-from engines.rollout.news import Copied
 from engines.rollout.stage import GenerationStage
 from engines.rollout.tracked_engine import TrackedEngine, now_s, num_response_tokens
 from schemas.layout import Pool

@@ -19,7 +19,7 @@ from engines.learn.footprint import Training, resting_bytes, trainer_footprint
 from engines.machine.shared_gpu import SharedGpu
 from engines.pat.memory import gpu_footprint
 from engines.simulate.cluster import PolicySet, known_acceptances, step_requests
-from engines.simulate.course import LAG, CourseStep, CourseTimes, run_course
+from engines.simulate.consecutive_steps import LAG, CourseStep, CourseTimes, run_course
 from engines.simulate.engine import SwitchTimes, VirtualEngine
 from engines.simulate.handover import Handover, estimate_handover, gpu_seconds_of_token
 from engines.simulate.history import replay_step

@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 
 from engines.durable import flush, set_aside
 from engines.store import queries
-from engines.store.opening import RUN, connect, naming_damage
+from engines.store.open_database import RUN, connect, naming_damage
 
 _KEY = ("split", "step", "prompt_key", "sample_index")
 TABLES = ("rollouts", "rewards", "plans", "outcomes", "stages")

@@ -10,7 +10,7 @@ import duckdb
 import pyarrow as pa
 
 from engines.store.archive import ALL, Archive, Steps, is_recent
-from engines.store.opening import connect, naming_damage
+from engines.store.open_database import connect, naming_damage
 from schemas.rollout import Split
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from engines.store.opening import Format, connect
+from engines.store.open_database import Format, connect
 from schemas.base import Frozen
 from schemas.latency import Accuracy, FitKnot, ProfilePoint
 from schemas.profile import MachineFacts, Measurement

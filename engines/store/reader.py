@@ -26,7 +26,7 @@ import pyarrow as pa
 
 from engines.store.archive import Archive
 from engines.store.listener import Condition, Needed, Snapshot, live_snapshot, quoted
-from engines.store.opening import OPTIONS, connect
+from engines.store.open_database import OPTIONS, connect
 from engines.store.sandbox import REFUSED, limit_process
 
 MAX_BYTES = 256 * 2**20

@@ -16,7 +16,7 @@ from typing import Any
 
 from engines.durable import disk_full, write_durably
 from engines.failures import Failures
-from engines.reading import read_bytes, readable_lines
+from engines.user_files import read_bytes, readable_lines
 from schemas.progress import Ending, Rolling, RunProgress
 from schemas.step import StepReport
 

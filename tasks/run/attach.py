@@ -16,12 +16,12 @@ from engines.failures import Failures
 from engines.histospec.workers import HistoryWorkers
 from engines.learn.mirror import CheckpointCopies
 from engines.learn.trainer import TrainerGroup
-from engines.reading import read_model
 from engines.reports.progress import Progress, TerminalProgress
 from engines.reward import ScorerPool
 from engines.specactor.health import DrafterHealth
 from engines.store.actor import StoreClient, StoredRows
 from engines.tracking.tracker import Tracker
+from engines.user_files import read_model
 from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
 from schemas.run import RunRef

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from engines.durable import write_durably
-from engines.reading import read_json_object
+from engines.user_files import read_json_object
 from schemas.secret import fill_in, redacted_settings, secrets_of
 
 CONFIG_FILE = "config.json"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from engines.actors import ActorError, ActorGone, NoAnswer
 from engines.durable import causes, is_disk_full, write_durably
-from engines.reading import readable_lines
 from engines.rollout.interface import EngineDied, EngineFails, WeightsLost, WeightSyncError
 from engines.store.actor import StoreSilent
 from engines.tracking.progress_file import readable_steps
+from engines.user_files import readable_lines
 from engines.weights_file import NoRoom, WrongFile
 from schemas.resume import Crash
 from tasks.run.config_record import CONFIG_FILE

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from engines.control.reshaping import Forgone
-from engines.gpus.held import HeldGpus, hold_gpus
+from engines.gpus.gpu_sharing import Role, Turns
 from engines.gpus.placement import GpuPlacement
-from engines.gpus.turns import Role, Turns
+from engines.gpus.reservation import HeldGpus, hold_gpus
 from engines.inference.drafting.drafters import Drafters
 from engines.inference.engine.arguments import CPU_KV_CACHE_BYTES
 from engines.inference.engine.ray_engine import RayEngine

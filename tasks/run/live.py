@@ -36,9 +36,7 @@ from schemas.run import RunRef
 from schemas.step import RunSummary
 from tasks.run.artifacts import StepPages
 from tasks.run.attach import HISTORY, SCORER, STORE, TRAINER, Run, attached
-from tasks.run.dated import dated
 from tasks.run.engines import Engines, make_generation
-from tasks.run.facts import log_run_facts
 from tasks.run.gpus import TRAINER as THE_TRAINER
 from tasks.run.gpus import wanted_gpus
 from tasks.run.machine import check_training_fits
@@ -55,6 +53,8 @@ from tasks.run.run_dir import (
     stop_leftovers,
 )
 from tasks.run.run_log import RunLog
+from tasks.run.run_metadata import log_run_facts
+from tasks.run.start_date import dated
 
 FETCH_S = 3600.0
 """Seconds that a resumed run may take to fetch the copy of a checkpoint."""

@@ -9,8 +9,8 @@ from engines.gpus.placement import Wanted, place
 from engines.inference.engine.arguments import CPU_KV_CACHE_BYTES
 from engines.learn.checkpoint import checkpoints_dir
 from engines.machine.cuda import require_gpus
-from engines.machine.facts import gpu_memory, room_of
 from engines.machine.host import HostNeed, require_room
+from engines.machine.inspect_machine import gpu_memory, room_of
 from engines.machine.memory import host_memory
 from engines.machine.nodes import Nodes, parse_nodes
 from engines.machine.plan import Need, plan_disk, plan_run, require_fits, undrafted

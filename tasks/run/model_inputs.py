@@ -17,7 +17,7 @@ from engines.latency.model_shape import ModelShape
 from engines.learn.checkpoint import verify_model
 from engines.learn.model_dir import KNOWN_HEADS, check_model_dir, check_target_modules
 from engines.learn.weight_files import stored_tensors
-from engines.reading import read_json_object
+from engines.user_files import read_json_object
 from schemas.config import TrainConfig
 from schemas.drafting import DraftModel
 from schemas.inputs import ModelConfig
@@ -36,7 +36,7 @@ def check_model(model: ModelConfig, setting: str = "model.path") -> tuple[str, .
     # Imported here, because torch takes seconds to load.
     from engines.learn.export import find_start_files
     from engines.learn.finite import check_finite
-    from engines.learn.rehearsal import check_weights_fit
+    from engines.learn.weights_fit import check_weights_fit
 
     try:
         _check_generation_config(model.path)

@@ -14,8 +14,8 @@ from engines.data.template import templates
 from engines.inference.engine.supported import check_version
 from engines.latency.fitted import FittedLatency
 from engines.latency.profile_file import find_profile, model_hash, read_profile, require_points
-from engines.learn.doubts import doubtful_settings
 from engines.learn.own_functions import own_functions
+from engines.learn.setting_warnings import doubtful_settings
 from engines.pat.layouts import plan_pools, require_divisible
 from engines.reward import check_ground_truth, check_reward, check_reward_file
 from engines.specactor.ladder import Ladder

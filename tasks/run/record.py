@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint
-from engines.reading import read_json_object, read_model
 from engines.reports.runs import RunRecord
 from engines.tracking.mlflow_run import RUN_FILE
 from engines.tracking.progress_file import PROGRESS_FILE, read_progress, readable_steps
+from engines.user_files import read_json_object, read_model
 from schemas.config import TrainConfig
 from schemas.progress import RunProgress
 from schemas.step import RunSummary, StepReport

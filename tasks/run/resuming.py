@@ -19,7 +19,7 @@ from engines.learn.checkpoint import (
 )
 from engines.learn.mirror import ANSWER_S, CopyHangs, Mirror, within
 from engines.store.archive import SUFFIX
-from engines.store.opening import RUN, StoreHeldError
+from engines.store.open_database import RUN, StoreHeldError
 from engines.store.store import Store, open_read_only
 from engines.tracking.progress_file import STEPS_FILE, readable_steps, write_steps
 from schemas.config import TrainConfig

@@ -15,8 +15,8 @@ from engines.durable import write_durably
 from engines.histospec.library import delete_indexes
 from engines.paths import check_regular
 from engines.private import require_own, tighten, use_private_umask
-from engines.reading import read_json_object, readable_lines, validated
 from engines.shared_memory import clear_dead
+from engines.user_files import read_json_object, readable_lines, validated
 from schemas.config import TrainConfig
 from schemas.profile import ProfileConfig
 from schemas.resume import OnResume, SettingChange, changed_settings
@@ -27,7 +27,7 @@ from tasks.run.config_record import CONFIG_FILE, read_values, refuse_redacted, w
 Config = TrainConfig | ProfileConfig
 
 DATED = ("data.date", "data.locale")
-"""Settings that a run fills in at its start (`tasks.run.dated`)."""
+"""Settings that a run fills in at its start (`tasks.run.start_date`)."""
 CHANGES_FILE = "changes.jsonl"
 """Settings that changed when the run was resumed, one `SettingChange` per line."""
 STORE_FILE = "refrain.duckdb"

@@ -8,7 +8,7 @@ from engines.answers.builtin import (
     builtin_scorer,
     compute_score,
 )
-from engines.answers.texts import boxed_answer, normalise_math
+from engines.answers.extraction import boxed_answer, normalise_math
 
 
 def score(data_source, solution, ground_truth):

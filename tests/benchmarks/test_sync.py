@@ -4,7 +4,7 @@ import torch
 from safetensors import safe_open
 
 from benchmarks.copies import CopiedBytes
-from engines.learn.published import WholeTensors, publish
+from engines.learn.publishing import WholeTensors, publish
 from engines.weights_file import VersionFiles
 
 

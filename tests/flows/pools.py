@@ -10,9 +10,9 @@ import json
 import ray
 
 from engines.actors import RemoteActor
-from engines.gpus.held import hold_gpus
 from engines.gpus.place import Place
 from engines.gpus.placement import Wanted, place
+from engines.gpus.reservation import hold_gpus
 
 START_TIMEOUT_S = 120.0
 

@@ -13,9 +13,9 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.hollow import LocalStore, hollow_run
 from benchmarks.overhead import free_port
 from benchmarks.stand_ins import made_up_config
+from benchmarks.timed_stubs import LocalStore, hollow_run
 from engines.bounded import together
 from flows.auth import ASKED, GIVEN, MLFLOW_ASKED, mlflow_login
 from flows.deployments import client_of

@@ -14,7 +14,7 @@ from tasks.profile import fit_profile, gpus_wanted, measure_decode, open_profile
 from tests.conftest import DEMO
 from tests.flows.commands import Command, altered_model
 from tests.flows.test_profile import SMALL, FakeProfilers, refused
-from tests.flows.test_profile_anew import no_ray
+from tests.flows.test_remeasure_profile import no_ray
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import flows.step
 import flows.train
 from engines.bounded import together
-from engines.gpus.turns import Role, Turns
+from engines.gpus.gpu_sharing import Role, Turns
 from schemas.config import TrainConfig
 from schemas.weights import PolicyWeights
 from tasks.run.milestones import Milestone, Milestones

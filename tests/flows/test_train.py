@@ -17,9 +17,9 @@ import pytest
 from engines.accounting.metric_names import described_as
 from engines.learn.checkpoint import STATE_FILE
 from engines.store.listener import live_snapshot
-from engines.store.opening import connect
-from tasks.run.asking import ask_run
+from engines.store.open_database import connect
 from tasks.run.run_dir import STORE_FILE
+from tasks.run.store_query import ask_run
 from tests.flows.commands import write_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]

@@ -10,7 +10,7 @@ import pytest
 
 from engines.actors import ActorGone
 from engines.gpus import place
-from engines.gpus.leftovers import Marked
+from engines.gpus.cleanup import Marked
 from engines.gpus.place import PLACE_S, Place, why_gone
 from engines.inference.engine import ray_engine
 from engines.inference.engine.ray_engine import RayEngine

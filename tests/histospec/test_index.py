@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from engines.histospec.bloom_filter import build_sieve, may_hold
 from engines.histospec.drafting import (
     ENOUGH,
     LONGEST_ALONE,
@@ -17,7 +18,6 @@ from engines.histospec.drafting import (
 )
 from engines.histospec.index import END, RESOLUTION, build_index
 from engines.histospec.matching import NO_INDEX, IndexTable, _place_of
-from engines.histospec.sieve import build_sieve, may_hold
 
 TOKENS = st.lists(st.integers(0, 2), max_size=14)
 REWARDS = st.sampled_from([-1.5, -0.25, 0.0, 0.1, 0.2, 0.3, 1.0, 1e6])

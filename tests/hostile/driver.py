@@ -74,9 +74,9 @@ def remember_answers() -> None:
     """Cache answers of a store that has not changed, because each query starts a process."""
     import flows.report
     import flows.sql
-    import tasks.run.asking
+    import tasks.run.store_query
 
-    environment_of = tasks.run.asking._environment
+    environment_of = tasks.run.store_query._environment
     ask_run, answers = flows.sql.ask_run, {}
 
     def environment() -> dict[str, str]:
@@ -90,7 +90,7 @@ def remember_answers() -> None:
             answers[key] = ask_run(run_dir, query, timeout_s)
         return answers[key]
 
-    tasks.run.asking._environment = environment
+    tasks.run.store_query._environment = environment
     flows.sql.ask_run = flows.report.ask_run = ask
 
 

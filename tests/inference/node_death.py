@@ -50,7 +50,7 @@ class Hashes:
     def mark_processes(self, mark: str) -> Any:
         import ray
 
-        from engines.gpus.leftovers import Marked, given_gpus, mark_children
+        from engines.gpus.cleanup import Marked, given_gpus, mark_children
 
         mark_children(mark)
         return Marked(mark, ray.get_runtime_context().get_node_id(), given_gpus())

@@ -1,156 +1,188 @@
-"""Real engines save keys and values while their requests still generate.
+"""Copies of blocks that are made while their requests still generate.
 
-No token changes, and the target uses the blocks that were saved ahead.
+A copy is used only if its request has owned the block all the time.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+from threading import Event
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from engines.inference.kv.files import part_files
-from engines.rollout.interface import EngineDied
-from schemas.rollout import RolloutRequest
-from tests.inference.switching import (
-    assert_as_before,
-    assert_most_differ,
-    assert_moved,
-    assert_recomputed,
-    begin,
-    files_of,
-    finished_on,
-    generate,
-    load,
-    move,
-    zero_files,
-)
-
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(600),
-    pytest.mark.asyncio(loop_scope="package"),
-]
+from engines.inference.kv import precopy as early_module
+from engines.inference.kv.files import KVFile, rank_file
+from engines.inference.kv.precopy import EarlyCopies
+from tests.inference.test_kv_files import IDENTITY, NUM_BLOCKS, caches
 
 
-def parts_of(moved: Sequence[RolloutRequest]) -> set[Path]:
-    parts = {part for r in moved for rank in (0, 1) for part in part_files(Path(r.kv.path), rank)}
-    assert parts < files_of(moved)
-    return parts
+class Rank:
+    """A cache and its early copies. Each block holds the number of its last write."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.cache = {layer: torch.zeros_like(cache) for layer, cache in caches(2).items()}
+        self.copies = EarlyCopies()
+
+    def write(self, number, *rows):
+        for cache in self.cache.values():
+            cache[list(rows)] = float(number)
+
+    def begin(self, **rows):
+        """Copy the rows, and wait for the end."""
+        path = self.copies.begin(self.path_of, self.cache, rows, IDENTITY)
+        while path and not path.exists():
+            pass
+        return path
+
+    def path_of(self, part):
+        return rank_file(self.directory, 0, part)
+
+    def take(self, **rows):
+        """Return the numbers in the copies of each request."""
+        held = self.copies.take(rows)
+        return {
+            name: [number for extent in extents for number in self._numbers(extent)]
+            for name, extents in held.items()
+        }
+
+    def _numbers(self, extent):
+        rows = slice(extent.first, extent.first + extent.num_blocks)
+        layer, cache = next(iter(self.cache.items()))
+        file = KVFile(self.path_of(extent.part), IDENTITY)
+        saved = file.read(layer, rows, slice(0, 2), cache)
+        assert saved.amin(dim=(1, 2, 3)).equal(saved.amax(dim=(1, 2, 3)))
+        return saved[:, 0, 0, 0].int().tolist()
 
 
-def zero_parts(moved: Sequence[RolloutRequest]) -> None:
-    zero_files(parts_of(moved))
+@pytest.fixture
+def rank(tmp_path):
+    return Rank(tmp_path)
 
 
-def delete_parts(moved: Sequence[RolloutRequest]) -> None:
-    for path in parts_of(moved):
-        path.unlink()
+def test_what_came_since_is_copied_to_the_next_part(rank):
+    """Each copy saves only blocks that are new since the last one, in a new part."""
+    rank.write(1, 3, 5)
+    rank.write(2, 7)
+    assert rank.begin(a=[3, 5], b=[7]) == rank.path_of(1)
+    rank.write(3, 8, 2)
+    assert rank.begin(a=[3, 5, 8], b=[7, 2]) == rank.path_of(2)
+    assert rank.begin(a=[3, 5, 8], b=[7, 2]) is None
+    assert rank.take(a=[3, 5, 8, 9], b=[7, 2]) == {"a": [1, 1, 3], "b": [2, 3]}
+    assert rank.take(a=[3, 5, 8], b=[7, 2]) == {}
 
 
-async def test_what_was_saved_ahead_goes_along(engines, tp2, weights, long_prompts):
-    """Requests move from TP 1 to TP 2, and from TP 2 to TP 1."""
-    await load([*engines, tp2], weights)
-    expected = await generate(engines[0], long_prompts)
-    for sources, target in ((engines, tp2), ([tp2], engines[0])):
-        await load([*engines, tp2], weights)
-        for engine in sources:
-            await engine.take_kv_counts()
-        ahead = {"keep_kv": True, "ahead": True, "meanwhile": parts_of}
-        moved = await move(sources, target, long_prompts, **ahead)
-        assert_as_before(moved.finished, expected)
-        assert_moved(moved)
-        loaded = await target.take_kv_counts()
-        assert loaded.num_bytes_loaded > 0
-        assert 1e6 < loaded.num_bytes_loaded / loaded.load_s < 1e11
-        counts = [await engine.take_kv_counts() for engine in sources]
-        assert all(c.num_bytes_ahead > c.num_bytes > 0 for c in counts)
+def test_one_that_has_lost_its_blocks_has_no_copies(rank):
+    """A preempted request may get the same blocks again, after another request wrote to them."""
+    rank.write(1, 3, 5)
+    rank.begin(a=[3, 5], b=[3, 5])
+    rank.copies.drop(["a"])
+    assert rank.take(a=[3, 5], b=[3, 5]) == {"b": [1, 1]}
 
 
-async def test_wrong_keys_and_values_of_before_would_show(engines, tp2, weights, long_prompts):
-    """Negative control: with zeroed early copies, most tokens differ. So the target uses them."""
-    await load([*engines, tp2], weights)
-    expected = await generate(engines[0], long_prompts)
-    await load([*engines, tp2], weights)
-    ahead = {"keep_kv": True, "ahead": True, "meanwhile": zero_parts}
-    moved = await move(engines, tp2, long_prompts, **ahead)
-    assert_moved(moved)
-    assert_most_differ(moved, expected)
+def test_one_that_loses_its_blocks_in_the_middle_of_the_copy_has_none(rank, monkeypatch):
+    go_on, write = Event(), early_module.write_blocks
+
+    def late(*args, **kwargs):
+        go_on.wait(10)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(early_module, "write_blocks", late)
+    rank.write(1, 3, 5)
+    path = rank.copies.begin(rank.path_of, rank.cache, {"a": [3], "b": [5]}, IDENTITY)
+    rank.copies.drop(["a"])
+    rank.write(2, 3)
+    go_on.set()
+    while not path.exists():
+        pass
+    assert rank.take(a=[3], b=[5]) == {"b": [1]}
 
 
-async def test_without_what_was_saved_ahead_all_is_computed_again(
-    engines, tp2, weights, long_prompts
-):
-    source = engines[0]
-    await load([source, tp2], weights)
-    expected = await generate(source, long_prompts)
-    await load([source, tp2], weights)
-    ahead = {"keep_kv": True, "ahead": True, "meanwhile": delete_parts}
-    moved = await move([source], tp2, long_prompts, **ahead)
-    assert_as_before(moved.finished, expected)
-    assert_recomputed(moved)
+def test_copies_of_other_blocks_are_not_taken(rank):
+    rank.write(1, 3, 5)
+    rank.begin(a=[3, 5], b=[5])
+    assert rank.take(a=[5, 3], b=[5, 3]) == {"b": [1]}
+    rank.begin(a=[3, 5])
+    rank.write(2, 7)
+    assert rank.begin(a=[3, 7])
+    assert rank.take(a=[3, 7]) == {"a": [1, 2]}
 
 
-async def test_blocks_that_became_others_are_not_taken(engines, tp2, weights, long_prompts):
-    """Requests begin again with the same names, on blocks that others had meanwhile.
+def test_what_is_not_whole_is_not_taken(rank, monkeypatch):
+    """A copy that has not ended is not used, and leaves an empty file."""
 
-    Copies of their first run must not be used.
-    """
-    source, target = engines[0], tp2
-    first, others = long_prompts[::2], long_prompts[1::2]
-    await load([source, target], weights)
-    expected = await generate(source, long_prompts)
-    await load([source, target], weights)
-    await begin(source, first)
-    ids = [request.id for request in first]
-    assert await source.precopy(ids)
-    taken = await source.withdraw(ids)
-    await load([source], weights)
-    finished = await generate(source, others)
-    await load([source], weights)
-    await begin(source, first)
-    moved = await source.withdraw(ids, keep_kv=True)
-    assert taken
-    assert moved
-    finished |= await finished_on(source, len(first) - len(moved))
-    finished |= await generate(target, moved)
-    assert_as_before(finished, expected)
+    def never(*_, goes_on, **__):
+        while goes_on():
+            pass
+        raise early_module.Stopped
+
+    monkeypatch.setattr(early_module, "write_blocks", never)
+    path = rank.copies.begin(rank.path_of, rank.cache, {"a": [3]}, IDENTITY)
+    assert rank.take(a=[3]) == {}
+    assert path.read_bytes() == b""
+    assert list(rank.directory.iterdir()) == [path]
 
 
-async def test_those_that_stay_go_on_and_are_saved_again(engines, tp2, weights, long_prompts):
-    source, target = engines[1], tp2
-    await load([source, target], weights)
-    expected = await generate(source, long_prompts)
-    await load([source, target], weights)
-    await begin(source, long_prompts)
-    ids = [request.id for request in long_prompts]
-    first = await source.precopy(ids)
-    moved = await source.withdraw(ids[::2], keep_kv=True)
-    second = await source.precopy(ids)
-    moved += await source.withdraw(ids[1::2], keep_kv=True)
-    assert first
-    assert second
-    assert first.path != second.path
-    finished = await finished_on(source, len(ids) - len(moved))
-    finished |= await generate(target, moved)
-    assert_as_before(finished, expected)
-    assert await source.precopy(ids) is None, "no request is left"
+def test_without_room_it_goes_on_without(rank, monkeypatch, caplog):
+    """A failed copy is logged. The next copy saves the same blocks."""
+
+    def full(*_, **__):
+        raise OSError("no space")
+
+    with monkeypatch.context() as context:
+        context.setattr(early_module, "write_blocks", full)
+        assert rank.begin(a=[3]).read_bytes() == b""
+    assert "no space" in caplog.text
+    rank.write(1, 3)
+    rank.begin(a=[3])
+    assert rank.take(a=[3]) == {"a": [1]}
 
 
-async def test_of_an_engine_that_dies_in_between_nothing_is_missed(
-    engines, tp2, weights, long_prompts
-):
-    """Its early copies are not used: without the last file, no part counts."""
-    source, other = engines[1], engines[0]
-    await load([source, other], weights)
-    expected = await generate(other, long_prompts)
-    await begin(source, long_prompts)
-    ids = [request.id for request in long_prompts]
-    saved = await source.precopy(ids)
-    await tp2.expect_kv([saved])
-    source._actor.kill()
-    with pytest.raises(EngineDied):
-        await source.withdraw(ids, keep_kv=True)
-    await source.start()
-    await load([source, tp2], weights)
-    assert_as_before(await generate(source, long_prompts), expected)
-    assert_as_before(await generate(tp2, long_prompts), expected)
+class Blocks:
+    """Blocks of requests. Requests may share blocks. A block without an owner is free."""
+
+    def __init__(self):
+        self.of = {}
+        self.content = {}
+        self.num_written = 0
+
+    def free(self):
+        held = {row for own in self.of.values() for row in own}
+        return [row for row in range(NUM_BLOCKS) if row not in held]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_what_is_taken_is_what_the_requests_had(tmp_path_factory, data):
+    """Requests begin (some share blocks), grow, end, are preempted and return, in any order."""
+    rank, blocks = Rank(tmp_path_factory.mktemp("kv")), Blocks()
+
+    def write(name):
+        if free := blocks.free():
+            row = data.draw(st.sampled_from(free))
+            blocks.num_written += 1
+            blocks.content[row] = blocks.num_written
+            rank.write(blocks.num_written, row)
+            blocks.of[name].append(row)
+
+    for step in range(data.draw(st.integers(1, 12))):
+        names = sorted(blocks.of)
+        what = data.draw(st.sampled_from(["begin", "grow", "lose", "copy"]))
+        if what == "begin":
+            name = data.draw(st.sampled_from(["a", "b", "c"])) if step % 2 else f"new-{step}"
+            if name in blocks.of:
+                continue
+            like = data.draw(st.sampled_from([*names, ""]))
+            blocks.of[name] = list(blocks.of[like]) if like else []
+            write(name)
+        elif names and what == "grow":
+            write(data.draw(st.sampled_from(names)))
+        elif names and what == "lose":
+            lost = data.draw(st.sampled_from(names))
+            del blocks.of[lost]
+            rank.copies.drop([lost])
+        elif what == "copy":
+            rank.begin(**{name: list(own) for name, own in blocks.of.items()})
+    own = {name: list(rows) for name, rows in blocks.of.items()}
+    for name, numbers in rank.take(**own).items():
+        assert numbers == [blocks.content[row] for row in own[name]][: len(numbers)]

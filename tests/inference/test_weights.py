@@ -17,7 +17,7 @@ import ray
 import torch
 
 from engines.inference.weights.canary import FLOAT32_TOLERANCE
-from engines.learn.published import WholeTensors, publish
+from engines.learn.publishing import WholeTensors, publish
 from engines.rollout.interface import WeightSyncError
 from engines.weights_file import VersionFiles
 from schemas.weights import PolicyWeights, WeightsFile

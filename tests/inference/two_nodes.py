@@ -37,7 +37,7 @@ class Reader:
 def write(files: Any, version: int, node_id: str) -> PolicyWeights:
     import torch
 
-    from engines.learn.published import WholeTensors, publish
+    from engines.learn.publishing import WholeTensors, publish
 
     tensors = ((f"t{i}", torch.full((SIZE,), float(i + version))) for i in range(NUM))
     whole = WholeTensors({f"t{i}": (SIZE,) for i in range(NUM)}, tensors, torch.float32)

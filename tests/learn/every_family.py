@@ -18,9 +18,9 @@ from engines.learn.fidelity import check_fidelity
 from engines.learn.head import check_head
 from engines.learn.loading import Loading, attention_of, prepared
 from engines.learn.model_dir import KNOWN_HEADS
-from engines.learn.neighbours import keeps_samples_apart
 from engines.learn.packing import TokenSequence
 from engines.learn.policy import score_sequences
+from engines.learn.sample_isolation import keeps_samples_apart
 from engines.learn.small_copy import SmallCopy, small_copy
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

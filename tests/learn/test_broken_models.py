@@ -17,7 +17,7 @@ from engines.learn.loading import Loading, load_policy
 from schemas.inputs import ModelConfig
 from tasks.run.model_inputs import check_model
 from tests.learn.test_attention import SHAPES, SMALL
-from tests.learn.test_neighbours import HYBRIDS
+from tests.learn.test_sample_isolation import HYBRIDS
 
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},

@@ -23,7 +23,7 @@ from engines.learn.export import MANIFEST, find_start_files, write_export
 from engines.learn.learner import Learner
 from engines.learn.loading import Loading, load_policy
 from engines.learn.training_state import host_tensors
-from engines.reading import MAX_TEXT_BYTES
+from engines.user_files import MAX_TEXT_BYTES
 from schemas.config import TrainConfig
 from tests.learn.conftest import make_batch
 from tests.learn.test_broken_models import check

@@ -7,7 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from engines.learn.published import WholeTensors
+from engines.learn.publishing import WholeTensors
 from engines.learn.trainer import TrainerActor
 from schemas.config import TrainConfig
 from schemas.weights import WeightsFile

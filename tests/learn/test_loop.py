@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from engines.learn.diagnostics import LOWS, PEAKS
 from engines.learn.gradient import Reference, accumulate_gradient
 from engines.learn.learner import Learner
-from engines.learn.lessons import Lesson, read_lessons
 from engines.learn.loading import Loading, load_policy
 from engines.learn.minibatch import Share, cut_minibatches, deal
 from engines.learn.policy import PolicyModel
 from engines.learn.rollouts import read_rollouts
+from engines.learn.training_samples import Lesson, read_lessons
 from schemas.algorithm import SETTINGS
 from schemas.config import TrainConfig
 from tests.learn.conftest import as_batch, make_batch

@@ -15,7 +15,7 @@ from engines.learn.lora import adapter_tensors, merged_at_work, write_adapter
 from engines.learn.packing import TokenSequence
 from engines.learn.policy import PolicyModel, score_sequences
 from engines.learn.precision import ComputeIn
-from engines.learn.published import whole_tensors
+from engines.learn.publishing import whole_tensors
 from engines.learn.training_state import host_tensors
 from schemas.trainer import LoraConfig
 from tests.learn.test_attention import SMALL

@@ -10,7 +10,7 @@ import torch
 
 from engines.learn import gradient
 from engines.learn.learner import Learner
-from engines.learn.lessons import StalenessError
+from engines.learn.training_samples import StalenessError
 from engines.store.tables import TRAINING
 from schemas.algorithm import SETTINGS
 from schemas.config import TrainConfig

@@ -12,7 +12,7 @@ from engines.learn.loading import Loading, give_memory, load_policy, prepared
 from engines.learn.packing import TokenSequence
 from engines.learn.policy import PolicyModel, score_sequences
 from tests.learn.test_attention import SMALL
-from tests.learn.test_neighbours import own_logprobs
+from tests.learn.test_sample_isolation import own_logprobs
 
 CPU = torch.device("cpu")
 LONGROPE = {

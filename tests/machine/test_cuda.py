@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from engines.machine import cuda
-from engines.machine.asking import Unanswered, ask
 from engines.machine.cuda import require_gpus, see_cuda, torch_build, works_on_cpu
+from engines.machine.subprocess_call import Unanswered, ask
 from tests.machine.machines import READY
 
 COMPILER = pytest.mark.skipif(not shutil.which("cc"), reason="has no C compiler")

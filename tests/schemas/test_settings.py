@@ -2,7 +2,7 @@
 
 import pytest
 
-from engines.reading import validated
+from engines.user_files import validated
 from schemas.config import TrainConfig
 from schemas.resume import settings_of
 from schemas.settings import declared_settings, meant_by

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engines.latency.hardware import H100
 from engines.latency.model_shape import SHAPES
-from engines.reports.divided import recommend
+from engines.reports.divisions import recommend
 from engines.simulate import placements
 from engines.simulate.cluster import PLACEMENTS, PolicySet
 from engines.simulate.handover import (

@@ -11,7 +11,7 @@ quieten()
 
 
 async def drive(file: Path) -> None:
-    from engines.gpus.turns import Role
+    from engines.gpus.gpu_sharing import Role
     from flows.config_file import load_config
     from tasks.history import index_history
     from tasks.rollout import rollout

@@ -9,8 +9,8 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from engines.actors import ActorError, ActorGone, NoAnswer
-from engines.learn.lessons import StalenessError
 from engines.learn.trainer import TrainerError
+from engines.learn.training_samples import StalenessError
 from engines.reward import ScorerHangs
 from engines.rollout.interface import (
     EngineDied,

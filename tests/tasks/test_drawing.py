@@ -9,8 +9,8 @@ from typing import Any, Never
 import pytest
 
 from benchmarks.growth import take_step
-from benchmarks.hollow import LocalStore, hollow_run
 from benchmarks.stand_ins import made_up_config
+from benchmarks.timed_stubs import LocalStore, hollow_run
 from schemas.config import TrainConfig
 from tasks.report import draw_left, draw_step
 from tasks.run.attach import Run

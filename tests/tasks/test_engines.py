@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.growth import take_step
-from benchmarks.hollow import LocalStore, hollow_run
 from benchmarks.stand_ins import made_up_config
+from benchmarks.timed_stubs import LocalStore, hollow_run
 from engines.rollout.interface import EngineDied, EngineEvents, EngineGone
 from schemas.rollout import Split
 

@@ -14,11 +14,11 @@ import pyarrow as pa
 import pytest
 
 from benchmarks.growth import take_step
-from benchmarks.hollow import LocalStore, hollow_run
 from benchmarks.stand_ins import GROUP_SIZE, made_up_config, made_up_prompts
+from benchmarks.timed_stubs import LocalStore, hollow_run
 from engines.data.loader import PromptLoader
-from engines.learn.lessons import read_lessons
 from engines.learn.rollouts import read_rollouts
+from engines.learn.training_samples import read_lessons
 from engines.store.actor import StoredRows
 from schemas.config import TrainConfig
 from schemas.data import Prompt

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks.growth import take_step
-from benchmarks.hollow import LocalStore, hollow_run
 from benchmarks.stand_ins import made_up_config
+from benchmarks.timed_stubs import LocalStore, hollow_run
 from engines.latency.fitted import FittedLatency
 from schemas.config import TrainConfig
 from schemas.layout import Pool

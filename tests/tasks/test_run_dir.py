@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.hollow import LocalStore
+from benchmarks.timed_stubs import LocalStore
 from engines.data.loader import PromptLoader
 from engines.failures import Failures
 from engines.learn.checkpoint import CheckpointState, write_checkpoint

@@ -10,8 +10,8 @@ import pytest
 import tasks.run.engines
 import tasks.run.machine
 from engines.actors import RemoteActor
-from engines.gpus.held import HeldGpus
 from engines.gpus.placement import GpuPlacement
+from engines.gpus.reservation import HeldGpus
 from engines.latency.model_shape import SHAPES, ModelShape
 from engines.learn.footprint import resting_bytes, trainer_footprint
 from engines.machine.nodes import Nodes

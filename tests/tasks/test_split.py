@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engines.inference.drafting.drafters import Drafter, Drafters
-from flows.checked import check_training
+from flows.check_run import check_training
 from flows.config_file import load_config, override
 from flows.launch import launch_train
 from schemas.config import TrainConfig

@@ -18,7 +18,7 @@ from engines.tracking.tracker import Tracker, add_to_run
 from schemas.config import TrainConfig
 from schemas.rollout import RequestId, Split
 from schemas.timeline import Activity, MoveKind, MoveRecord, Span, Timeline
-from tasks.run.ended import end_killed
+from tasks.run.end_killed import end_killed
 from tasks.run.run_dir import claim_run_dir
 from tests.accounting.test_names import HOSTILE
 

@@ -9,9 +9,9 @@ from uuid import uuid4
 
 from engines.actors import ActorError, ActorGone, RemoteActor
 from engines.bounded import together
-from engines.gpus.held import HeldGpus
-from engines.gpus.leftovers import END_S, Marked, Undertaker
+from engines.gpus.cleanup import END_S, Marked, Undertaker
 from engines.gpus.place import NoPlace, Place
+from engines.gpus.reservation import HeldGpus
 from engines.inference.engine.last_error import tells_cause
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.rollout.interface import EngineDied, EngineEvents, EngineGone, WeightSyncError

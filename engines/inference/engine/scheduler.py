@@ -2,7 +2,7 @@
 
 - All requests of one submission start in the same step (`arrivals`).
 - Responses end at stop strings (`stopping`).
-- Outputs are buffered (`holding`).
+- Outputs are buffered (`output_buffer`).
 - Long canaries are scored in chunks.
 """
 
@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from engines.inference.engine.arrivals import BATCH, Arrivals
-from engines.inference.engine.holding import HeldOutputs
+from engines.inference.engine.output_buffer import HeldOutputs
 from engines.inference.engine.stopping import STOP, StopStrings
 
 SCORED_TOKENS = 256

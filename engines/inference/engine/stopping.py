@@ -1,10 +1,10 @@
 """Stop strings, checked in vLLM's engine core, where tokens are appended.
 
-vLLM checks them in its front end, which receives tokens late here (`holding`). A response ends with
-the first token that completes a stop string in its text. This depends on that token and the few
-before it in the response only. It does not depend on drafts, which append several tokens at once,
-nor on the engine that generated the earlier tokens. As in vLLM, the response keeps all tokens of
-the stop string, even if the last one contains text after it.
+vLLM checks them in its front end, which receives tokens late here (`output_buffer`). A response
+ends with the first token that completes a stop string in its text. This depends on that token and
+the few before it in the response only. It does not depend on drafts, which append several tokens at
+once, nor on the engine that generated the earlier tokens. As in vLLM, the response keeps all tokens
+of the stop string, even if the last one contains text after it.
 """
 
 from collections.abc import Callable, Sequence

@@ -13,7 +13,7 @@ import ray
 
 from engines.bounded import wait_for
 from engines.garbage import made_to_stay
-from engines.gpus.leftovers import Marked, given_gpus, mark_children
+from engines.gpus.cleanup import Marked, given_gpus, mark_children
 from engines.inference.engine.admission import Admitted, admit, admitted
 from engines.inference.engine.arguments import engine_args
 from engines.inference.engine.exported import stat_loggers
@@ -23,7 +23,7 @@ from engines.inference.engine.process import prepare_process
 from engines.inference.engine.running import Running
 from engines.inference.kv.saving import KVSaving
 from engines.inference.weights.canary import compare
-from engines.inference.weights.handed import HandedWeights
+from engines.inference.weights.received_weights import HandedWeights
 from engines.inference.weights.source import WeightSources
 from engines.rollout.interface import EngineEvents, WeightSyncError
 from engines.shared_memory import clear_dead

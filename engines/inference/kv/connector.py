@@ -27,7 +27,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from engines.inference.kv.early import EarlyCopies
 from engines.inference.kv.files import (
     UNREADABLE,
     KVFiles,
@@ -37,6 +36,7 @@ from engines.inference.kv.files import (
     write_blocks,
 )
 from engines.inference.kv.heads import pieces, saves
+from engines.inference.kv.precopy import EarlyCopies
 from engines.inference.kv.saving import KVSource
 
 logger = init_logger(__name__)

@@ -1,6 +1,6 @@
 """Save the keys and values of requests that leave an engine.
 
-    (ahead)   each rank starts to write full blocks while the engine goes on (`early`)
+    (ahead)   each rank starts to write full blocks while the engine goes on (`precopy`)
     pause     the engine finishes its step; no request loses a block
     export    each rank writes its heads, except blocks that it saved ahead (`files`)
     (abort)   withdrawn requests end here with their tokens so far; copied requests go on

@@ -23,7 +23,7 @@ from engines.actors import ActorError, RemoteActor
 from engines.machine.shared_gpu import HANDED_AT_ONCE_BYTES
 
 if TYPE_CHECKING:
-    from engines.learn.published import WholeTensors
+    from engines.learn.publishing import WholeTensors
 
 
 @dataclass(frozen=True, slots=True)

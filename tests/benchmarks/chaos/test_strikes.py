@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from benchmarks.chaos.faults import Fault, Moment, RunMode, Strike, Target
-from benchmarks.chaos.reading import SHARED_MEMORY, described, held_by_nobody
+from benchmarks.chaos.run_traces import SHARED_MEMORY, described, held_by_nobody
 from benchmarks.chaos.small_run import CHECKOUT, SmallRun, small_run
 from benchmarks.chaos.strikes import _apply, _find, _left_running, see_through
 

@@ -11,9 +11,9 @@ import pytest
 
 from engines.store.listener import listen
 from engines.store.store import Store
-from tasks.run import asking
-from tasks.run.asking import ask_run
+from tasks.run import store_query
 from tasks.run.run_dir import STORE_FILE
+from tasks.run.store_query import ask_run
 from tests.store.test_archive import add_step
 from tests.store.test_listener import all_served
 
@@ -70,10 +70,10 @@ def test_a_query_cannot_take_the_memory_of_a_run(
 ) -> None:
     """The limit is 1 GiB here, so that the query reaches it soon."""
     monkeypatch.setattr(
-        asking,
+        store_query,
         "_COMMAND",
         (
-            *asking._COMMAND[:2],
+            *store_query._COMMAND[:2],
             "-c",
             "import os, sys\n"
             "from engines.store import reader, sandbox\n"
@@ -108,5 +108,5 @@ def test_a_process_that_is_killed_is_named(run_dir: Path, monkeypatch: pytest.Mo
 
 def test_no_secret_is_given_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hunter2")
-    assert "HF_TOKEN" not in asking._environment()
-    assert asking._environment()["PATH"] == os.environ["PATH"]
+    assert "HF_TOKEN" not in store_query._environment()
+    assert store_query._environment()["PATH"] == os.environ["PATH"]

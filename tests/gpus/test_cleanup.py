@@ -8,8 +8,8 @@ import time
 import psutil
 import pytest
 
-from engines.gpus import leftovers
-from engines.gpus.leftovers import MARK, Marked, Undertaker, wait_until_steady
+from engines.gpus import cleanup
+from engines.gpus.cleanup import MARK, Marked, Undertaker, wait_until_steady
 
 TREE = """
 import os, signal, subprocess, sys, time
@@ -35,7 +35,7 @@ def marked(mark):
     return [
         process
         for process in psutil.process_iter()
-        if leftovers._mark_of(process) == mark and process.status() != psutil.STATUS_ZOMBIE
+        if cleanup._mark_of(process) == mark and process.status() != psutil.STATUS_ZOMBIE
     ]
 
 
@@ -60,7 +60,7 @@ def test_all_that_is_marked_ends_and_nothing_else(others):
 def test_what_does_not_end_is_told_by_name(monkeypatch):
     """A process that waits for a GPU inside the kernel cannot be killed."""
     parent = started("stuck")
-    monkeypatch.setattr(leftovers, "END_S", 0.2)
+    monkeypatch.setattr(cleanup, "END_S", 0.2)
     monkeypatch.setattr(psutil.Process, "kill", lambda _: None)
     with pytest.raises(RuntimeError, match=rf"still running after 0 s: .*\({parent.pid}\)"):
         Undertaker().end(Marked("stuck", "node", ()))
@@ -70,12 +70,12 @@ def test_what_does_not_end_is_told_by_name(monkeypatch):
 
 
 def test_memory_is_waited_for_while_it_falls(monkeypatch):
-    monkeypatch.setattr(leftovers, "LOOK_S", 0.001)
+    monkeypatch.setattr(cleanup, "LOOK_S", 0.001)
     used = iter([9000, 8000, 500, 500, 0])
     wait_until_steady(lambda: next(used))
     assert next(used) == 0
 
-    monkeypatch.setattr(leftovers, "END_S", 0.05)
+    monkeypatch.setattr(cleanup, "END_S", 0.05)
     forever = iter(range(10**9, 0, -1))
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="still being freed"):

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from engines.accounting.returning import GROWN, LengthChanges, RankChanges, Similarity
+from engines.accounting.epoch_similarity import GROWN, LengthChanges, RankChanges, Similarity
 from engines.reports.tables import plain_table
 
 STRETCHES = (1, 2, 4, 8, 16, 32, 64, 128)

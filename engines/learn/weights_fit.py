@@ -25,7 +25,7 @@ from transformers.utils.logging import (
 )
 
 from engines.learn.weight_files import FLOATS, StoredTensor, listed
-from engines.reading import first_line
+from engines.user_files import first_line
 from schemas.inputs import ModelConfig
 
 _DTYPES = {

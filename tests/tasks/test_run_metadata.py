@@ -4,8 +4,8 @@ import pytest
 
 from engines.learn.checkpoint import CheckpointState, write_checkpoint
 from schemas.config import TrainConfig
-from tasks.run.facts import exactness, log_changes, log_checkpoints, log_profile
 from tasks.run.run_dir import claim_run_dir
+from tasks.run.run_metadata import exactness, log_changes, log_checkpoints, log_profile
 
 
 class FakeTracker:

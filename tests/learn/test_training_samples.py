@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.learn.lessons import Lesson, StalenessError, check_versions, read_lessons
 from engines.learn.rollouts import ScoredRollout
+from engines.learn.training_samples import Lesson, StalenessError, check_versions, read_lessons
 from schemas.config import TrainConfig
 
 VERSION = 7

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
-from engines.learn.arrival import LOW, SAMPLE, Arrival
+from engines.learn.rounding_loss import LOW, SAMPLE, Arrival
 from engines.learn.trainer import TrainerActor
 from schemas.config import TrainConfig
 from schemas.inputs import ModelConfig

@@ -88,10 +88,10 @@ def check_training(
     if new_store and not resume:
         raise ValueError("--new-store works with --resume only: give --resume RUN too")
     set_services(config.runs_dir)
-    from tasks.run.dated import dated
     from tasks.run.machine import plan_training
     from tasks.run.preflight import read_inputs
     from tasks.run.split import with_gpu_split
+    from tasks.run.start_date import dated
 
     config = dated(with_gpu_split(config), resume)
     overwrites = overwrite and not resume

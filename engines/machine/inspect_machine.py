@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from engines.machine.asking import Unanswered, ask
 from engines.machine.cuda import see_cuda, torch_build
 from engines.machine.memory import host_memory
-from engines.machine.texts import GPU_FIELDS, parse_gpus, parse_links
+from engines.machine.parse_nvidia import GPU_FIELDS, parse_gpus, parse_links
+from engines.machine.subprocess_call import Unanswered, ask
 from schemas.machine import GpuSeen, MachineSeen, PackageSeen, PortSeen, Room
 
 SMI_TIMEOUT_S = 20.0

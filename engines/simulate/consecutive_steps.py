@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from engines.gpus.turns import Role, Turns
+from engines.gpus.gpu_sharing import Role, Turns
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.stage import Outcome
 from engines.simulate.clock import run_virtual

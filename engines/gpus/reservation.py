@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import ray
 
 from engines.actors import NoAnswer, RemoteActor
-from engines.gpus.leftovers import given_gpus, memory_of
+from engines.gpus.cleanup import given_gpus, memory_of
 
 
 @dataclass(frozen=True)

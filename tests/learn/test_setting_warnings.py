@@ -2,7 +2,7 @@
 
 import pytest
 
-from engines.learn.doubts import doubtful_settings
+from engines.learn.setting_warnings import doubtful_settings
 from schemas.algorithm import SETTINGS
 from schemas.config import TrainConfig
 

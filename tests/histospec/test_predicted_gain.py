@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engines.histospec.foretold import Answers, foretell
+from engines.histospec.predicted_gain import Answers, foretell
 from schemas.drafting import DraftingConfig
 from schemas.keys import sample_key
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engines.learn.learner import Learner
-from engines.learn.published import WholeTensors, publish, written
+from engines.learn.publishing import WholeTensors, publish, written
 from engines.shared_memory import clear_dead
 from engines.weights_file import VersionFiles, check_file
 from schemas.config import TrainConfig
@@ -95,7 +95,7 @@ def test_a_tensor_too_few_or_too_many_is_no_file(files: VersionFiles, num: int) 
 
 _PUBLISHES = """
 import sys, time, torch
-from engines.learn.published import WholeTensors, publish
+from engines.learn.publishing import WholeTensors, publish
 from engines.weights_file import VersionFiles
 
 def own_mb():

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from engines.histospec.index_loader import IndexOpener
 from engines.histospec.matching import NO_INDEX, IndexTable
-from engines.histospec.opening import IndexOpener
 
 
 class HeldIndexes:

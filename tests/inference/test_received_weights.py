@@ -19,7 +19,7 @@ from engines.inference.engine.parking import SleepMode
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.inference.weights import canary
 from engines.inference.weights.hand_over import EnginesOfTrainer, HandOver
-from engines.inference.weights.handed import HandedWeights
+from engines.inference.weights.received_weights import HandedWeights
 from schemas.weights import PolicyWeights
 from tests.inference.real import CONFIG
 from tests.inference.test_parking import FakeLLM

@@ -13,7 +13,7 @@ from schemas.layout import Pool
 from schemas.timeline import Activity
 from tests.rollout.fakes import Recorder
 from tests.rollout.pools import assert_once, fleet, on
-from tests.rollout.test_reshape_whatever import METHODS, AnyMoves
+from tests.rollout.test_reshape_property import METHODS, AnyMoves
 
 POOLS = (Pool(0, {1: (0, 1), 2: (2,)}),)
 BEGIN = [0, 1, 3]

@@ -10,10 +10,10 @@ import pytest
 
 from schemas.config import TrainConfig
 from schemas.rollout import Split
-from tasks.run import dated as module
-from tasks.run.dated import dated
+from tasks.run import start_date as module
 from tasks.run.preflight import read_inputs
 from tasks.run.run_dir import CONFIG_FILE, check_run_dir, claim_run_dir, read_config
+from tasks.run.start_date import dated
 from tests.conftest import DEMO
 
 MINUTE = "{{ strftime_now('%d %b %Y %H:%M') }} {{ messages[0].content }}"

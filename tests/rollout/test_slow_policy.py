@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from engines.rollout import asking
+from engines.rollout import slow_policy
 from tests.rollout.fakes import FakeEngine, Recorder, work
 
 THINKS_S = 0.3
@@ -72,6 +72,6 @@ async def test_an_error_of_a_policy_is_the_stages(aside):
 
 
 async def test_one_that_never_ends_is_named(monkeypatch):
-    monkeypatch.setattr(asking, "DECIDE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(slow_policy, "DECIDE_TIMEOUT_S", 0.02)
     with pytest.raises(TimeoutError, match=r"Thinker took more than 0.02 s .* pat.tp_degrees"):
         await roll_out(Thinker(), aside=True)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.gpus.turns import Role, TurnFailed, Turns
+from engines.gpus.gpu_sharing import Role, TurnFailed, Turns
 from engines.simulate.clock import run_virtual
 
 ENGINES, TRAINER = Role

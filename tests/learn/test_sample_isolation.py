@@ -11,18 +11,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engines.learn.attention import PACKED
+from engines.learn.determinism import check_steady
 from engines.learn.learner import Learner
-from engines.learn.lessons import read_lessons
 from engines.learn.loading import Loading, load_policy
 from engines.learn.minibatch import deal
-from engines.learn.neighbours import ALONE, keeps_samples_apart
 from engines.learn.packing import TokenSequence, pack
 from engines.learn.policy import PolicyModel, score_sequences
-from engines.learn.steadiness import check_steady
+from engines.learn.sample_isolation import ALONE, keeps_samples_apart
+from engines.learn.training_samples import read_lessons
 from schemas.config import TrainConfig
 from tests.learn.conftest import make_batch, on_policy
 from tests.learn.test_attention import FEATURES, SHAPES, SMALL
-from tests.learn.test_lessons import make_rollouts
+from tests.learn.test_training_samples import make_rollouts
 
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {

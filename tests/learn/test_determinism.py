@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engines.learn.attention import PACKED
+from engines.learn.determinism import check_steady
 from engines.learn.loading import Loading, prepared
 from engines.learn.policy import PolicyModel
-from engines.learn.steadiness import check_steady
 from tests.learn.test_attention import FEATURES, SHAPES, SMALL
 from tests.learn.test_eval_mode import NOISY
-from tests.learn.test_neighbours import HYBRIDS
 from tests.learn.test_rope import ROPES
+from tests.learn.test_sample_isolation import HYBRIDS
 
 KINDS = SHAPES | FEATURES | HYBRIDS | NOISY
 

@@ -7,7 +7,7 @@ from rich.progress import Progress
 
 from engines.latency.hardware import HARDWARE
 from engines.latency.model_shape import SHAPES
-from engines.reports.divided import divided_json, print_divided
+from engines.reports.divisions import divided_json, print_divided
 from engines.simulate.cluster import PolicySet
 from engines.simulate.placements import DividedScene, divisions, simulate_division
 from engines.simulate.trace import trained_token_s
