@@ -188,7 +188,7 @@ async def hollow_run(
         **hollow,
     )
     drafters: Any = HollowDrafters()
-    coordinator = Coordinator(engines, say=progress.phase)
+    coordinator = Coordinator(engines, log=progress.phase)
     made = Engines(coordinator, drafters, 0)
     weights = PolicyWeights(0, b"", ())
     milestones = Milestones(weights, config.max_staleness, num_steps, made.queued)

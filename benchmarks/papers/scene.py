@@ -28,7 +28,7 @@ from engines.histopipe.placement import place_prompts, time_rollouts
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
 from engines.pat.remaining import Remaining
-from engines.rollout.moves import EngineView, Move, Opening, Policy, Reshape, RolloutView
+from engines.rollout.moves import EngineView, FirstLayout, Move, Policy, Reshape, RolloutView
 from engines.rollout.stage import Outcome
 from engines.simulate.batching import Interval
 from engines.simulate.clock import run_virtual
@@ -115,7 +115,9 @@ class Scene:
                 queued[index][request.id] = 0
             engines = (EngineView(i, q, tp_degree=scene.tp_degrees[i]) for i, q in queued.items())
             view = RolloutView(0.0, tuple(engines), 0, len(scene.rows))
-            moves = [m for p in scene.policies() if isinstance(p, Opening) for m in p.begin(view)]
+            moves = [
+                m for p in scene.policies() if isinstance(p, FirstLayout) for m in p.begin(view)
+            ]
             scene = scene.beginning({move.pool: move.tp_degree for move in moves})
         return scene
 
@@ -244,7 +246,7 @@ class ObservedPolicy:
         """TP degrees in which it had pools begin."""
 
     def begin(self, view: RolloutView) -> Sequence[Reshape]:
-        moves = self._policy.begin(view) if isinstance(self._policy, Opening) else ()
+        moves = self._policy.begin(view) if isinstance(self._policy, FirstLayout) else ()
         self.begun |= {move.pool: move.tp_degree for move in moves}
         return moves
 

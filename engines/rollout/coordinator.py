@@ -9,7 +9,7 @@
 
 Engines can share GPUs as the layouts of a pool. One layout works while the others are on standby.
 Only engines of the base layout have queues, and views leave out engines on standby. A policy with
-`begin` (`Opening`) may choose another layout for a stage when nothing else is under way.
+`begin` (`FirstLayout`) may choose another layout for a stage when nothing else is under way.
 
 Stages run in the order of `roll_out` calls, and they overlap. An engine that has finished its part
 of one stage loads the weights of the next and begins it, without waiting for the other engines
@@ -29,12 +29,12 @@ from itertools import cycle
 from engines.balance import in_turn
 from engines.bounded import cancel
 from engines.rollout import gpu_handover, slow_policy
-from engines.rollout.engine_reports import Copied, Fatal, News, Refreshed, Signal, Synced
+from engines.rollout.engine_reports import Copied, EngineReport, Fatal, Refreshed, Signal, Synced
 from engines.rollout.fleet import Fleet
 from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone, Finished
 from engines.rollout.mover import Mover
 from engines.rollout.moves import EngineView, Policy, RolloutView
-from engines.rollout.reassign import Rescuer
+from engines.rollout.reassign import Reassigner
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome, Tally
 from engines.rollout.tracked_engine import TrackedEngine, now_s, num_response_tokens
@@ -54,25 +54,25 @@ class Coordinator:
         max_restarts: int = 3,
         pools: Sequence[Pool] = (),
         keep_parked_current: bool = True,
-        say: Callable[[str], None] = lambda _: None,
+        log: Callable[[str], None] = lambda _: None,
         *,
-        decides_aside: bool = False,
+        decide_in_thread: bool = False,
     ) -> None:
         """Coordinate these engines. `policies`: default for stages without their own.
-        `decides_aside`: run policies in a thread, so that they do not block the event loop.
+        `decide_in_thread`: run policies in a thread, so that they do not block the event loop.
         `keep_parked_current`: engines on standby load each policy version with the others. If
-        False, they load it when they wake. `say` gets a message for each restart or lost engine.
+        False, they load it when they wake. `log` gets a message for each restart or lost engine.
         """
-        self._fleet = Fleet(engines, max_restarts, pools, keep_parked_current, say)
+        self._fleet = Fleet(engines, max_restarts, pools, keep_parked_current, log)
         self._engines = self._fleet.engines
         self._reshaper = Reshaper(self._fleet, pools)
         self._mover = Mover(self._fleet, self._reshaper)
         self._policies = tuple(policies)
         self._stages: list[GenerationStage] = []
-        self._rescuer = Rescuer(self._fleet, self._reshaper, self._stages)
+        self._reassigner = Reassigner(self._fleet, self._reshaper, self._stages)
         self._weights: PolicyWeights | None = None
         self._on_gpus = True
-        self._decides_aside = decides_aside
+        self._decide_in_thread = decide_in_thread
         self._serving: asyncio.Task | None = None
 
     async def start(self) -> None:
@@ -134,7 +134,7 @@ class Coordinator:
         assert weights is not None, "weights come first"
         if not self._on_gpus:
             raise RuntimeError("the trainer has the GPUs: take the engines' turn to roll out")
-        begin = self._fleet.left()
+        begin = self._fleet.remaining()
         lost = self._fleet.take_lost()
         queues: dict[int, list[RolloutRequest]] = {tracked.index: [] for tracked in begin}
         others = cycle(list(queues))
@@ -169,7 +169,7 @@ class Coordinator:
     def timeline(self, start_s: float, end_s: float) -> Timeline:
         """Return the engines' timeline between two times of the event loop's clock. Delete earlier
         records."""
-        return self._fleet.chronicle.timeline(start_s, end_s)
+        return self._fleet.timeline_log.timeline(start_s, end_s)
 
     @property
     def living(self) -> tuple[int, ...]:
@@ -193,40 +193,40 @@ class Coordinator:
 
     async def _serve_stages(self) -> None:
         while self._stages or not self._fleet.settled:
-            index, news = await self._fleet.inbox.get()
-            await self._handle(index, news)
+            index, report = await self._fleet.inbox.get()
+            await self._handle(index, report)
             await self._reshaper.settle()
             await self._end_stages()
             await self._open_stage()
             await self._enter_stages()
 
-    async def _handle(self, index: int, news: News) -> None:
+    async def _handle(self, index: int, report: EngineReport) -> None:
         self._fleet.changed.add(index)
-        match news:
+        match report:
             case Signal.QUEUED:
                 self._fleet.changed.update(self._engines)
             case EngineEvents():
-                await self._on_events(self._engines[index], news)
+                await self._on_events(self._engines[index], report)
                 self._fleet.listen_to(self._engines[index])
             case Refreshed():
-                self._on_refreshed(self._engines[index], news)
+                self._on_refreshed(self._engines[index], report)
             case Synced():
-                await self._on_synced(self._engines[index], news)
+                await self._on_synced(self._engines[index], report)
             case Copied():
-                await self._reshaper.note_copied(self._engines[index], news)
+                await self._reshaper.note_copied(self._engines[index], report)
             case Signal.WOKEN:
                 self._reshaper.note_woken(self._engines[index])
                 await self._on_awake(self._engines[index])
             case Signal.RESTARTED:
                 self._on_restarted(self._engines[index])
             case Fatal():
-                raise news.error
+                raise report.error
             case EngineGone():
-                await self._rescuer.on_gone(self._engines[index], news)
+                await self._reassigner.on_gone(self._engines[index], report)
             case EngineDied():
-                await self._rescuer.on_death(self._engines[index], news)
+                await self._reassigner.on_death(self._engines[index], report)
             case Exception():
-                raise news
+                raise report
 
     def _fail(self, error: Exception) -> None:
         if not self._stages:  # Keep the error for the next stage, which then fails.
@@ -248,7 +248,7 @@ class Coordinator:
         stage.opened = True
         view = self._queued_view(stage)
         for policy in stage.policies:
-            for move in await slow_policy.begin(policy, view, aside=self._decides_aside):
+            for move in await slow_policy.begin(policy, view, in_thread=self._decide_in_thread):
                 await self._reshaper.begin(stage, move)
 
     async def _enter_stages(self) -> None:
@@ -271,10 +271,10 @@ class Coordinator:
     def _follow(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
         """Also load the weights into the engines of other layouts on these GPUs, so that a later
         switch need not wait for them."""
-        for mate in tracked.mates:
-            if mate.stage is not stage:
-                mate.stage = stage
-                self._refresh(mate)
+        for sharer in tracked.gpu_sharers:
+            if sharer.stage is not stage:
+                sharer.stage = stage
+                self._refresh(sharer)
 
     def _refresh(self, tracked: TrackedEngine) -> None:
         if tracked.alive and tracked.stage in self._stages:
@@ -308,7 +308,7 @@ class Coordinator:
     def _lacks_weights(self, tracked: TrackedEngine, stage: GenerationStage) -> bool:
         """Whether the engine must load the stage's weights. Not if it has finished its part and can
         begin the next stage. Until it can, other requests may still move to it."""
-        goes_on = tracked.waiting and not tracked.unfinished and not tracked.waits_for_mates
+        goes_on = tracked.waiting and not tracked.unfinished and not tracked.waits_for_sharers
         needed = stage in self._stages and not goes_on
         return needed and tracked.version != stage.weights.policy_version
 
@@ -336,19 +336,19 @@ class Coordinator:
                 requests.append(request)
             else:
                 stage.races.check(rollout)
-        tracked.hear(events)
+        tracked.update_progress(events)
         if finished:
             try:
                 await self._on_finished(tracked, stage, finished)
             except EngineDied as death:
                 tracked.expect(requests)
-                await self._rescuer.on_death(tracked, death)
+                await self._reassigner.on_death(tracked, death)
         if (stage.on_progress or stage.policies) and stage in self._stages:
             view = self._view(stage)
             if stage.on_progress:
                 stage.on_progress(view)
             for policy in stage.policies:
-                moves = await slow_policy.decide(policy, view, aside=self._decides_aside)
+                moves = await slow_policy.decide(policy, view, in_thread=self._decide_in_thread)
                 await self._mover.make(stage, self._after(stage), moves)
 
     async def _on_finished(

@@ -43,4 +43,4 @@ class Fatal:
     error: Exception
 
 
-News = EngineEvents | Signal | Synced | Copied | Fatal | Exception
+EngineReport = EngineEvents | Signal | Synced | Copied | Fatal | Exception

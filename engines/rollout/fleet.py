@@ -23,10 +23,10 @@ from itertools import chain
 
 from engines.bounded import all_of, cancel
 from engines.rollout.deaths import Deaths
-from engines.rollout.engine_reports import Copied, Fatal, News, Refreshed, Signal, Synced
+from engines.rollout.engine_reports import Copied, EngineReport, Fatal, Refreshed, Signal, Synced
 from engines.rollout.interface import Engine, EngineDied, EngineGone
 from engines.rollout.stage import GenerationStage
-from engines.rollout.timeline_log import Chronicle
+from engines.rollout.timeline_log import TimelineLog
 from engines.rollout.tracked_engine import Lifecycle, TrackedEngine, now_s
 from schemas.layout import Pool
 from schemas.rollout import RequestId, SavedKV
@@ -43,17 +43,17 @@ class Fleet:
         max_restarts: int,
         pools: Sequence[Pool] = (),
         keep_parked_current: bool = True,
-        say: Callable[[str], None] = lambda _: None,
+        log: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Begin with each pool in its base layout. `keep_parked_current`: parked engines load
-        weights too. `say` receives a message for each restart and each lost engine."""
+        weights too. `log` receives a message for each restart and each lost engine."""
         assert engines
         off = {i for pool in pools for i in pool.standby}
         self.engines = {
             e.index: TrackedEngine(e, Lifecycle.STANDBY if e.index in off else Lifecycle.SERVING)
             for e in engines
         }
-        self.inbox: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
+        self.inbox: asyncio.Queue[tuple[int, EngineReport]] = asyncio.Queue()
         self.changed: set[int] = set()
         """Indexes of engines whose state changed: one of them may be able to begin a stage."""
         self._pools = tuple(pools)
@@ -62,9 +62,9 @@ class Fleet:
         self.base = [tracked for tracked in self.engines.values() if not tracked.standby]
         """Engines on which stages begin: those of each pool's base layout. Some may be gone."""
         self._last_gone: EngineGone | None = None
-        self._untold: set[int] = set()
+        self._unreported: set[int] = set()
         """Lost engines that no stage's outcome reports yet."""
-        self._say = say
+        self._log = log
         self._keep_parked_current = keep_parked_current
         self.deaths = Deaths(max_restarts)
         self._pumps: dict[int, asyncio.Task] = {}
@@ -77,14 +77,14 @@ class Fleet:
         self._ends: dict[int, asyncio.Task] = {}
         """Task that kills the processes of a dead engine, by engine."""
         self._restarts: dict[int, asyncio.Task] = {}
-        self.chronicle = Chronicle(self.engines.values())
+        self.timeline_log = TimelineLog(self.engines.values())
 
     def _share_gpus(self, pool: Pool) -> None:
         layouts = {tp: [self.engines[i] for i in own] for tp, own in pool.engines.items()}
         for tp_degree, own in layouts.items():
             for tracked in own:
-                assert not tracked.mates, f"engine {tracked.index} is in two pools"
-                tracked.mates = [
+                assert not tracked.gpu_sharers, f"engine {tracked.index} is in two pools"
+                tracked.gpu_sharers = [
                     m for tp, others in layouts.items() if tp != tp_degree for m in others
                 ]
 
@@ -99,14 +99,14 @@ class Fleet:
         await cancel([*self._pumps.values(), *orders, *under_way])
         await all_of(tracked.engine.shutdown() for tracked in self.engines.values())
 
-    def left(self) -> list[TrackedEngine]:
+    def remaining(self) -> list[TrackedEngine]:
         """Return the engines that a stage can begin on. Raise the last `EngineGone` if none is
         left."""
-        left = [tracked for tracked in self.base if not tracked.gone]
-        if not left:
+        remaining = [tracked for tracked in self.base if not tracked.gone]
+        if not remaining:
             assert self._last_gone
             raise self._last_gone
-        return left
+        return remaining
 
     @property
     def settled(self) -> bool:
@@ -119,7 +119,9 @@ class Fleet:
         """Return the changed engines, with those on the same GPUs, and clear the record."""
         changed = [self.engines[index] for index in self.changed if index in self.engines]
         self.changed.clear()
-        return list(dict.fromkeys(m for tracked in changed for m in (tracked, *tracked.mates)))
+        return list(
+            dict.fromkeys(m for tracked in changed for m in (tracked, *tracked.gpu_sharers))
+        )
 
     def at(self, stage: GenerationStage) -> list[TrackedEngine]:
         """Return the engines that work on the stage, or have finished it and begun no other."""
@@ -158,8 +160,8 @@ class Fleet:
         self._parks[tracked.index] = self._order(tracked, partial(self._park, tracked))
 
     def wake(self, tracked: TrackedEngine) -> None:
-        """Order the engine to take its GPUs once its mates have parked. Its state becomes
-        `ENTERING`, until it has its GPUs and weights."""
+        """Order the engine to take its GPUs once the other engines there have parked. Its state
+        becomes `ENTERING`, until it has its GPUs and weights."""
         tracked.enter()
         tracked.begin(Activity.SWITCH, tracked.label)
         self._order(tracked, partial(self._wake, tracked, self._leaving(tracked)))
@@ -173,9 +175,11 @@ class Fleet:
         self._order(tracked, partial(self._expect_kv, tracked, saved, of))
 
     def _leaving(self, tracked: TrackedEngine) -> list[asyncio.Task]:
-        """Return the tasks of its mates after which the GPUs are free."""
+        """Return the tasks after which the GPUs are free."""
         tasks = (self._parks, self._restarts)
-        return [of[mate.index] for mate in tracked.mates for of in tasks if mate.index in of]
+        return [
+            of[sharer.index] for sharer in tracked.gpu_sharers for of in tasks if sharer.index in of
+        ]
 
     async def _wait_for_gpus(
         self, tracked: TrackedEngine, leaving: Collection[asyncio.Task]
@@ -183,14 +187,14 @@ class Fleet:
         """Wait for the orders in `leaving`, then until dead engines have left these GPUs."""
         if leaving:
             await asyncio.wait(leaving)
-        sharing = [tracked.index, *(mate.index for mate in tracked.mates)]
+        sharing = [tracked.index, *(sharer.index for sharer in tracked.gpu_sharers)]
         while ends := [e for i in sharing if (e := self._ends.get(i)) and not e.done()]:
             await asyncio.wait(ends)
 
     def _order(
         self,
         tracked: TrackedEngine,
-        work: Callable[[], Awaitable[News]],
+        work: Callable[[], Awaitable[EngineReport]],
     ) -> asyncio.Task:
         """Start an order that runs after the engine's earlier orders."""
         own = [order for order in self._orders[tracked.index] if not order.done()]
@@ -201,16 +205,16 @@ class Fleet:
     async def _carry_out(
         self,
         tracked: TrackedEngine,
-        work: Callable[[], Awaitable[News]],
+        work: Callable[[], Awaitable[EngineReport]],
         earlier: Collection[asyncio.Task],
     ) -> None:
         try:
             if earlier:
                 await asyncio.wait(earlier)
-            news = await work()
+            report = await work()
         except Exception as failure:
-            news = failure
-        await self.inbox.put((tracked.index, news))
+            report = failure
+        await self.inbox.put((tracked.index, report))
 
     async def _sync(
         self, tracked: TrackedEngine, stage: GenerationStage, report: type[Synced]
@@ -284,7 +288,7 @@ class Fleet:
 
     # Deaths
 
-    async def bury(self, tracked: TrackedEngine, death: EngineDied) -> None:
+    async def on_death(self, tracked: TrackedEngine, death: EngineDied) -> None:
         """Note a death and start to kill the engine's processes. Raise as `Deaths.count` does, if
         the engine must not restart."""
         self.deaths.count(death)
@@ -295,7 +299,7 @@ class Fleet:
         tracked.die()
         self._waiting[tracked.index] = death
 
-    def waits(self, tracked: TrackedEngine) -> bool:
+    def needs_restart(self, tracked: TrackedEngine) -> bool:
         """Whether the engine is dead and its restart has not begun."""
         return tracked.index in self._waiting
 
@@ -305,16 +309,16 @@ class Fleet:
             restart = self._restart(tracked, death, self._leaving(tracked))
             self._restarts[tracked.index] = asyncio.create_task(restart)
 
-    def lose(self, tracked: TrackedEngine, gone: EngineGone) -> None:
+    def remove(self, tracked: TrackedEngine, gone: EngineGone) -> None:
         """Continue without an engine. Raise its `EngineGone` if it was the last."""
         self._last_gone = gone
-        self._untold.add(tracked.index)
+        self._unreported.add(tracked.index)
         tracked.lose()
-        self._say(f"{gone}; going on with {len(self.left())} of {len(self.base)} engines")
+        self._log(f"{gone}; going on with {len(self.remaining())} of {len(self.base)} engines")
 
     def take_lost(self) -> set[int]:
         """Return the engines that were lost since the last call."""
-        lost, self._untold = self._untold, set()
+        lost, self._unreported = self._unreported, set()
         return lost
 
     def revive(self, tracked: TrackedEngine) -> None:
@@ -337,11 +341,11 @@ class Fleet:
 
     async def _pump(self, engine: Engine) -> None:
         try:
-            news: News = await engine.next_events()
+            report: EngineReport = await engine.next_events()
         except Exception as error:
             # The coordinator decides whether this is a death or fails the stage.
-            news = error
-        await self.inbox.put((engine.index, news))
+            report = error
+        await self.inbox.put((engine.index, report))
 
     async def _end(self, tracked: TrackedEngine) -> None:
         # If the processes cannot be killed, the restart reports it.
@@ -353,19 +357,19 @@ class Fleet:
         self, tracked: TrackedEngine, death: EngineDied, leaving: Collection[asyncio.Task]
     ) -> None:
         await self._wait_for_gpus(tracked, leaving)
-        if tracked.standby and any(mate.holds_gpus for mate in tracked.mates):
+        if tracked.standby and any(sharer.holds_gpus for sharer in tracked.gpu_sharers):
             # Another layout has taken the GPUs back: restart when its pool can switch again.
             self._waiting[tracked.index] = death
             await self.inbox.put((tracked.index, Signal.PARKED))
             return
         try:
             await self._start_again(tracked, death)
-            news: News = Signal.RESTARTED
+            report: EngineReport = Signal.RESTARTED
         except EngineGone as gone:
-            news = gone
+            report = gone
         except Exception as error:
-            news = Fatal(error)
-        await self.inbox.put((tracked.index, news))
+            report = Fatal(error)
+        await self.inbox.put((tracked.index, report))
 
     async def _start_again(self, tracked: TrackedEngine, death: EngineDied) -> None:
         while True:
@@ -376,7 +380,7 @@ class Fleet:
             except EngineDied as again:
                 self.deaths.count(death := again)
             else:
-                self._say(f"{death}; it was started again")
+                self._log(f"{death}; it was started again")
                 return
 
     async def _start_pool(self, pool: Pool) -> None:

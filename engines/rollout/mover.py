@@ -11,7 +11,7 @@
 A request is on one engine, or on several of one stage while it is raced. The coordinator handles
 moves and events one after the other. Before it reads the next event, the losing copies of a race
 are withdrawn. A loser that finished all the same does not count, so each request finishes once.
-If an engine dies during a move, its requests stay in its record, and the `Rescuer` moves them.
+If an engine dies during a move, its requests stay in its record, and the `Reassigner` moves them.
 """
 
 from collections import defaultdict
@@ -143,16 +143,16 @@ class Mover:
         target = self._fleet.engines[move.to_engine]
         num_tokens, with_kv = num_response_tokens(copy), copy.kv is not None
         stage.races.begin(copy.id, origin.index, target.index, num_tokens, with_kv=with_kv)
-        self._fleet.chronicle.note(MoveKind.RACED, copy, origin, target)
-        await target.give([replace(copy, drafting=move.drafting)])
+        self._fleet.timeline_log.note(MoveKind.RACED, copy, origin, target)
+        await target.add([replace(copy, drafting=move.drafting)])
 
     async def _migrate(
         self, stage: GenerationStage, origin: TrackedEngine, target: TrackedEngine, id: RequestId
     ) -> None:
         for request in await self._take(origin, [id]):
             stage.num_migrated += 1
-            self._fleet.chronicle.note(MoveKind.MIGRATED, request, origin, target)
-            await target.give([request])
+            self._fleet.timeline_log.note(MoveKind.MIGRATED, request, origin, target)
+            await target.add([request])
 
     async def _defer(
         self,
@@ -165,20 +165,20 @@ class Mover:
         if origin.unfinished[id].deferred_from is not None:
             return  # A request is deferred at most once.
         # The target may have finished its part of the later stage, or be on standby. Then use the
-        # origin or its mates: one of them still has to begin the later stage, unless the origin
-        # came back to this stage in place of an engine that is gone.
-        welcome = [own for own in (target, origin, *origin.mates) if own.may_serve(later)]
+        # origin or an engine on its GPUs: one of them still has to begin the later stage, unless
+        # the origin came back to this stage in place of an engine that is gone.
+        welcome = [own for own in (target, origin, *origin.gpu_sharers) if own.may_serve(later)]
         if not welcome:
             return
         target = welcome[0]
         for request in await self._take(origin, [id]):
-            deferred = stage.leave_to(later, request)
-            self._fleet.chronicle.note(MoveKind.DEFERRED, request, origin, target)
+            deferred = stage.defer_to(later, request)
+            self._fleet.timeline_log.note(MoveKind.DEFERRED, request, origin, target)
             if target.index in later.queues:
                 # Deferred requests are the longest, so they go first.
                 later.queues[target.index].insert(0, deferred)
             else:
-                await target.give([deferred])
+                await target.add([deferred])
 
     async def _take(self, tracked: TrackedEngine, ids: Sequence[RequestId]) -> list[RolloutRequest]:
         self._fleet.changed.add(tracked.index)

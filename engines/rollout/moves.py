@@ -113,7 +113,7 @@ class Policy(Protocol):
 
 
 @runtime_checkable
-class Opening(Protocol):
+class FirstLayout(Protocol):
     """Policy that also chooses the layout in which each pool begins a stage."""
 
     def begin(self, view: RolloutView) -> Sequence[Reshape]:

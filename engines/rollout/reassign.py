@@ -18,7 +18,7 @@ from engines.rollout.tracked_engine import TrackedEngine
 from schemas.rollout import RolloutRequest
 
 
-class Rescuer:
+class Reassigner:
     """Finder of other engines for the requests of dead engines."""
 
     def __init__(self, fleet: Fleet, reshaper: Reshaper, stages: Sequence[GenerationStage]) -> None:
@@ -30,27 +30,27 @@ class Rescuer:
     async def on_death(self, tracked: TrackedEngine, death: EngineDied) -> None:
         if not tracked.alive:
             return  # Already handled: the pump and an order may report the same death.
-        await self._fleet.bury(tracked, death)
+        await self._fleet.on_death(tracked, death)
         self._reshaper.drop_precopy(tracked)
         if (stage := tracked.stage) and stage in self._stages:
-            await self._save(tracked, stage)
+            await self._move_requests(tracked, stage)
         if not tracked.standby:
             self._fleet.restart(tracked)
 
-    async def _save(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
+    async def _move_requests(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
         tracked.tally.num_restarts += 1
         self._drop_copies(tracked, stage)
         if not await self._reshaper.retreat(tracked, stage):
-            await self._rescue(tracked, stage)
+            await self._spread_unfinished(tracked, stage)
         for one in self._fleet.engines.values():
             if one.gone and one.unfinished:
                 # The retreat put requests on an engine that is gone.
-                await self._bequeath(one, stage)
+                await self._reassign(one, stage)
 
     async def on_gone(self, tracked: TrackedEngine, gone: EngineGone) -> None:
-        self._fleet.lose(tracked, gone)
+        self._fleet.remove(tracked, gone)
         for stage in self._stages:
-            await self._bequeath(tracked, stage)
+            await self._reassign(tracked, stage)
         if self._stages:
             for index in self._fleet.take_lost():
                 self._stages[0].tallies[index].gone = True
@@ -65,17 +65,17 @@ class Rescuer:
                 stage.races.drop(id, tracked.index)
                 tracked.forget(id)
 
-    async def _rescue(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
+    async def _spread_unfinished(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
         """Spread the requests over live engines that serve this stage now or later. If there is
         none, the requests wait for the restart. If another layout has the GPUs, they move to its
         engines."""
         others = [o for o in self._fleet.engines.values() if o.alive and o.may_serve(stage)]
         if not others and tracked.standby:
-            others = [mate for mate in tracked.mates if mate.may_serve(stage)]
+            others = [sharer for sharer in tracked.gpu_sharers if sharer.may_serve(stage)]
         if others:
             await self._spread(stage, tracked.leave_unfinished(), others)
 
-    async def _bequeath(self, gone: TrackedEngine, stage: GenerationStage) -> None:
+    async def _reassign(self, gone: TrackedEngine, stage: GenerationStage) -> None:
         """Spread a lost engine's current and queued requests of a stage over other engines. If no
         engine serves the stage any more, all engines that are left come back to it."""
         orphans = stage.queues.pop(gone.index, [])
@@ -83,14 +83,14 @@ class Rescuer:
             orphans += gone.leave_unfinished()
         if not orphans:
             return
-        heirs = [one for one in self._fleet.engines.values() if one.may_serve(stage)]
-        if not heirs:
-            heirs = self._fleet.left()
-            for tracked in heirs:
+        targets = [one for one in self._fleet.engines.values() if one.may_serve(stage)]
+        if not targets:
+            targets = self._fleet.remaining()
+            for tracked in targets:
                 stage.queues[tracked.index] = []
                 tracked.waiting.appendleft(stage)
                 self._fleet.changed.add(tracked.index)
-        await self._spread(stage, orphans, [one for one in heirs if one.alive] or heirs)
+        await self._spread(stage, orphans, [one for one in targets if one.alive] or targets)
 
     async def _spread(
         self,
@@ -103,4 +103,4 @@ class Rescuer:
             if other.index in stage.queues:
                 stage.queues[other.index].extend(share)
             else:
-                await other.give(share)
+                await other.add(share)

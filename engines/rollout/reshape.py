@@ -221,13 +221,13 @@ class Reshaper:
     async def settle(self) -> None:
         """Return idle pools to the base layout. Restart dead engines of other layouts first."""
         for state in self._states.values():
-            if state.done and (state.raised or self._may_mend(state)):
+            if state.done and (state.raised or self._may_restart(state)):
                 await self._switch(state, state.base, None, [])
 
-    def _may_mend(self, state: PoolState) -> bool:
+    def _may_restart(self, state: PoolState) -> bool:
         """Whether a dead engine on standby needs a restart and the working engines can park."""
         there = all(tracked.takes_requests or tracked.gone for tracked in state.working)
-        return there and any(map(self._fleet.waits, state.standing_by))
+        return there and any(map(self._fleet.needs_restart, state.standing_by))
 
     async def retreat(self, dead: TrackedEngine, stage: GenerationStage) -> bool:
         """Return the pool and all its requests to the base layout, if the dead engine worked in
@@ -291,7 +291,7 @@ class Reshaper:
             target.expect(request for _, request in share)
             for origin, request in share:
                 stage.races.move(request.id, origin.index, target.index)
-                self._fleet.chronicle.note(MoveKind.RESHAPED, request, origin, target)
+                self._fleet.timeline_log.note(MoveKind.RESHAPED, request, origin, target)
 
 
 def _not_finishing(tracked: TrackedEngine) -> list[RequestId]:

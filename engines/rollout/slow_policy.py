@@ -11,26 +11,26 @@ from functools import partial
 from typing import TypeVar
 
 from engines.bounded import wait_for
-from engines.rollout.moves import Move, Opening, Policy, Reshape, RolloutView
+from engines.rollout.moves import FirstLayout, Move, Policy, Reshape, RolloutView
 
 M = TypeVar("M", bound=Move)
 DECIDE_TIMEOUT_S = 60.0
 """Time limit in seconds for one decision in a thread."""
 
 
-async def decide(policy: Policy, view: RolloutView, *, aside: bool) -> Sequence[Move]:
-    return await _ask(policy, partial(policy.decide, view), aside)
+async def decide(policy: Policy, view: RolloutView, *, in_thread: bool) -> Sequence[Move]:
+    return await _ask(policy, partial(policy.decide, view), in_thread)
 
 
-async def begin(policy: Policy, view: RolloutView, *, aside: bool) -> Sequence[Reshape]:
+async def begin(policy: Policy, view: RolloutView, *, in_thread: bool) -> Sequence[Reshape]:
     """Return the policy's layouts for the stage's start, or none if it has no `begin`."""
-    if not isinstance(policy, Opening):
+    if not isinstance(policy, FirstLayout):
         return ()
-    return await _ask(policy, partial(policy.begin, view), aside)
+    return await _ask(policy, partial(policy.begin, view), in_thread)
 
 
-async def _ask(policy: Policy, question: Callable[[], Sequence[M]], aside: bool) -> Sequence[M]:
-    if not aside:
+async def _ask(policy: Policy, question: Callable[[], Sequence[M]], in_thread: bool) -> Sequence[M]:
+    if not in_thread:
         return question()
     try:
         return await wait_for(asyncio.to_thread(question), DECIDE_TIMEOUT_S)

@@ -120,7 +120,7 @@ class GenerationStage:
     def num_deferrable(self) -> int:
         return 0 if self.min_rollouts is None else max(0, self.num_rollouts - self.min_rollouts)
 
-    def leave_to(self, later: "GenerationStage", request: RolloutRequest) -> RolloutRequest:
+    def defer_to(self, later: "GenerationStage", request: RolloutRequest) -> RolloutRequest:
         """Defer the request to a later stage, and return it as that stage's request."""
         moved = request.deferred()
         self.deferred.append(request.id)

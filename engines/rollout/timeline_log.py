@@ -8,7 +8,7 @@ from schemas.rollout import RolloutRequest
 from schemas.timeline import MoveKind, MoveRecord, Timeline
 
 
-class Chronicle:
+class TimelineLog:
     """Moves and engine spans on the event loop's clock, kept until `timeline` returns them."""
 
     def __init__(self, engines: Collection[TrackedEngine]) -> None:

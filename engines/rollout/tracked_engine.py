@@ -1,7 +1,7 @@
 """The coordinator's record of one engine: its requests, its stage and its activities over time.
 
 Methods here suppress `EngineDied`, because the engine's pump meets the same death and reports it.
-Until then the requests stay in `unfinished`. The `Rescuer` takes them from there.
+Until then the requests stay in `unfinished`. The `Reassigner` takes them from there.
 
 The coordinator's copy of a request is authoritative. An engine adds only the generated tokens and
 the place of saved keys and values. So a request keeps its drafting setting on every engine. Saved
@@ -78,7 +78,7 @@ class TrackedEngine:
     """Current or last stage."""
     waiting: deque[GenerationStage] = field(default_factory=deque)
     """Queue of later stages."""
-    mates: "Sequence[TrackedEngine]" = ()
+    gpu_sharers: "Sequence[TrackedEngine]" = ()
     """Engines on the same GPUs in other layouts."""
     unfinished: dict[RequestId, RolloutRequest] = field(default_factory=dict)
     """Requests of its stage that are not known to be finished."""
@@ -125,12 +125,12 @@ class TrackedEngine:
     @property
     def free(self) -> bool:
         """Whether the engine can begin the next stage."""
-        return self.takes_requests and not self.unfinished and not self.waits_for_mates
+        return self.takes_requests and not self.unfinished and not self.waits_for_sharers
 
     @property
-    def waits_for_mates(self) -> bool:
+    def waits_for_sharers(self) -> bool:
         """Whether a parked engine on the same GPUs still has to report finished requests."""
-        return any(mate.standby and mate.unfinished for mate in self.mates)
+        return any(sharer.standby and sharer.unfinished for sharer in self.gpu_sharers)
 
     @property
     def takes_requests(self) -> bool:
@@ -169,7 +169,7 @@ class TrackedEngine:
         self.unfinished, self.seen = {}, None
         return left
 
-    def hear(self, events: EngineEvents) -> None:
+    def update_progress(self, events: EngineEvents) -> None:
         """Store the engine's progress report. `view` ignores reports about requests that this
         engine does not hold."""
         self.progress, self.drafting, self.seen = events.progress, events.drafting, None
@@ -283,7 +283,7 @@ class TrackedEngine:
         waiting = [r for id, r in self.unfinished.items() if id not in self.finishing]
         await self.submit(waiting)
 
-    async def give(self, requests: Sequence[RolloutRequest]) -> None:
+    async def add(self, requests: Sequence[RolloutRequest]) -> None:
         """Add requests to the current stage. Submit them now if the engine is serving."""
         self.expect(requests)
         if self.takes_requests:
@@ -319,7 +319,7 @@ class TrackedEngine:
         kv = KVCounts()
         with suppress(EngineDied):
             self.tally.drafting += await self.engine.take_drafting_counts()
-            if self.mates:
+            if self.gpu_sharers:
                 kv = await self.engine.take_kv_counts()
         if kv.load_s:
             self.stage.link_bytes_per_s.append(kv.num_bytes_loaded / kv.load_s)

@@ -135,13 +135,13 @@ async def make_generation(
     latency: FittedLatency | None,
     policy_version: int,
     placement: GpuPlacement,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     engine_class: type[VLLMEngine] = VLLMEngine,
     learnt: Mapping[int, str] | None = None,
 ) -> Engines:
     """Make a run's engines and drafters. Start none.
 
-    `say`: receives messages about dead drafters and lost engines. `engine_class`: ignored for
+    `log`: receives messages about dead drafters and lost engines. `engine_class`: ignored for
     engines that share GPUs. `learnt`: each engine's drafting state at the start (`Store.learnt`).
     Raise ValueError when engines of several TP degrees do not fit into memory, or when
     rollout.weights is ipc and there are no GPUs.
@@ -166,14 +166,14 @@ async def make_generation(
         max_restarts=config.rollout.max_restarts,
         pools=pools,
         keep_parked_current=keeps_weights,
-        say=say,
-        decides_aside=True,
+        log=log,
+        decide_in_thread=True,
     )
     drafters = Drafters(
         engine.drafter_processes,
         engines,
         config.specactor.max_restarts,
-        say,
+        log,
         num_gpus=1 if placement.num_gpus else 0,
         nodes=[placement.node(drafter_name(i)) for i in range(len(engine.drafter_processes))],
         on_cluster=names_cluster(),

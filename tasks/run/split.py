@@ -15,15 +15,15 @@ from schemas.drafting import DraftModel
 from tasks.run.preflight import read_latency
 
 
-def with_gpu_split(config: TrainConfig, say: Callable[[str], None] = print) -> TrainConfig:
+def with_gpu_split(config: TrainConfig, log: Callable[[str], None] = print) -> TrainConfig:
     """Return the config with planned numbers instead of `specactor.split_gpus`. Report them with
-    `say`. Raise ValueError when no plan is possible."""
+    `log`. Raise ValueError when no plan is possible."""
     specactor = config.specactor
     if specactor.split_gpus is None:
         return config
     drafter = _planned_for(config)
     split = _plan(config, drafter.name, specactor.split_gpus)
-    say(_sentence(config, drafter.name, split))
+    log(_sentence(config, drafter.name, split))
     models = [
         model.model_copy(update={"num_engines": split.num_drafters}) if model == drafter else model
         for model in specactor.draft_models

@@ -9,7 +9,7 @@ from engines.control.objective import SoonestEnd
 from engines.control.reshaping import Forgone, Reshaping
 from engines.latency.interface import Latency
 from engines.pat.remaining import FromHistory, Maximum
-from engines.rollout.moves import EngineView, Opening, Reshape, RolloutView
+from engines.rollout.moves import EngineView, FirstLayout, Reshape, RolloutView
 from schemas.rollout import LengthHistory, RequestId, Split
 from tests.pat.stage import (
     ON_A40,
@@ -35,7 +35,7 @@ def queued(num_requests, tp_degree=2):
 def begun(lengths, tp_degree=2, **changes):
     """Return the TP degree in which the stage begins."""
     controller = switching(lengths, opening=Reshaping(), **changes)
-    assert isinstance(controller, Opening)
+    assert isinstance(controller, FirstLayout)
     moves = controller.begin(queued(len(lengths), tp_degree))
     assert len(moves) <= 1
     return moves[0].tp_degree if moves else tp_degree

@@ -124,7 +124,7 @@ class Laps:
 
         self.said: list[tuple[float, str]] = []
         self.coordinator = Coordinator(
-            engines, say=lambda text: self.said.append((time.monotonic(), text))
+            engines, log=lambda text: self.said.append((time.monotonic(), text))
         )
 
     async def take(self, weights: PolicyWeights, requests: Sequence[RolloutRequest], see: Any):

@@ -317,7 +317,7 @@ class Recorder:
         fetches them."""
         self.said = []
         self.coordinator = Coordinator(
-            engines, max_restarts=max_restarts, say=self.said.append, **pools
+            engines, max_restarts=max_restarts, log=self.said.append, **pools
         )
         self.finished = {}
         self.order = []

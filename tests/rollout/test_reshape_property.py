@@ -202,7 +202,7 @@ NODES = ((0, 1, 2, 3, 4, 5, 6), (7, 8, 9), (10,))
     spare=st.none() | st.integers(0, 4),
     **slow,
 )
-@example(  # An engine that woke without need gets a request while its mates delay it.
+@example(  # An engine that woke without need gets a request while engines on its GPUs delay it.
     seed=4200,
     lengths=[[9, 12, 17, 25, 4, 2, 20, 28, 7, 1, 25, 26], []],
     lost_at_ms={(0, 1, 2, 3, 4, 5, 6): 17},

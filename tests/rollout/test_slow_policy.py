@@ -38,8 +38,8 @@ class Thinker:
             raise self.error
 
 
-async def roll_out(policy, *, aside):
-    recorder = Recorder([FakeEngine(0), FakeEngine(1)], decides_aside=aside)
+async def roll_out(policy, *, in_thread):
+    recorder = Recorder([FakeEngine(0), FakeEngine(1)], decide_in_thread=in_thread)
     await recorder.coordinator.start()
 
     async def watch():
@@ -58,20 +58,20 @@ async def roll_out(policy, *, aside):
 
 async def test_the_loop_goes_on_while_a_policy_thinks():
     beside, within = Thinker(), Thinker()
-    await roll_out(beside, aside=True)
-    await roll_out(within, aside=False)
+    await roll_out(beside, in_thread=True)
+    await roll_out(within, in_thread=False)
     assert beside.num_asked > 2
     assert min(beside.ticks) > 3
     assert set(within.ticks) == {0}
 
 
-@pytest.mark.parametrize("aside", [True, False])
-async def test_an_error_of_a_policy_is_the_stages(aside):
+@pytest.mark.parametrize("in_thread", [True, False])
+async def test_an_error_of_a_policy_is_the_stages(in_thread):
     with pytest.raises(ZeroDivisionError, match="of the policy"):
-        await roll_out(Thinker(ZeroDivisionError("of the policy")), aside=aside)
+        await roll_out(Thinker(ZeroDivisionError("of the policy")), in_thread=in_thread)
 
 
 async def test_one_that_never_ends_is_named(monkeypatch):
     monkeypatch.setattr(slow_policy, "DECIDE_TIMEOUT_S", 0.02)
     with pytest.raises(TimeoutError, match=r"Thinker took more than 0.02 s .* pat.tp_degrees"):
-        await roll_out(Thinker(), aside=True)
+        await roll_out(Thinker(), in_thread=True)

@@ -40,7 +40,7 @@ def profile(tmp_path: Path) -> str:
 
 def planned(directory: Path, *overrides: str) -> TrainConfig:
     config = load_config(write_config(directory), [SMALL, *overrides])
-    return with_gpu_split(config, say=lambda _: None)
+    return with_gpu_split(config, log=lambda _: None)
 
 
 def test_gpus_are_shared_out_as_planned(tmp_path: Path, profile: str) -> None:

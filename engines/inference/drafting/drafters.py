@@ -76,7 +76,7 @@ class Drafters:
         configs: Sequence[DrafterConfig],
         engines: Sequence[RayEngine],
         max_restarts: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         num_gpus: int = 0,
         nodes: Sequence[str | None] | None = None,
         *,
@@ -84,7 +84,7 @@ class Drafters:
     ) -> None:
         """Describe the drafters; `start` starts them.
 
-        `say` logs deaths. `num_gpus`: GPUs of each drafter. `nodes`: the preferred Ray node of
+        `log` logs deaths. `num_gpus`: GPUs of each drafter. `nodes`: the preferred Ray node of
         each. `on_cluster`: serve on an address that other machines can reach, because the cluster
         has or may get some.
         """
@@ -95,7 +95,7 @@ class Drafters:
         ]
         self._engines = engines
         self._max_restarts = max_restarts
-        self._say = say
+        self._log = log
         self._num_restarts: Counter[Drafter] = Counter()
         self._watches: list[asyncio.Task] = []
 
@@ -137,7 +137,7 @@ class Drafters:
         name, why = drafter.config.name, death.why
         while self._num_restarts[drafter] < self._max_restarts:
             self._num_restarts[drafter] += 1
-            self._say(f"drafter {name} died ({why}); restarting it")
+            self._log(f"drafter {name} died ({why}); restarting it")
             try:
                 await self._connect(drafter, await drafter.start())
             except ActorError as again:
@@ -145,7 +145,7 @@ class Drafters:
             else:
                 return True
         drafter.kill()
-        self._say(f"drafter {name} died too often ({why}); rollouts continue without it")
+        self._log(f"drafter {name} died too often ({why}); rollouts continue without it")
         return False
 
     async def _connect(self, drafter: Drafter, address: str) -> None:
