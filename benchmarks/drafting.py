@@ -48,7 +48,7 @@ from engines.histospec.window import AIMD, Doubling, Fixed
 from engines.latency.fitted import FittedLatency
 from engines.latency.profile_file import find_profile, read_profile
 from engines.reports.tables import plain_table
-from engines.simulate.counted_latency import WatchedLatency
+from engines.simulate.counted_latency import CountedLatency
 from engines.simulate.history import PAPER, check_token_ids
 from engines.simulate.trace import Trace, from_store, read_trace
 from flows.simulate_input import RUNS, find_trace
@@ -80,7 +80,7 @@ class Times:
 
     profile: Profile
     tp_degree: int
-    latency: WatchedLatency
+    latency: CountedLatency
 
     def of(self, name: str) -> PassTime:
         known = sorted({str(point.drafter) for point in self.profile.of_kind(PointKind.DRAFT)})
@@ -169,7 +169,7 @@ def read_times(name: str, tp_degree: int) -> Times:
         raise ValueError(
             f"{path} has no verify and draft points: make a profile without --windows ''"
         )
-    latency = WatchedLatency(profile)
+    latency = CountedLatency(profile)
     # This refuses a TP degree that was not profiled, before anything is replayed.
     latency.verify_s(tp_degree, 1, 1.0, 1)
     return Times(profile, tp_degree, latency)

@@ -136,7 +136,7 @@ async def _steps(args: Namespace, directory: Path, console: Console) -> list[Row
 @contextmanager
 def _asking(run_dir: Path, answers: list[float]) -> Iterator[None]:
     """Send queries while this lasts; `answers` receives the seconds of each."""
-    from tasks.run.store_query import ask_run
+    from tasks.run.store_query import query_run
 
     over = threading.Event()
     failed: list[Exception] = []
@@ -145,7 +145,7 @@ def _asking(run_dir: Path, answers: list[float]) -> Iterator[None]:
         for question in itertools.cycle(QUESTIONS):
             started_s = time.perf_counter()
             try:
-                ask_run(run_dir, question, _TIMEOUT_S)
+                query_run(run_dir, question, _TIMEOUT_S)
             except Exception as error:
                 failed.append(error)
                 return

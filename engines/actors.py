@@ -110,15 +110,15 @@ class RemoteActor:
         moving = wait_while_moving(reply, how_far, stall_s)
         return await self._answer(method, moving, f"stood still in {method} for {stall_s:.0f} s")
 
-    async def call_aside(
+    async def call_with_reference(
         self, method: str, *args: Any, timeout_s: float, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Call a method with two return values. Return the first, and a reference to the second.
 
         The second one stays in Ray's object store.
         """
-        reply, aside = getattr(self.handle, method).options(num_returns=2).remote(*args, **kwargs)
-        return await self._answer_in(method, reply, timeout_s), aside
+        reply, rest = getattr(self.handle, method).options(num_returns=2).remote(*args, **kwargs)
+        return await self._answer_in(method, reply, timeout_s), rest
 
     async def _answer_in(self, method: str, reply: Any, timeout_s: float) -> Any:
         late = f"gave no answer to {method} in {timeout_s:.0f} s"

@@ -53,21 +53,21 @@ async def _result(awaitable: Awaitable[T]) -> T:
     return await awaitable
 
 
-async def ask_aside(ask: Callable[[], T], timeout_s: float) -> T:
-    """Call `ask` in a thread and return its answer.
+async def call_in_thread(call: Callable[[], T], timeout_s: float) -> T:
+    """Make the call in a thread and return its answer.
 
-    Raise TimeoutError if there is no answer after `timeout_s`, or if `ask` raises. The thread is
+    Raise TimeoutError if there is no answer after `timeout_s`, or if `call` raises. The thread is
     abandoned then.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 
-    def tell() -> None:
-        told = ask()
+    def run() -> None:
+        result = call()
         with suppress(RuntimeError):  # The event loop may have ended.
-            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(told))
+            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(result))
 
-    threading.Thread(target=tell, daemon=True, name="asked aside").start()
+    threading.Thread(target=run, daemon=True, name="bounded call").start()
     return await wait_for(answer, timeout_s)
 
 
@@ -85,7 +85,7 @@ async def together() -> AsyncGenerator[asyncio.TaskGroup]:
         raise first from first.__cause__
 
 
-async def all_of(awaitables: Iterable[Awaitable]) -> list:
+async def gather_all(awaitables: Iterable[Awaitable]) -> list:
     """Return all results. If some fail, wait until all have ended, then raise the first error."""
     results = await asyncio.gather(*awaitables, return_exceptions=True)
     for result in results:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def made_to_stay() -> Generator[None]:
+def freeze_garbage() -> Generator[None]:
     """Collect garbage once, when the block ends. Later collections skip all objects made so far."""
     gc.disable()
     try:

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-_MENDS = {
+_FIXES = {
     errno.ENOENT: "give an existing path",
     errno.EACCES: "give this user the permission (chmod), or another path",
     errno.EPERM: "give this user the permission, or another path",
@@ -42,11 +42,11 @@ _KINDS = {
 
 def explain(error: OSError, file: Path | str = "") -> str:
     """Return a sentence that says what failed, where, and how to fix it."""
-    where, mend = str(file or error.filename or ""), _MENDS.get(error.errno or 0, "")
+    where, fix = str(file or error.filename or ""), _FIXES.get(error.errno or 0, "")
     if error.errno == errno.ENOENT and where:
-        return f"{where} does not exist: {mend}"
+        return f"{where} does not exist: {fix}"
     what = error.strerror or str(error)
-    return ": ".join(part for part in (where, what, mend) if part)
+    return ": ".join(part for part in (where, what, fix) if part)
 
 
 def is_given(error: OSError) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from engines.machine.inspect_machine import look_at_machine
+from engines.machine.inspect_machine import inspect_machine
 from engines.machine.verdicts import findings
 from engines.paths import check_place
 from engines.reports.tables import plain_table
@@ -24,7 +24,7 @@ def launch_doctor(
     ValueError when the JSON file cannot be written."""
     check_output(json_file, JSON, "--json")
     check_place(runs_dir, f"--runs-dir {runs_dir}")
-    machine = look_at_machine(runs_dir, {"Prefect": prefect_port, "MLflow": mlflow_port})
+    machine = inspect_machine(runs_dir, {"Prefect": prefect_port, "MLflow": mlflow_port})
     report = MachineReport(findings=findings(machine), machine=machine)
     print_findings(report.findings, Console(stderr=json_file == "-", highlight=False, markup=False))
     if json_file:
@@ -39,7 +39,7 @@ def print_findings(found: Sequence[Finding], console: Console) -> None:
     table = plain_table(*columns, text=columns)
     for one in found:
         verdict = Text(one.verdict, STYLES[one.verdict])
-        table.add_row(one.what, one.found, verdict, one.mend)
+        table.add_row(one.what, one.found, verdict, one.fix)
     console.print(table)
     count = {v: sum(one.verdict is v for one in found) for v in Verdict}
     problems, warnings = count[Verdict.PROBLEM], count[Verdict.WARNING]

@@ -8,7 +8,7 @@ from engines.accounting.step_requests import step_requests
 from engines.reports.timeline_page import timeline_page
 from engines.reports.trace_events import FOLDER, read_timeline, read_timelines, trace_events
 from engines.simulate.trace import from_store, write_trace
-from engines.store.open_database import naming_damage
+from engines.store.open_database import explain_damage
 from engines.store.store import open_read_only
 from flows.output_file import HTML, JSON, PARQUET, check_output, write_output, writing
 from flows.simulate_input import find_trace
@@ -63,7 +63,7 @@ def _export_events(run: str, file: Path) -> None:
     live = is_live(run_dir)
     if not live:
         file_of_store = run_dir / STORE_FILE
-        with naming_damage(file_of_store), open_read_only(file_of_store) as store:
+        with explain_damage(file_of_store), open_read_only(file_of_store) as store:
             rollouts = store.engine_times()
     write_output(file, json.dumps(trace_events(timelines, rollouts)))
     without = ", without rollouts: the run is live" if live else f", {len(rollouts):,} rollouts"
@@ -79,7 +79,7 @@ def _export_page(run: str, step: int, file: Path) -> None:
     live = is_live(run_dir)
     if not live:
         file_of_store = run_dir / STORE_FILE
-        with naming_damage(file_of_store), open_read_only(file_of_store) as store:
+        with explain_damage(file_of_store), open_read_only(file_of_store) as store:
             rows = store.timed_rollouts(Split.TRAIN, step).to_pylist()
     requests = step_requests(recorded, Split.TRAIN, step, rows)
     gpus = gpus_of(read_config(run_dir))

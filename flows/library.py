@@ -16,7 +16,7 @@ from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig, EvaluationReport
 from schemas.step import RunSummary
 from tasks.run.record import find_run
-from tasks.run.store_query import ask_run
+from tasks.run.store_query import query_run
 
 RUNS = Path("runs")
 
@@ -33,7 +33,7 @@ class RunStore:
         Raise ValueError when the query is refused or takes longer than `timeout_s` seconds, and
         RuntimeError when the process that runs it dies.
         """
-        return ask_run(self.run_dir, query, timeout_s)
+        return query_run(self.run_dir, query, timeout_s)
 
 
 async def train(

@@ -23,7 +23,7 @@ from engines.reports import similarity as similarity_report
 from flows.output_file import JSON, PNG, check_output, write_output, writing
 from schemas.bench import BenchReport
 from tasks.run.record import find_run
-from tasks.run.store_query import ask_run
+from tasks.run.store_query import query_run
 
 RANKING_GROUPS = (8, 16)
 """Numbers of ranking groups in the paper (RhymeRL)."""
@@ -70,7 +70,7 @@ def launch_report(
 
 
 def _asking(run_dir: Path, timeout_s: float) -> Ask:
-    return lambda query: ask_run(run_dir, query, timeout_s)
+    return lambda query: query_run(run_dir, query, timeout_s)
 
 
 Epochs = dict[int, dict[str, list[int]]]

@@ -16,7 +16,7 @@ from engines.reports.simulation import (
     to_json,
 )
 from engines.simulate.cluster import PolicySet, Simulation, compare_step
-from engines.simulate.counted_latency import WatchedLatency
+from engines.simulate.counted_latency import CountedLatency
 from flows.output_file import JSON, PNG, check_output, making, write_output, writing
 from flows.simulate_input import RUNS, Arguments, SimulationCase, read_cases, read_policies
 from schemas.simulate import SimulatedStep
@@ -36,7 +36,7 @@ def launch_simulate(args: Arguments) -> None:
         results, longest = _simulate(case, policy_sets, args.acceptance, console)
         outcomes.append(SimulationOutcome(case.name, results, case.measured_s, case.facts))
         print_outcome(outcomes[-1], console)
-        if isinstance(case.latency, WatchedLatency) and case.latency.complaint:
+        if isinstance(case.latency, CountedLatency) and case.latency.complaint:
             console.print(f"warning: {case.latency.complaint}", style="yellow", soft_wrap=True)
         prefix = f"{case.name}-" if len(cases) > 1 else ""
         _draw(case.name, longest, out, prefix)

@@ -19,7 +19,7 @@ from engines.latency.model_shape import SHAPES, ModelShape
 from engines.latency.profile_file import find_profile, read_profile, require_points
 from engines.reports.simulation import Ablation, Fact
 from engines.simulate.cluster import PLACEMENTS, PolicySet, check_latency, even
-from engines.simulate.counted_latency import WatchedLatency
+from engines.simulate.counted_latency import CountedLatency
 from engines.simulate.history import DRAFTINGS, check_token_ids
 from engines.simulate.trace import Trace, from_store, measured_s, read_trace
 from schemas.config import HistoPipeConfig
@@ -275,7 +275,7 @@ def _latency(
         kinds = (PointKind.DECODE, PointKind.PREFILL)
         require_points(profile, path, (tp_degree,), kinds, "give another --tp or profile this one")
         what = f"profile of {profile.model_name} on {profile.hardware}"
-        latency, capacity = WatchedLatency(profile), profile.kv_capacity_tokens(tp_degree)
+        latency, capacity = CountedLatency(profile), profile.kv_capacity_tokens(tp_degree)
     else:
         latency = _analytic(str(args.hardware), str(args.shape), policy_sets)
         what = f"formula for {latency.model_shape.name} on {latency.hardware.name}"

@@ -13,7 +13,7 @@ from rich.console import Console
 from engines.reports.tables import plain_table, printable
 from flows.output_file import CSV, check_output, writing
 from tasks.run.record import find_run
-from tasks.run.store_query import ask_run
+from tasks.run.store_query import query_run
 
 MAX_SHOWN = 100
 _MAX_WIDTH = 60
@@ -27,7 +27,7 @@ def launch_sql(
     cannot be written, or the store refuses the query."""
     check_output(csv_file, CSV, "--csv")
     run_dir = find_run(run, runs_dir)
-    table = ask_run(run_dir, query, timeout_s)
+    table = query_run(run_dir, query, timeout_s)
     _check_dates(table)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

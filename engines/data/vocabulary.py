@@ -61,13 +61,13 @@ def check_ending_tokens(ids: Any, num_rows: int, file: Path) -> None:
 def check_same_tokens(drafter: Vocabulary, policy: Vocabulary, setting: str) -> None:
     """Raise ValueError if the drafter's tokens differ from the policy's. `setting`: the drafter's
     setting, for the message."""
-    mend = "take a smaller model of the same family"
+    fix = "take a smaller model of the same family"
     if not (drafter.tokens and policy.tokens):
         if drafter.num_rows != policy.num_rows:
             raise ValueError(
                 f"{setting}: {drafter.model} has a vocabulary of {drafter.num_rows} tokens and "
                 f"{policy.model} one of {policy.num_rows}. A tokenizer is missing, so refrain "
-                f"cannot check whether only padding differs. Save it beside the model, or {mend}"
+                f"cannot check whether only padding differs. Save it beside the model, or {fix}"
             )
         return
     for id in sorted(drafter.tokens.keys() & policy.tokens.keys()):
@@ -75,10 +75,10 @@ def check_same_tokens(drafter: Vocabulary, policy: Vocabulary, setting: str) -> 
             raise ValueError(
                 f"{setting}: token {id} is {drafter.tokens[id]!r} in {drafter.model} and "
                 f"{policy.tokens[id]!r} in {policy.model}: a drafter must have the policy's "
-                f"tokens; {mend}"
+                f"tokens; {fix}"
             )
     if (last := max(policy.tokens)) >= drafter.num_rows:
         raise ValueError(
             f"{setting}: {drafter.model} has no row for tokens from {drafter.num_rows} to {last} "
-            f"of {policy.model}: {mend}"
+            f"of {policy.model}: {fix}"
         )

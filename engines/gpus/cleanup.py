@@ -42,7 +42,7 @@ def given_gpus() -> tuple[int, ...]:
     return tuple(sorted(map(int, ray.get_gpu_ids())))
 
 
-class Undertaker:
+class CleanupActor:
     """Actor on the node of a dead engine."""
 
     def end(self, marked: Marked) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
-from engines.bounded import ask_aside
+from engines.bounded import call_in_thread
 
 LOOK_S = 2.0
 """Seconds between two checks of the cluster."""
@@ -28,7 +28,9 @@ class NoPlace(RuntimeError):
     """An engine has lost its place in the cluster."""
 
 
-def why_gone(num_gpus: int, node_id: str | None, lost: Collection[str], unplaced_s: float) -> str:
+def why_unplaced(
+    num_gpus: int, node_id: str | None, lost: Collection[str], unplaced_s: float
+) -> str:
     """Return why an engine has no place, or "" if it has one or may get one.
 
     Args:
@@ -83,9 +85,9 @@ class Place:
         raise NoPlace(why)
 
     async def look(self) -> str:
-        """Return why it has no place, as `why_gone`. Also "" while Ray does not answer."""
+        """Return why it has no place, as `why_unplaced`. Also "" while Ray does not answer."""
         with suppress(TimeoutError):
-            return await ask_aside(self._look, ANSWER_S)
+            return await call_in_thread(self._look, ANSWER_S)
         return ""
 
     def _look(self) -> str:
@@ -97,7 +99,7 @@ class Place:
         placed = self._group is None or placement_group_table(self._group)["state"] == "CREATED"
         if placed or not lost:
             self._at_rest_s = now_s
-        return why_gone(self._num_gpus, self._node_id, lost, now_s - self._at_rest_s)
+        return why_unplaced(self._num_gpus, self._node_id, lost, now_s - self._at_rest_s)
 
     async def give_back(self) -> None:
         """Return the GPUs to Ray. An actor on them ends."""
@@ -105,4 +107,4 @@ class Place:
 
         if self._group is not None:
             with suppress(TimeoutError):
-                await ask_aside(lambda: remove_placement_group(self._group), ANSWER_S)
+                await call_in_thread(lambda: remove_placement_group(self._group), ANSWER_S)

@@ -13,7 +13,7 @@ from engines.gpus.cleanup import given_gpus, memory_of
 
 
 @dataclass(frozen=True)
-class HeldGpus:
+class ReservedGpus:
     """Reserved GPUs of one node."""
 
     node_id: str
@@ -37,7 +37,7 @@ class _Holder:
         return ray.get_runtime_context().get_node_id(), gpu_ids, free, total
 
 
-async def hold_gpus(num_gpus: int, near: str | None, timeout_s: float) -> HeldGpus:
+async def reserve_gpus(num_gpus: int, near: str | None, timeout_s: float) -> ReservedGpus:
     """Reserve GPUs of one node, preferably of node `near`. Raise RuntimeError if no node has enough
     free GPUs within `timeout_s`."""
     holder = RemoteActor("holder of GPUs", _Holder, node_id=near, soft=True, num_gpus=num_gpus)
@@ -48,4 +48,4 @@ async def hold_gpus(num_gpus: int, near: str | None, timeout_s: float) -> HeldGp
             f"no node had {num_gpus} free GPUs, which several processes share in turn, within "
             f"{timeout_s:.0f} s"
         ) from error
-    return HeldGpus(node_id, gpu_ids, free, total, holder)
+    return ReservedGpus(node_id, gpu_ids, free, total, holder)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.actors import ActorError, ActorGone, NoAnswer, RemoteActor
-from engines.bounded import all_of
+from engines.bounded import gather_all
 from engines.histospec.index_file import DamagedIndex
 from engines.histospec.worker import HistoryWorker, Offer, share_of
 from schemas.counts import LibraryCounts
@@ -129,7 +129,7 @@ class HistoryWorkers:
             share: {key: s for key, s in wanted.items() if share_of(key, len(shares)) == share}
             for share in shares
         }
-        num_there = await all_of(self._ensure_share(s, wanted_of[s], read_rows) for s in shares)
+        num_there = await gather_all(self._ensure_share(s, wanted_of[s], read_rows) for s in shares)
         if len(shares) > 1:
             async with self._copying:
                 await self._copy(wanted_of)
@@ -173,7 +173,7 @@ class HistoryWorkers:
         marks = {share: offer.mark for share, offer in offers.items()}
         seen: dict[int, set[int]] = await self._ask_all(offers, "sees", marks)
         takers = [share for share, sees in seen.items() if share == min(sees, default=share)]
-        await all_of(
+        await gather_all(
             self._spread(
                 share, [t for t in takers if share not in seen[t]], wanted_of[share], offer
             )
@@ -192,12 +192,12 @@ class HistoryWorkers:
             num_packed, files = packed
             part = set(names[:num_packed])
             takes = {t: part.intersection(lacks) for t, lacks in lacking.items()}
-            await all_of(
+            await gather_all(
                 self._tell(t, "take", share, files, own) for t, own in takes.items() if own
             )
             names = names[num_packed:]
         if not names:
-            await all_of(self._tell(t, "share_files", share, shared) for t in lacking)
+            await gather_all(self._tell(t, "share_files", share, shared) for t in lacking)
 
     async def _tell(self, share: int, method: str, *args: Any) -> None:
         """Call a method that returns the worker's counts, and store these."""
@@ -206,7 +206,7 @@ class HistoryWorkers:
 
     async def _ask_all(self, shares: Collection[int], method: str, *args: Any) -> dict[int, Any]:
         """Return the answers of these workers by share, without those that failed."""
-        answers = await all_of(self._ask(share, method, *args) for share in shares)
+        answers = await gather_all(self._ask(share, method, *args) for share in shares)
         return {s: answer for s, answer in zip(shares, answers, strict=True) if answer is not None}
 
     async def _ask(self, share: int, method: str, *args: Any) -> Any:
@@ -224,7 +224,9 @@ class HistoryWorkers:
         failed."""
         try:
             async with self._locks[share]:
-                return await self._actors[share].call_aside("pack", names, timeout_s=ANSWER_S)
+                return await self._actors[share].call_with_reference(
+                    "pack", names, timeout_s=ANSWER_S
+                )
         except ActorError as error:
             return self._not_copied(error)
 

@@ -30,7 +30,7 @@ _ROUNDING = 1e-6
 """Remaining tokens below which a request counts as finished: they are rounding errors."""
 
 
-class GoingOn(Protocol):
+class ForecastRequest(Protocol):
     """Unfinished request to forecast, with the fields of `Unfinished`."""
 
     @property
@@ -75,7 +75,7 @@ class Unfinished:
         return replace(self, context_tokens=context, remaining_tokens=remaining)
 
 
-R = TypeVar("R", bound=GoingOn)
+R = TypeVar("R", bound=ForecastRequest)
 
 
 @dataclass(frozen=True, slots=True)

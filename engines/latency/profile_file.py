@@ -48,13 +48,13 @@ def require_points(
     path: Path,
     tp_degrees: Sequence[int],
     kinds: Sequence[PointKind],
-    mend: str,
+    advice: str,
     drafters: Sequence[str] = (),
 ) -> None:
     """Raise ValueError that names all points that the profile lacks.
 
     `kinds`: kinds of points that every TP degree needs.
-    `mend`: how to fix the profile, for the message.
+    `advice`: how to fix the profile, for the message.
     `drafters`: drafters that need draft points.
     """
     missing = []
@@ -68,4 +68,4 @@ def require_points(
     timed = {point.drafter for point in profile.of_kind(PointKind.DRAFT)}
     missing += [f"no draft points of {name}" for name in drafters if name not in timed]
     if missing:
-        raise ValueError(f"{path} has {'; '.join(missing)}: {mend}")
+        raise ValueError(f"{path} has {'; '.join(missing)}: {advice}")

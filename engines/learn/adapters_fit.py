@@ -64,7 +64,7 @@ def check_adapters(
             f"trainer.lora: adapters were not tried on a small copy: {first_line(error)}",
         )
     if why := trial.fault(lora):
-        raise ValueError(f"{_SETTING}: {why}; {_mend(trial, lora, model)}")
+        raise ValueError(f"{_SETTING}: {why}; {_advice(trial, lora, model)}")
     return notes
 
 
@@ -129,7 +129,7 @@ def _logits(model: PreTrainedModel) -> Tensor:
     return model(input_ids=ids, use_cache=False).logits
 
 
-def _mend(trial: _Trial, lora: LoraConfig, model: PreTrainedModel) -> str:
+def _advice(trial: _Trial, lora: LoraConfig, model: PreTrainedModel) -> str:
     """Try the layers one by one, and say which to leave out."""
     given = lora.target_modules
     if isinstance(given, str):

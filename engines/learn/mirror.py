@@ -50,7 +50,7 @@ MAX_LEFT = 3
 """Most copy threads that may hang. After that, this process tries no further copy."""
 
 
-class CopyHangs(RuntimeError):
+class CopyTimeout(RuntimeError):
     """The object store does not answer in time."""
 
 
@@ -212,7 +212,7 @@ class CheckpointCopies:
     def _copy(self, checkpoint: Path, made_ns: int) -> None:
         self._left = [thread for thread in self._left if thread.is_alive()]
         if len(self._left) >= MAX_LEFT:
-            raise CopyHangs(f"{MAX_LEFT} copies to {self._mirror.place} have not returned")
+            raise CopyTimeout(f"{MAX_LEFT} copies to {self._mirror.place} have not returned")
         within(
             lambda: self._mirror.put(checkpoint, self._keep),
             _limit_s(checkpoint),
@@ -228,7 +228,7 @@ def within(
     what: str,
     left: Callable[[threading.Thread], object] = lambda _: None,
 ) -> T:
-    """Run `call` on its own thread and return its result. Raise CopyHangs after `timeout_s`, and
+    """Run `call` on its own thread and return its result. Raise CopyTimeout after `timeout_s`, and
     pass the thread to `left`: a thread cannot be stopped."""
     answer: Future[T] = Future()
 
@@ -246,7 +246,7 @@ def within(
         if answer.done():
             raise
         left(thread)
-        raise CopyHangs(f"{what} has not ended in {timeout_s:.0f} s") from error
+        raise CopyTimeout(f"{what} has not ended in {timeout_s:.0f} s") from error
 
 
 def _limit_s(checkpoint: Path) -> float:

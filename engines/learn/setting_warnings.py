@@ -6,7 +6,7 @@ from schemas.algorithm import SETTINGS
 from schemas.config import TrainConfig
 
 
-def doubtful_settings(config: TrainConfig) -> list[str]:
+def setting_warnings(config: TrainConfig) -> list[str]:
     """Return a sentence for each setting that never acts or that biases training."""
     return [*_inert_clip(config), *_unused(config), *_biased_ratio(config)]
 

@@ -25,7 +25,7 @@ import ray
 from engines.actors import ActorError, NoAnswer, RemoteActor
 from engines.bounded import together
 from engines.couriers import Couriers
-from engines.garbage import made_to_stay
+from engines.garbage import freeze_garbage
 from engines.learn.canaries import NUM_SHORT
 from engines.learn.rendezvous import Rendezvous
 from engines.machine.cuda import works_on_cpu
@@ -57,7 +57,7 @@ class TrainerActor:
         self._world_size = config.trainer.num_processes
         self._timeout = timedelta(seconds=config.trainer.timeout_s)
         self._rendezvous = Rendezvous(self._world_size, self._timeout)
-        with made_to_stay():
+        with freeze_garbage():
             import torch
 
             from engines.learn.learner import Learner

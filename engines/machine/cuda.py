@@ -13,9 +13,9 @@ from pathlib import Path
 
 from engines.machine import cuda_probe
 from engines.machine.parse_nvidia import parse_driver
-from engines.machine.subprocess_call import Unanswered, ask
+from engines.machine.subprocess_call import CommandTimeout, ask
 from engines.machine.verdicts import why_no_gpu
-from schemas.machine import CudaSeen
+from schemas.machine import CudaInfo
 
 PROBE_TIMEOUT_S = 20.0
 """Time limit of the driver probe. The first process that uses the driver waits until it loads."""
@@ -42,7 +42,7 @@ def device_files() -> list[Path]:
     return list(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def see_cuda() -> CudaSeen:
+def see_cuda() -> CudaInfo:
     """Return what the CUDA driver reports here. Wait at most `PROBE_TIMEOUT_S`."""
     seen: dict[str, object] = {
         "driver": parse_driver(_DRIVER.read_text()) if _DRIVER.exists() else None,
@@ -52,12 +52,12 @@ def see_cuda() -> CudaSeen:
     command = [sys.executable, "-I", "-S", cuda_probe.__file__]
     try:
         seen |= json.loads(ask(command, PROBE_TIMEOUT_S))
-    except Unanswered:
+    except CommandTimeout:
         seen |= {"library": True, "answered": False}
     except subprocess.CalledProcessError as error:
         # The driver crashed the probe.
         seen |= {"library": True, "code": error.returncode}
-    return CudaSeen.model_validate(seen)
+    return CudaInfo.model_validate(seen)
 
 
 def require_gpus() -> int:

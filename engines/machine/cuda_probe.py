@@ -9,7 +9,7 @@ import json
 
 
 def ask_driver() -> dict[str, object]:
-    """Return the driver's answers as fields of `schemas.machine.CudaSeen`."""
+    """Return the driver's answers as fields of `schemas.machine.CudaInfo`."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

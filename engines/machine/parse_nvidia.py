@@ -3,7 +3,7 @@
 import re
 from itertools import combinations
 
-from schemas.machine import GpuSeen
+from schemas.machine import GpuInfo
 
 GPU_FIELDS = ("index", "name", "compute_cap", "memory.total", "memory.free")
 """Fields of the query to nvidia-smi, with `--format=csv,noheader,nounits`."""
@@ -16,15 +16,15 @@ def parse_driver(text: str) -> str | None:
     return found.group(1) if found else None
 
 
-def parse_gpus(text: str) -> tuple[GpuSeen, ...]:
+def parse_gpus(text: str) -> tuple[GpuInfo, ...]:
     """Return the GPUs from nvidia-smi's lines of `GPU_FIELDS`. Unknown values are None."""
     return tuple(_gpu(line) for line in text.splitlines() if line.strip())
 
 
-def _gpu(line: str) -> GpuSeen:
+def _gpu(line: str) -> GpuInfo:
     index, name, capability, total, free = (field.strip() for field in line.split(","))
     major, dot, minor = capability.partition(".")
-    return GpuSeen(
+    return GpuInfo(
         index=int(index),
         name=name,
         compute_capability=(int(major), int(minor)) if dot else None,

@@ -27,7 +27,7 @@ from engines.learn.footprint import (
 )
 from engines.machine.nodes import Nodes
 from engines.machine.shared_gpu import HANDING_OVER, SharedGpu, handed_bytes
-from engines.machine.trainer_advice import trainer_mends
+from engines.machine.trainer_advice import trainer_advice
 from engines.pat.memory import (
     USABLE_SHARE,
     WORKING_BYTES,
@@ -57,7 +57,7 @@ class Need:
     """Memory that the run can use there; None: unknown."""
     parts: str
     """The parts of `bytes`, in words."""
-    mend: str
+    fix: str
     """Settings that lower the need."""
 
     @property
@@ -68,7 +68,7 @@ class Need:
         usable = self.usable_bytes or 0.0
         return (
             f"{self.place} needs {_gb(self.bytes)} of the {_gb(usable)} that can be used "
-            f"({self.parts}): {self.mend}"
+            f"({self.parts}): {self.fix}"
         )
 
 
@@ -150,16 +150,16 @@ def _shared(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> list[Need]:
     gpu = share_gpu(config, shape, nodes.gpu_bytes)
     training = training_of(config, shape)
     free = gpu.usable_bytes - gpu.asleep_bytes
-    of_trainer = trainer_mends(shape, training, config, free)
-    of_engine = _engine_mends(config, shape, nodes, gpu.trainer.process_bytes)
-    mends = {"training": of_trainer, HANDING_OVER: "set rollout.weights=file"}
+    of_trainer = trainer_advice(shape, training, config, free)
+    of_engine = _engine_advice(config, shape, nodes, gpu.trainer.process_bytes)
+    fixes = {"training": of_trainer, HANDING_OVER: "set rollout.weights=file"}
     return [
         Need(
             f"a shared GPU ({phase.name})",
             phase.bytes,
             gpu.usable_bytes,
             phase.parts + (f"; {_holds(config, shape, gpu.engine)}" if not index else ""),
-            mends.get(phase.name, of_engine),
+            fixes.get(phase.name, of_engine),
         )
         for index, phase in enumerate(gpu.phases)
     ]
@@ -168,8 +168,8 @@ def _shared(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> list[Need]:
 def _trainer(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> Need:
     training, usable = training_of(config, shape), nodes.gpu_bytes * USABLE_SHARE
     need = trainer_footprint(shape, training)
-    mends = trainer_mends(shape, training, config, usable)
-    return Need("the GPU of a trainer rank", need.bytes, usable, str(need), mends)
+    fixes = trainer_advice(shape, training, config, usable)
+    return Need("the GPU of a trainer rank", need.bytes, usable, str(need), fixes)
 
 
 def _engine(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> Need:
@@ -179,7 +179,7 @@ def _engine(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> Need:
         need.bytes,
         nodes.gpu_bytes * USABLE_SHARE,
         f"{need}; {_holds(config, shape, need)}",
-        _engine_mends(config, shape, nodes, 0.0),
+        _engine_advice(config, shape, nodes, 0.0),
     )
 
 
@@ -205,7 +205,9 @@ def _engine_footprint(config: TrainConfig, shape: ModelShape, gpu_bytes: float) 
     return gpu_footprint(shape.weight_bytes, degrees, kv_bytes, resident=resident)
 
 
-def _engine_mends(config: TrainConfig, shape: ModelShape, nodes: Nodes, others_bytes: float) -> str:
+def _engine_advice(
+    config: TrainConfig, shape: ModelShape, nodes: Nodes, others_bytes: float
+) -> str:
     """Return settings that make an engine smaller: a lower share of its GPU if this is enough."""
     rollout = config.rollout
     share = math.floor(100 * (USABLE_SHARE - others_bytes / nodes.gpu_bytes)) / 100
@@ -246,11 +248,11 @@ def undrafted(
             continue
         held_engines = num_held // each
         enough = -(-config.rollout.num_engines // held_engines) if held_engines else 0
-        mend = f"its num_engines={enough}" if enough else "a smaller draft model"
+        fix = f"its num_engines={enough}" if enough else "a smaller draft model"
         said.append(
             f"Drafter {name} has memory for {num_held:,} of the {num_served:,} responses that it "
             f"drafts for, once they have {context_tokens:,.0f} tokens. The others get no drafts "
-            f"until there is room; {mend} would be enough."
+            f"until there is room; {fix} would be enough."
         )
     return tuple(said)
 
@@ -300,7 +302,7 @@ def _hosts(
     processes, index = num_processes * HOST_PROCESS_BYTES, INDEX_BYTES * tokens
     export = DTYPE_BYTES[config.model.dtype] * shape.num_params
     away = _away_bytes(config, shape, nodes)
-    mend = "take nodes with more memory, or lower prompts_per_step"
+    fix = "take nodes with more memory, or lower prompts_per_step"
     return (
         Need(
             "the memory of a node",
@@ -309,9 +311,9 @@ def _hosts(
             f"{_gb(processes)} of {num_processes} processes, {_gb(weights + rows)} in /dev/shm, "
             f"{_gb(export)} of the model being exported, {_gb(index)} of index"
             + (f", {_gb(away)} of the trainer's state" if away else ""),
-            mend,
+            fix,
         ),
-        Need("/dev/shm of a node", weights + rows, nodes.shm_bytes, shm, f"enlarge it, or {mend}"),
+        Need("/dev/shm of a node", weights + rows, nodes.shm_bytes, shm, f"enlarge it, or {fix}"),
         plan_disk(config, shape, nodes.disk_bytes),
     )
 

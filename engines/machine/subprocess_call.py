@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 
-class Unanswered(RuntimeError):
+class CommandTimeout(RuntimeError):
     """A program did not answer in time."""
 
 
 def ask(command: Sequence[str], timeout_s: float) -> str:
     """Run a command and return its standard output.
 
-    Raise OSError when the program does not exist, `Unanswered` when it takes longer than
+    Raise OSError when the program does not exist, `CommandTimeout` when it takes longer than
     `timeout_s`, and `CalledProcessError` when it fails.
     """
     process = subprocess.Popen(
@@ -25,7 +25,7 @@ def ask(command: Sequence[str], timeout_s: float) -> str:
         # A process that waits in the kernel for a broken driver survives the kill. Do not wait.
         with suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
-        raise Unanswered(f"{command[0]} did not answer within {timeout_s:g} s") from error
+        raise CommandTimeout(f"{command[0]} did not answer within {timeout_s:g} s") from error
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command, output, errors)
     return output

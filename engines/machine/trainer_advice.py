@@ -13,7 +13,7 @@ _LORA_RANK = LoraConfig().rank
 _MOST_RANKS = 1024
 
 
-def trainer_mends(
+def trainer_advice(
     shape: ModelShape, training: Training, config: TrainConfig, usable_bytes: float
 ) -> str:
     """Return settings that make a rank fit: any one of them, or else all of them together.

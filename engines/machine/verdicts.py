@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from schemas.machine import CudaSeen, Finding, GpuSeen, MachineSeen, PackageSeen, Room, Verdict
+from schemas.machine import CudaInfo, Finding, GpuInfo, MachineInfo, PackageInfo, Room, Verdict
 
 OK, WARNING, PROBLEM = Verdict.OK, Verdict.WARNING, Verdict.PROBLEM
 
@@ -40,14 +40,14 @@ class NoGpu:
     """Reason why the CUDA build has no GPU, and how to fix it."""
 
     why: str
-    mend: str
+    fix: str
 
     def __str__(self) -> str:
-        mend = self.mend[0].upper() + self.mend[1:]
-        return f"no GPU can be used: {self.why}. {mend}. Run `refrain doctor` for details"
+        fix = self.fix[0].upper() + self.fix[1:]
+        return f"no GPU can be used: {self.why}. {fix}. Run `refrain doctor` for details"
 
 
-def why_no_gpu(build: str, seen: CudaSeen, torch_fails: bool = False) -> NoGpu | None:
+def why_no_gpu(build: str, seen: CudaInfo, torch_fails: bool = False) -> NoGpu | None:
     """Return why torch has no GPU here, or None when it has one.
 
     `build`: the CUDA version that torch is built for. `torch_fails`: torch itself reports no GPU.
@@ -76,8 +76,8 @@ def why_no_gpu(build: str, seen: CudaSeen, torch_fails: bool = False) -> NoGpu |
             f"install the driver {oldest}",
         )
     if seen.code:
-        what, mend = _ERRORS.get(seen.code, _ERRORS[999])
-        return NoGpu(f"{driver} {what} (CUDA error {seen.code})", mend)
+        what, fix = _ERRORS.get(seen.code, _ERRORS[999])
+        return NoGpu(f"{driver} {what} (CUDA error {seen.code})", fix)
     if not seen.num_gpus:
         return NoGpu(f"{driver} works, but has no GPU for this process", _ERRORS[100][1])
     if torch_fails:
@@ -99,7 +99,7 @@ def visible_gpus(visible: str) -> list[str]:
     return names
 
 
-def findings(machine: MachineSeen) -> tuple[Finding, ...]:
+def findings(machine: MachineInfo) -> tuple[Finding, ...]:
     """Return all findings on a machine, in the order in which `refrain doctor` prints them."""
     return (
         _build(machine),
@@ -115,58 +115,58 @@ def findings(machine: MachineSeen) -> tuple[Finding, ...]:
     )
 
 
-def _build(machine: MachineSeen) -> Finding:
+def _build(machine: MachineInfo) -> Finding:
     cuda, builds = machine.torch_build, machine.vllm_builds
     made_for = f"CUDA {cuda}" if cuda else "CPUs"
     found = f"torch for {made_for}, {' and '.join(builds) or 'no vLLM'}"
     if len(builds) == 1 and (builds[0] == "vllm") == (cuda is not None):
         return Finding(what="build", found=found)
-    mend = f"install one build whole into a new .venv: {GPU_SETUP}, or {CPU_SETUP}"
-    return Finding(what="build", found=found, verdict=PROBLEM, mend=mend)
+    fix = f"install one build whole into a new .venv: {GPU_SETUP}, or {CPU_SETUP}"
+    return Finding(what="build", found=found, verdict=PROBLEM, fix=fix)
 
 
-def _driver(machine: MachineSeen) -> Finding:
+def _driver(machine: MachineInfo) -> Finding:
     seen = machine.cuda
     served = seen.cuda_version and ".".join(map(str, seen.cuda_version))
     found = f"{seen.driver or 'unknown'}, CUDA {served}, {seen.num_gpus} GPUs for this process"
     if machine.torch_build is None:
         if not seen.num_gpus:
             return Finding(what="driver", found="CPU build: no GPU needed")
-        mend = f"this is the CPU build: {GPU_SETUP} uses them"
-        return Finding(what="driver", found=found, verdict=WARNING, mend=mend)
+        fix = f"this is the CPU build: {GPU_SETUP} uses them"
+        return Finding(what="driver", found=found, verdict=WARNING, fix=fix)
     none = why_no_gpu(machine.torch_build, seen)
     if none is None:
         return Finding(what="driver", found=found)
     if machine.cluster:
         found = f"{none.why}; engines run on the cluster at {machine.cluster}"
         return Finding(what="driver", found=found)
-    return Finding(what="driver", found=none.why, verdict=PROBLEM, mend=none.mend)
+    return Finding(what="driver", found=none.why, verdict=PROBLEM, fix=none.fix)
 
 
-def _gpu(gpu: GpuSeen, build: str | None) -> Finding:
+def _gpu(gpu: GpuInfo, build: str | None) -> Finding:
     capability, total, free = gpu.compute_capability, gpu.memory_bytes, gpu.free_bytes
     found = gpu.name
     if capability:
         found += f", compute capability {capability[0]}.{capability[1]}"
     if total is not None and free is not None:
         found += f", {gb(free)} of {gb(total)} free"
-    verdict, mend = OK, ""
+    verdict, fix = OK, ""
     if capability and build and capability < MIN_CAPABILITY:
         verdict = PROBLEM
-        mend = "CUDA 13 needs Turing (7.5) or later: exclude this GPU with CUDA_VISIBLE_DEVICES"
+        fix = "CUDA 13 needs Turing (7.5) or later: exclude this GPU with CUDA_VISIBLE_DEVICES"
     elif capability and build and capability < BFLOAT16_CAPABILITY:
-        verdict, mend = WARNING, "this GPU has no bfloat16: set model.dtype=float32"
+        verdict, fix = WARNING, "this GPU has no bfloat16: set model.dtype=float32"
     elif total and free is not None and free < FREE_SHARE * total:
-        verdict, mend = WARNING, "another process uses its memory: find it with nvidia-smi"
-    return Finding(what=f"GPU {gpu.index}", found=found, verdict=verdict, mend=mend)
+        verdict, fix = WARNING, "another process uses its memory: find it with nvidia-smi"
+    return Finding(what=f"GPU {gpu.index}", found=found, verdict=verdict, fix=fix)
 
 
-def _links(machine: MachineSeen) -> Iterator[Finding]:
+def _links(machine: MachineInfo) -> Iterator[Finding]:
     if len(machine.gpus) < 2:
         return
     if machine.links is None:
-        mend = "install nvidia-smi, which reports the links"
-        yield Finding(what="NVLink", found="unknown", verdict=WARNING, mend=mend)
+        fix = "install nvidia-smi, which reports the links"
+        yield Finding(what="NVLink", found="unknown", verdict=WARNING, fix=fix)
         return
     without = [f"{pair} ({kind})" for pair, kind in machine.links.items() if kind[:2] != "NV"]
     if not without:
@@ -174,71 +174,69 @@ def _links(machine: MachineSeen) -> Iterator[Finding]:
         yield Finding(what="NVLink", found=f"{kinds} between all GPUs")
         return
     found = f"not between {', '.join(without[:4])}{', ...' if len(without) > 4 else ''}"
-    mend = "these GPUs exchange data over PCIe: keep each tp_degree within linked GPUs"
-    yield Finding(what="NVLink", found=found, verdict=WARNING, mend=mend)
+    fix = "these GPUs exchange data over PCIe: keep each tp_degree within linked GPUs"
+    yield Finding(what="NVLink", found=found, verdict=WARNING, fix=fix)
 
 
 def _shm(shm: Room | None, memory_bytes: int) -> Finding:
-    what, mend = "/dev/shm", "docker run --shm-size=16g, or mount -o remount,size=50% /dev/shm"
+    what, fix = "/dev/shm", "docker run --shm-size=16g, or mount -o remount,size=50% /dev/shm"
     if shm is None:
-        return Finding(
-            what=what, found="missing", verdict=PROBLEM, mend="mount a tmpfs at /dev/shm"
-        )
+        return Finding(what=what, found="missing", verdict=PROBLEM, fix="mount a tmpfs at /dev/shm")
     found = f"{gb(shm.free_bytes)} of {gb(shm.num_bytes)} free"
     if shm.free_bytes < MIN_SHM_BYTES:
-        return Finding(what=what, found=found, verdict=PROBLEM, mend=mend)
+        return Finding(what=what, found=found, verdict=PROBLEM, fix=fix)
     if shm.free_bytes < min(SHM_SHARE * memory_bytes, SHM_BYTES):
         return Finding(
-            what=what, found=found, verdict=WARNING, mend=f"Ray's objects go to disk: {mend}"
+            what=what, found=found, verdict=WARNING, fix=f"Ray's objects go to disk: {fix}"
         )
     return Finding(what=what, found=found)
 
 
-def _memory(machine: MachineSeen) -> Finding:
+def _memory(machine: MachineInfo) -> Finding:
     free = machine.available_bytes
     found = f"{gb(free)} of {gb(machine.memory_bytes)} free"
-    verdict, mend = OK, ""
+    verdict, fix = OK, ""
     if free < ROOMY_MEMORY_BYTES:
         verdict = PROBLEM if free < MIN_MEMORY_BYTES else WARNING
-        mend = (
+        fix = (
             "services and a small run take 4 GB: end other processes, or raise the container's "
             "limit"
         )
-    return Finding(what="host memory", found=found, verdict=verdict, mend=mend)
+    return Finding(what="host memory", found=found, verdict=verdict, fix=fix)
 
 
 def _disks(disks: Mapping[str, Room]) -> Iterator[Finding]:
     for what, room in disks.items():
         found = f"{gb(room.free_bytes)} of {gb(room.num_bytes)} free at {room.path}"
-        verdict, mend = OK, ""
+        verdict, fix = OK, ""
         if room.free_bytes < MIN_DISK_BYTES:
-            verdict, mend = PROBLEM, "make room, or use another disk"
+            verdict, fix = PROBLEM, "make room, or use another disk"
         elif room.free_bytes < (1 - FULL_SHARE) * room.num_bytes:
-            verdict, mend = WARNING, "make room: Ray spills nothing to a disk that is 95 % full"
+            verdict, fix = WARNING, "make room: Ray spills nothing to a disk that is 95 % full"
         elif room.free_bytes < ROOMY_DISK_BYTES:
-            verdict, mend = WARNING, "make room: a checkpoint takes 16 bytes per parameter"
-        yield Finding(what=what, found=found, verdict=verdict, mend=mend)
+            verdict, fix = WARNING, "make room: a checkpoint takes 16 bytes per parameter"
+        yield Finding(what=what, found=found, verdict=verdict, fix=fix)
 
 
-def _ports(machine: MachineSeen) -> Iterator[Finding]:
+def _ports(machine: MachineInfo) -> Iterator[Finding]:
     for port in machine.ports:
-        found, verdict, mend = "free", OK, ""
+        found, verdict, fix = "free", OK, ""
         if port.owner:
             found, verdict = f"in use by {port.owner}", WARNING
             option = f"--{port.service.lower()}-port"
-            mend = f"runs do not need it. Stop the process, or use `refrain ui {option} N`"
+            fix = f"runs do not need it. Stop the process, or use `refrain ui {option} N`"
         what = f"port {port.number} ({port.service})"
-        yield Finding(what=what, found=found, verdict=verdict, mend=mend)
+        yield Finding(what=what, found=found, verdict=verdict, fix=fix)
 
 
 def _open_files(limit: int) -> Finding:
     if limit >= ROOMY_OPEN_FILES:
         return Finding(what="open files", found=f"{limit:,} at a time")
-    mend = "Ray and the store open many files: raise the limit with ulimit -n 65536"
-    return Finding(what="open files", found=f"{limit:,} at a time", verdict=WARNING, mend=mend)
+    fix = "Ray and the store open many files: raise the limit with ulimit -n 65536"
+    return Finding(what="open files", found=f"{limit:,} at a time", verdict=WARNING, fix=fix)
 
 
-def _versions(machine: MachineSeen) -> Iterator[Finding]:
+def _versions(machine: MachineInfo) -> Iterator[Finding]:
     wrong = [package for package in machine.packages if not package.fits]
     for package in wrong:
         yield _misfit(package)
@@ -246,19 +244,19 @@ def _versions(machine: MachineSeen) -> Iterator[Finding]:
     shown = ("torch", *machine.vllm_builds, "ray", "prefect", "mlflow", "duckdb", "transformers")
     found = ", ".join(f"{name} {named[name]}" for name in shown if named.get(name))
     if not machine.packages:
-        mend = f"refrain itself is not installed: run {GPU_SETUP}, or {CPU_SETUP}"
-        yield Finding(what="versions", found="unknown", verdict=PROBLEM, mend=mend)
+        fix = f"refrain itself is not installed: run {GPU_SETUP}, or {CPU_SETUP}"
+        yield Finding(what="versions", found="unknown", verdict=PROBLEM, fix=fix)
     elif not wrong:
         yield Finding(what="versions", found=f"Python {machine.python}, {found}")
 
 
-def _misfit(package: PackageSeen) -> Finding:
+def _misfit(package: PackageInfo) -> Finding:
     asked = f"refrain takes {package.required or 'it'}"
     return Finding(
         what=f"version of {package.name}",
         found=f"{package.installed or 'not installed'}; {asked}",
         verdict=PROBLEM,
-        mend=f"{GPU_SETUP}, or {CPU_SETUP}",
+        fix=f"{GPU_SETUP}, or {CPU_SETUP}",
     )
 
 

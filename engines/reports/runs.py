@@ -57,7 +57,7 @@ class RunRecord:
     mlflow_run: str | None
     modified_s: float
     """Unix time of the last start: when the config was written."""
-    troubles: Sequence[str] = ()
+    read_errors: Sequence[str] = ()
     """Messages about parts of the directory that cannot be read."""
     changes: Sequence[SettingChange] = ()
     """Settings that changed when the run was resumed."""
@@ -142,14 +142,14 @@ def print_runs(records: Sequence[RunRecord], console: Console, now_s: float) -> 
         )
     console.print(table)
     for record in records:
-        _print_troubles(record, console)
+        _print_read_errors(record, console)
 
 
 def print_run(record: RunRecord, console: Console, now_s: float, num_rows: int | None) -> None:
     """Show a run in full, with its last `num_rows` steps. None: all steps."""
     console.print(f"{record.name}: {STATES[record.state][0]}", style="bold")
     console.print(_facts(record, now_s))
-    _print_troubles(record, console)
+    _print_read_errors(record, console)
     if record.steps:
         shown = record.steps if num_rows is None else record.steps[-num_rows:]
         console.print(step_table(shown))
@@ -157,7 +157,7 @@ def print_run(record: RunRecord, console: Console, now_s: float, num_rows: int |
             console.print(f"the last {len(shown)} of {len(record.steps)} steps; --all shows all")
         console.print(f"reward  {reward_curve(record.rewards)}")
     console.print(_where(record))
-    for line in what_next(record):
+    for line in next_commands(record):
         console.print(line, soft_wrap=True)
 
 
@@ -226,7 +226,7 @@ def rolling_text(rolling: Rolling) -> str:
     )
 
 
-def what_next(record: RunRecord) -> list[str]:
+def next_commands(record: RunRecord) -> list[str]:
     """Return commands that the user may want next, with the run's error if it failed."""
     run = record.run_dir
     if record.state is RunState.RUNNING:
@@ -296,9 +296,9 @@ def _rolling(rolling: Rolling) -> Table:
     return line
 
 
-def _print_troubles(record: RunRecord, console: Console) -> None:
-    for trouble in record.troubles:
-        console.print(f"{record.name}: {trouble}", style="yellow", soft_wrap=True)
+def _print_read_errors(record: RunRecord, console: Console) -> None:
+    for error in record.read_errors:
+        console.print(f"{record.name}: {error}", style="yellow", soft_wrap=True)
 
 
 def _step_of(record: RunRecord) -> str:

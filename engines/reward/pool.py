@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from engines.actors import ActorError, NoAnswer, RemoteActor
 from engines.data.tokenizer import open_tokenizer
-from engines.garbage import made_to_stay
+from engines.garbage import freeze_garbage
 from engines.reward.process import START_TIMEOUT_S as IMPORT_TIMEOUT_S
 from engines.reward.scorer import Response, Scorer
 from engines.store.actor import StoredRows
@@ -43,7 +43,7 @@ class RewardActor:
         config: BuiltinReward | FunctionReward,
         surroundings: Mapping[str, str] | None = None,
     ) -> None:
-        with made_to_stay():
+        with freeze_garbage():
             self._tokenizer = open_tokenizer(
                 model.path, trust_remote_code=model.trust_remote_code, try_first=False
             )

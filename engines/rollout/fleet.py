@@ -21,7 +21,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 
-from engines.bounded import all_of, cancel
+from engines.bounded import cancel, gather_all
 from engines.rollout.deaths import Deaths
 from engines.rollout.engine_reports import Copied, EngineReport, Fatal, Refreshed, Signal, Synced
 from engines.rollout.interface import Engine, EngineDied, EngineGone
@@ -91,13 +91,13 @@ class Fleet:
     async def start(self) -> None:
         pooled = {i for pool in self._pools for own in pool.engines.values() for i in own}
         alone = [tracked for index, tracked in self.engines.items() if index not in pooled]
-        await all_of([*map(self._start, alone), *map(self._start_pool, self._pools)])
+        await gather_all([*map(self._start, alone), *map(self._start_pool, self._pools)])
 
     async def shutdown(self) -> None:
         orders = [order for own in self._orders.values() for order in own]
         under_way = [*self._ends.values(), *self._restarts.values()]
         await cancel([*self._pumps.values(), *orders, *under_way])
-        await all_of(tracked.engine.shutdown() for tracked in self.engines.values())
+        await gather_all(tracked.engine.shutdown() for tracked in self.engines.values())
 
     def remaining(self) -> list[TrackedEngine]:
         """Return the engines that a stage can begin on. Raise the last `EngineGone` if none is
@@ -275,7 +275,7 @@ class Fleet:
         await asyncio.gather(*self._restarts.values(), *orders)
         engines = [m for m in self.engines.values() if self._keep_parked_current or not m.standby]
         there = [tracked for tracked in engines if tracked.alive]
-        return max(await all_of(self._load(tracked, weights) for tracked in there), default=0.0)
+        return max(await gather_all(self._load(tracked, weights) for tracked in there), default=0.0)
 
     async def _load(self, tracked: TrackedEngine, weights: PolicyWeights) -> float:
         try:
@@ -387,7 +387,7 @@ class Fleet:
         """Start the layouts one by one, because they share GPUs: the base layout last, since it
         keeps them."""
         for _, own in sorted(pool.engines.items(), reverse=True):
-            await all_of(self._start(self.engines[index]) for index in own)
+            await gather_all(self._start(self.engines[index]) for index in own)
 
     async def _start(self, tracked: TrackedEngine) -> None:
         """Start an engine. Park it at once if it is on standby."""

@@ -6,7 +6,7 @@
 Call these only when the engines are settled: no order and no stage may be under way.
 """
 
-from engines.bounded import all_of
+from engines.bounded import gather_all
 from engines.rollout.fleet import Fleet
 from engines.rollout.interface import EngineDied
 from engines.rollout.tracked_engine import TrackedEngine
@@ -19,7 +19,7 @@ async def leave(fleet: Fleet) -> None:
     for tracked in fleet.base:
         if not tracked.gone:
             tracked.begin(Activity.SWITCH)
-    await all_of(_sleep(fleet, tracked) for tracked in fleet.engines.values() if tracked.alive)
+    await gather_all(_sleep(fleet, tracked) for tracked in fleet.engines.values() if tracked.alive)
     for tracked in fleet.base:
         if not tracked.gone:
             tracked.stand_by()
@@ -32,7 +32,7 @@ async def enter(fleet: Fleet) -> None:
     for tracked in there:
         tracked.begin(Activity.SWITCH)
         tracked.leave_standby()
-    await all_of(_wake(fleet, tracked) for tracked in there if tracked.alive)
+    await gather_all(_wake(fleet, tracked) for tracked in there if tracked.alive)
 
 
 async def _sleep(fleet: Fleet, tracked: TrackedEngine) -> None:

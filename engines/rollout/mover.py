@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from engines.bounded import all_of
+from engines.bounded import gather_all
 from engines.rollout.fleet import Fleet
 from engines.rollout.interface import Finished
 from engines.rollout.moves import Concede, Defer, Migrate, Move, Race, Redraft, Reshape
@@ -68,7 +68,9 @@ class Mover:
             if stage.races.win(rollout):
                 for tracked in self._fleet.holders(stage, rollout.id):
                     lost[tracked.index].append(rollout.id)
-        await all_of(self._withdraw(stage, self._fleet.engines[i], ids) for i, ids in lost.items())
+        await gather_all(
+            self._withdraw(stage, self._fleet.engines[i], ids) for i, ids in lost.items()
+        )
 
     async def _concede(self, stage: GenerationStage, move: Concede) -> None:
         """Withdraw a copy if another copy goes on elsewhere."""
@@ -100,7 +102,7 @@ class Mover:
             tracked = self._fleet.engines[move.engine]
             if tracked.is_at(stage) and move.id in tracked.unfinished:
                 settings[move.engine][move.id] = move.drafting
-        await all_of(self._fleet.engines[i].redraft(own) for i, own in settings.items())
+        await gather_all(self._fleet.engines[i].redraft(own) for i, own in settings.items())
 
     async def _transfer(
         self, stage: GenerationStage, later: GenerationStage | None, move: Migrate | Defer

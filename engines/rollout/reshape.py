@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engines.balance import in_turn, longest_first, places_after
-from engines.bounded import all_of
+from engines.bounded import gather_all
 from engines.rollout.engine_reports import Copied
 from engines.rollout.fleet import Fleet
 from engines.rollout.moves import Reshape
@@ -240,7 +240,9 @@ class Reshaper:
 
     async def _take(self, state: PoolState) -> list[Taken]:
         """Withdraw all unfinished requests from the engines of the current layout, in parallel."""
-        taken = await all_of(self._take_from(tracked, state.keep_kv) for tracked in state.working)
+        taken = await gather_all(
+            self._take_from(tracked, state.keep_kv) for tracked in state.working
+        )
         return [own for of_engine in taken for own in of_engine]
 
     async def _take_from(self, tracked: TrackedEngine, keep_kv: bool) -> list[Taken]:
@@ -261,7 +263,7 @@ class Reshaper:
         """
         state.under_way = state.precopy = None
         at_work = [tracked for tracked in state.working if tracked.takes_requests and tracked.stage]
-        saved_s = await all_of(tracked.count() for tracked in at_work)
+        saved_s = await gather_all(tracked.count() for tracked in at_work)
         for tracked in state.working:
             tracked.stand_by()
             if tracked.alive:

@@ -5,7 +5,7 @@ from engines.latency.fitted import FittedLatency
 from schemas.latency import PointKind, Profile
 
 
-class WatchedLatency:
+class CountedLatency:
     """A `FittedLatency` with counts of its queries. Implements `Latency` and `Bounded`."""
 
     def __init__(self, profile: Profile) -> None:

@@ -193,9 +193,9 @@ def _check_rows(table: pa.Table, source: str) -> None:
     error names the source, the row and how to fix it."""
     if not table.num_rows:
         raise ValueError(f"{source} is empty: a trace has a row for every rollout")
-    for wrong, what, mending in _rules(table):
+    for wrong, what, fix in _rules(table):
         if wrong.any():
-            raise ValueError(f"{source}, row {int(wrong.argmax()) + 1}, {what}: {mending}")
+            raise ValueError(f"{source}, row {int(wrong.argmax()) + 1}, {what}: {fix}")
     _check_unique(table, source)
 
 
@@ -214,8 +214,8 @@ def _rules(table: pa.Table) -> Iterator[tuple[np.ndarray, str, str]]:
     share, reward = table["acceptance"], table["reward"]
     value = share.to_numpy()
     outside = share.is_valid().to_numpy() & ~((value >= 0.0) & (value <= 1.0))
-    mending = "give accepted over drafted tokens, between 0 and 1, or null"
-    yield outside, "has acceptance outside 0..1", mending
+    fix = "give accepted over drafted tokens, between 0 and 1, or null"
+    yield outside, "has acceptance outside 0..1", fix
     infinite = reward.is_valid().to_numpy() & ~np.isfinite(reward.to_numpy())
     yield infinite, "has a reward that is not finite", "give a finite number or null"
     for part in ("prompt", "response"):

@@ -45,7 +45,7 @@ class StoredRows:
     counts: RowCounts
 
 
-class StoreSilent(RuntimeError):
+class StoreTimeout(RuntimeError):
     """The store did not answer in time."""
 
 
@@ -140,7 +140,7 @@ async def _answer(method: str, reply: Awaitable[Any]) -> Any:
     try:
         return await wait_for(reply, CALL_TIMEOUT_S)
     except TimeoutError as error:
-        raise StoreSilent(f"store ({method}): no answer in {CALL_TIMEOUT_S:.0f} s") from error
+        raise StoreTimeout(f"store ({method}): no answer in {CALL_TIMEOUT_S:.0f} s") from error
 
 
 def count_rows(table: "pa.Table") -> RowCounts:

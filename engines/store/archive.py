@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 
 from engines.durable import flush, set_aside
 from engines.store import queries
-from engines.store.open_database import RUN, connect, naming_damage
+from engines.store.open_database import RUN, connect, explain_damage
 
 _KEY = ("split", "step", "prompt_key", "sample_index")
 TABLES = ("rollouts", "rewards", "plans", "outcomes", "stages")
@@ -243,7 +243,7 @@ def query_all(path: Path, query: str) -> pa.Table:
     with closing(connect(path, read_only=True, lock_timeout_s=0.0)) as con:
         archive = Archive(path)
         archive.check(con)
-        with naming_damage(path):
+        with explain_damage(path):
             return con.sql(archive.with_archived(con, query, ALL)).to_arrow_table()
 
 

@@ -10,7 +10,7 @@ import duckdb
 import pyarrow as pa
 
 from engines.store.archive import ALL, Archive, Steps, is_recent
-from engines.store.open_database import connect, naming_damage
+from engines.store.open_database import connect, explain_damage
 from schemas.rollout import Split
 
 
@@ -84,7 +84,7 @@ class StoreFile:
     @contextmanager
     def snapshot(self) -> Generator[duckdb.DuckDBPyConnection]:
         """Yield a connection whose queries all see the same state of the database."""
-        with naming_damage(self.path), self._con.cursor() as con:
+        with explain_damage(self.path), self._con.cursor() as con:
             con.begin()
             yield con
             con.rollback()

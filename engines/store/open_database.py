@@ -24,7 +24,7 @@ OPTIONS: dict[str, str | bool | int | float | list[str]] = {
 LOCKED = "Could not set lock"
 
 
-class StoreHeldError(ValueError):
+class StoreLockedError(ValueError):
     """Another process holds the file."""
 
 
@@ -36,14 +36,14 @@ class Format:
     version: int
     create: str
     """SQL that creates the tables."""
-    mend: str
+    fix: str
     """Advice for the user of a damaged store; `{directory}` stands for its directory."""
     added: str = ""
     """SQL that adds columns which older stores of this version lack."""
 
     def damaged(self, path: Path, why: str) -> ValueError:
         """Return the error for a damaged file, with advice."""
-        return ValueError(f"{path} {why}. {self.mend.format(directory=path.parent)}")
+        return ValueError(f"{path} {why}. {self.fix.format(directory=path.parent)}")
 
 
 _META = """
@@ -65,8 +65,9 @@ def connect(
 ) -> duckdb.DuckDBPyConnection:
     """Open the store at `path`; create a missing one unless `read_only`.
 
-    Raise StoreHeldError when another process holds the file for more than `lock_timeout_s` seconds.
-    Raise ValueError when the file is damaged, is not a refrain store or has another schema version.
+    Raise StoreLockedError when another process holds the file for more than `lock_timeout_s`
+    seconds. Raise ValueError when the file is damaged, is not a refrain store or has another schema
+    version.
     """
     if not str(path).isprintable():
         raise ValueError(
@@ -80,7 +81,7 @@ def connect(
         raise ValueError(f"{path.parent} is not a directory: create it before the store {path}")
     con = _open(path, read_only, time.monotonic() + lock_timeout_s, format)
     try:
-        with naming_damage(path, format):
+        with explain_damage(path, format):
             _check_or_create(con, path, read_only, format)
     except BaseException:
         con.close()
@@ -89,7 +90,7 @@ def connect(
 
 
 @contextmanager
-def naming_damage(path: Path, format: Format = RUN) -> Generator[None]:
+def explain_damage(path: Path, format: Format = RUN) -> Generator[None]:
     """Raise ValueError with advice when DuckDB finds the file damaged inside the block."""
     try:
         yield
@@ -109,14 +110,14 @@ def _open(
             if LOCKED not in str(error):
                 raise _explained(path, error, format) from error
             if time.monotonic() > deadline_s:
-                raise _held(path, str(error)) from error
+                raise _locked(path, str(error)) from error
         time.sleep(0.2)
 
 
-def _held(path: Path, message: str) -> StoreHeldError:
+def _locked(path: Path, message: str) -> StoreLockedError:
     holder = re.search(r"PID (\d+)", message)
     process = f"process {holder[1]}" if holder else "another process"
-    return StoreHeldError(
+    return StoreLockedError(
         f"{path} is held by {process}: only one process at a time may open a run's store. "
         "Stop that process, or wait until its run ends"
     )

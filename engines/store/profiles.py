@@ -20,7 +20,7 @@ from schemas.profile import MachineFacts, Measurement
 PROFILE = Format(
     name="refrain profile",
     version=1,
-    mend="Bring it back from a copy, or measure anew by refrain profile --overwrite",
+    fix="Bring it back from a copy, or measure anew by refrain profile --overwrite",
     create="""
 CREATE TABLE header (name VARCHAR PRIMARY KEY, value JSON NOT NULL);
 CREATE TABLE points (

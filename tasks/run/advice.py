@@ -20,7 +20,7 @@ from engines.rollout.interface import (
     WeightsLost,
     WeightSyncError,
 )
-from engines.store.actor import CALL_TIMEOUT_S, StoreSilent
+from engines.store.actor import CALL_TIMEOUT_S, StoreTimeout
 from schemas.run import RunRef
 from tasks.run.ray_cluster import ray_files, ray_logs
 
@@ -94,7 +94,7 @@ def advise(error: Exception, run_dir: Path) -> str | None:
     for kind, advice in _ADVICE.items():
         if isinstance(error, kind):
             return advice.format(logs=ray_logs())
-    if isinstance(error, StoreSilent):
+    if isinstance(error, StoreTimeout):
         return (
             f"The run's DuckDB file did not finish this in {CALL_TIMEOUT_S:.0f} s: check whether "
             f"the disk of {run_dir} is slow or full, and move runs_dir to a local disk."

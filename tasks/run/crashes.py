@@ -13,7 +13,7 @@ from pathlib import Path
 from engines.actors import ActorError, ActorGone, NoAnswer
 from engines.durable import causes, is_disk_full, write_durably
 from engines.rollout.interface import EngineDied, EngineFails, WeightsLost, WeightSyncError
-from engines.store.actor import StoreSilent
+from engines.store.actor import StoreTimeout
 from engines.tracking.progress_file import readable_steps
 from engines.user_files import readable_lines
 from engines.weights_file import NoRoom, WrongFile
@@ -25,7 +25,7 @@ CRASHES_FILE = "crashes.jsonl"
 """File with the crashes after which the run resumed, one `schemas.resume.Crash` per line."""
 _RAISED = (ValueError, WeightSyncError, EngineFails, NoRoom, WrongFile)
 """Errors that are no crashes: bad settings, data, code or weights, and a full memory."""
-_CRASHED = (RayDied, EngineDied, ActorGone, NoAnswer, StoreSilent, WeightsLost)
+_CRASHED = (RayDied, EngineDied, ActorGone, NoAnswer, StoreTimeout, WeightsLost)
 _OF_ANOTHER_RANK = re.compile(r"gloo/transport|NCCL|DistBackendError|[Cc]onnection (closed|reset)")
 """Errors of a trainer rank whose peer has died."""
 

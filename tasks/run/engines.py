@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from engines.control.reshaping import Forgone
 from engines.gpus.gpu_sharing import Role, Turns
 from engines.gpus.placement import GpuPlacement
-from engines.gpus.reservation import HeldGpus, hold_gpus
+from engines.gpus.reservation import ReservedGpus, reserve_gpus
 from engines.inference.drafting.drafters import Drafters
 from engines.inference.engine.arguments import CPU_KV_CACHE_BYTES
 from engines.inference.engine.ray_engine import RayEngine
@@ -148,8 +148,8 @@ async def make_generation(
     """
     times = latency.profile.model_dump_json() if latency else None
     exports = config.rollout.metrics and names_cluster()
-    held = await _hold(config, placement)
-    shared = _shared_gpu(config, held)
+    reserved = await _reserve(config, placement)
+    shared = _shared_gpu(config, reserved)
     engine = config.engine.model_copy(
         update={
             "rollout": _beside_trainer(config, shared),
@@ -159,7 +159,7 @@ async def make_generation(
         }
     )
     engines, pools, keeps_weights = _make_engines(
-        config, engine, placement, engine_class, held, learnt or {}
+        config, engine, placement, engine_class, reserved, learnt or {}
     )
     coordinator = Coordinator(
         engines,
@@ -178,8 +178,8 @@ async def make_generation(
         nodes=[placement.node(drafter_name(i)) for i in range(len(engine.drafter_processes))],
         on_cluster=names_cluster(),
     )
-    gpus = [gpu for of_part in held.values() for gpu in of_part.gpu_ids]
-    leaves = config.takes_turns and bool(held) and (shared is None or shared.state_leaves)
+    gpus = [gpu for of_part in reserved.values() for gpu in of_part.gpu_ids]
+    leaves = config.takes_turns and bool(reserved) and (shared is None or shared.state_leaves)
     return Engines(
         coordinator,
         drafters,
@@ -188,18 +188,18 @@ async def make_generation(
         keeps_weights,
         gpus,
         trainer_leaves=leaves,
-        receivers=_receivers(config, engines, held),
+        receivers=_receivers(config, engines, reserved),
     )
 
 
 def _receivers(
-    config: TrainConfig, engines: Sequence[RayEngine], held: Mapping[str, HeldGpus]
+    config: TrainConfig, engines: Sequence[RayEngine], reserved: Mapping[str, ReservedGpus]
 ) -> list[RayEngine]:
     """Return the engines that receive weights from the trainer on their GPUs. Engines of other
     layouts have no memory for weights at that time. Raise ValueError when there are no GPUs."""
     if not config.takes_turns or config.rollout.weights == "file":
         return []
-    if not held:
+    if not reserved:
         raise ValueError("rollout.weights is ipc, but there are no GPUs: set rollout.weights=file")
     return [engine for engine in engines if engine.tp_degree == config.rollout.tp_degree]
 
@@ -209,7 +209,7 @@ def _make_engines(
     engine: EngineConfig,
     placement: GpuPlacement,
     engine_class: type[VLLMEngine],
-    held: Mapping[str, HeldGpus],
+    reserved: Mapping[str, ReservedGpus],
     learnt: Mapping[int, str],
 ) -> tuple[list[RayEngine], Sequence[Pool], bool]:
     """Return the engines, their pools, and whether an engine on standby keeps its weights."""
@@ -219,14 +219,14 @@ def _make_engines(
     )
     if not pools:
         alone = [
-            _alone(engine, spec, placement, engine_class, held, learnt.get(spec.engine, ""))
+            _alone(engine, spec, placement, engine_class, reserved, learnt.get(spec.engine, ""))
             for spec in specs
         ]
         return alone, (), True
-    keeps_weights = _keeps_weights(config, held)
+    keeps_weights = _keeps_weights(config, reserved)
     weight_bytes = model_shape(config).weight_bytes
     engines = [
-        _pooled(engine, spec, keeps_weights, held, weight_bytes, learnt.get(spec.engine, ""))
+        _pooled(engine, spec, keeps_weights, reserved, weight_bytes, learnt.get(spec.engine, ""))
         for spec in specs
     ]
     return engines, pools, keeps_weights
@@ -237,11 +237,11 @@ def _alone(
     spec: EngineSpec,
     placement: GpuPlacement,
     engine_class: type[VLLMEngine],
-    held: Mapping[str, HeldGpus],
+    reserved: Mapping[str, ReservedGpus],
     learnt: str,
 ) -> RayEngine:
     name = engine_name(spec.engine)
-    gpus = held.get(name)
+    gpus = reserved.get(name)
     own_gpus = spec.tp_degree if placement.num_gpus and not gpus else 0
     config = engine.model_copy(update={"devices": gpus.gpu_ids if gpus else ()})
     return RayEngine(
@@ -253,12 +253,12 @@ def _pooled(
     engine: EngineConfig,
     spec: EngineSpec,
     keeps_weights: bool,
-    held: Mapping[str, HeldGpus],
+    reserved: Mapping[str, ReservedGpus],
     weight_bytes: float,
     learnt: str,
 ) -> RayEngine:
     assert spec.pool is not None
-    gpus = held.get(pool_name(spec.pool))
+    gpus = reserved.get(pool_name(spec.pool))
     changed: dict[str, float] = {"tp_degree": spec.tp_degree}
     if gpus and engine.rollout.kv_cache_bytes:
         changed["gpu_memory_utilization"] = start_share(
@@ -275,22 +275,22 @@ def _pooled(
     return RayEngine(spec.engine, config, num_gpus=0, gpus=gpus, learnt=learnt)
 
 
-async def _hold(config: TrainConfig, placement: GpuPlacement) -> dict[str, HeldGpus]:
+async def _reserve(config: TrainConfig, placement: GpuPlacement) -> dict[str, ReservedGpus]:
     """Let Ray reserve the GPUs that several parts of the run share. Return them by the name of the
     engine or pool."""
     if not placement.num_gpus or not (config.pat.tp_degrees or config.takes_turns):
         return {}
     wanted = wanted_by_engines(config)
-    held = await asyncio.gather(
-        *(hold_gpus(one.num_gpus, placement.node(one.what), HOLD_TIMEOUT_S) for one in wanted)
+    reserved = await asyncio.gather(
+        *(reserve_gpus(one.num_gpus, placement.node(one.what), HOLD_TIMEOUT_S) for one in wanted)
     )
-    return {one.what: gpus for one, gpus in zip(wanted, held, strict=True)}
+    return {one.what: gpus for one, gpus in zip(wanted, reserved, strict=True)}
 
 
-def _shared_gpu(config: TrainConfig, held: Mapping[str, HeldGpus]) -> SharedGpu | None:
+def _shared_gpu(config: TrainConfig, reserved: Mapping[str, ReservedGpus]) -> SharedGpu | None:
     """Return the memory plan of a GPU that engines and trainer share. None: there is no such GPU,
     or its plan is not known. In that case, each side frees all of its memory when it leaves."""
-    gpu_bytes = min((gpus.total_bytes for gpus in held.values()), default=0)
+    gpu_bytes = min((gpus.total_bytes for gpus in reserved.values()), default=0)
     if not config.takes_turns or not gpu_bytes:
         return None
     try:
@@ -310,12 +310,12 @@ def _beside_trainer(config: TrainConfig, shared: SharedGpu | None) -> RolloutCon
     return rollout.model_copy(update={"gpu_memory_utilization": share})
 
 
-def _keeps_weights(config: TrainConfig, held: Mapping[str, HeldGpus]) -> bool:
+def _keeps_weights(config: TrainConfig, reserved: Mapping[str, ReservedGpus]) -> bool:
     """Return whether engines on standby keep their weights. Raise ValueError when there is no
     memory for all layouts."""
     weight_bytes = model_shape(config).weight_bytes
     kv_cache_bytes = config.rollout.kv_cache_bytes
-    if not held:
+    if not reserved:
         require_host_memory(
             weight_bytes,
             config.tp_degrees,
@@ -329,7 +329,7 @@ def _keeps_weights(config: TrainConfig, held: Mapping[str, HeldGpus]) -> bool:
             "rollout.kv_cache_bytes is not set: engines of several TP degrees share GPUs, so none "
             "can take all free memory. Set it to the size of one process's KV cache"
         )
-    gpu_bytes = min(gpus.memory_bytes for gpus in held.values())
+    gpu_bytes = min(gpus.memory_bytes for gpus in reserved.values())
     choice = plan_parked_weights(
         config.pat.parked_weights, weight_bytes, config.tp_degrees, kv_cache_bytes, gpu_bytes
     )

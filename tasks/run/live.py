@@ -20,7 +20,7 @@ from engines.gpus.placement import GpuPlacement
 from engines.histospec.workers import HistoryWorkers
 from engines.learn.canaries import NUM_PROMPTS
 from engines.learn.checkpoint import checkpoints_dir, read_state
-from engines.learn.mirror import CheckpointCopies, CopyHangs, within
+from engines.learn.mirror import CheckpointCopies, CopyTimeout, within
 from engines.learn.trainer import TrainerGroup
 from engines.reports.progress import Everywhere, Progress, TerminalProgress
 from engines.reward import ScorerPool
@@ -162,7 +162,7 @@ def _fetch_lost(config: TrainConfig, found: Resumption, failures: Failures) -> P
     try:
         what = f"fetching from {mirror.place}"
         return within(lambda: mirror.fetch_newer(directory), FETCH_S, what) or found.checkpoint
-    except (OSError, CopyHangs) as error:
+    except (OSError, CopyTimeout) as error:
         if found.checkpoint is None:
             raise
         failures.add("fetching a checkpoint's copy", error)

@@ -15,7 +15,7 @@ from engines.inference.engine.supported import check_version
 from engines.latency.fitted import FittedLatency
 from engines.latency.profile_file import find_profile, model_hash, read_profile, require_points
 from engines.learn.own_functions import own_functions
-from engines.learn.setting_warnings import doubtful_settings
+from engines.learn.setting_warnings import setting_warnings
 from engines.pat.layouts import plan_pools, require_divisible
 from engines.reward import check_ground_truth, check_reward, check_reward_file
 from engines.specactor.ladder import Ladder
@@ -177,7 +177,7 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     latency = read_latency(config)
     for dataset in datasets.values():
         check_prompts_have_rows(dataset, config.model)
-    warnings = (*unseen, *_warnings(datasets), *doubtful_settings(config))
+    warnings = (*unseen, *_warnings(datasets), *setting_warnings(config))
     ladder = _ladder(config, latency)
     return Inputs(datasets, prompts, loader, tokenizer, latency, ladder, warnings)
 
@@ -238,9 +238,9 @@ def read_latency(config: TrainConfig) -> FittedLatency | None:
         kinds.append(PointKind.PREFILL)
     if config.engine.speculates:
         kinds.append(PointKind.VERIFY)
-    mend = f"make it again with {command}, or switch off the techniques that need them"
+    advice = f"make it again with {command}, or switch off the techniques that need them"
     drafters = [model.name for model in _timed(config)]
-    require_points(profile, path, config.tp_degrees, kinds, mend, drafters)
+    require_points(profile, path, config.tp_degrees, kinds, advice, drafters)
     return FittedLatency(profile)
 
 

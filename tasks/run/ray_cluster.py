@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from engines.bounded import ask_aside, together
+from engines.bounded import call_in_thread, together
 from engines.gpus.placement import GpuPlacement, Wanted, place
 from engines.private import private_dir, private_path, read_secret
 from engines.shared_memory import clear_dead
@@ -197,7 +197,7 @@ class _RayWatch:
         import ray
 
         try:
-            nodes = await ask_aside(ray.nodes, SILENCE_S)
+            nodes = await call_in_thread(ray.nodes, SILENCE_S)
         except TimeoutError:
             return f"its head at {self._address} has not answered for {SILENCE_S:.0f} s"
         living = {node["NodeID"] for node in nodes if node["Alive"]}

@@ -57,14 +57,14 @@ def _run_dirs(runs_dir: Path) -> list[Path]:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Return the record of the run in a directory. `troubles` lists files that cannot be read."""
-    troubles: list[str] = []
+    """Return the record of the run in a directory. `read_errors` lists unreadable files."""
+    read_errors: list[str] = []
 
     def tried(read: Callable[[Path], T]) -> T | None:
         try:
             return read(run_dir)
         except ValueError as error:
-            troubles.append(str(error))
+            read_errors.append(str(error))
             return None
 
     live = is_live(run_dir)
@@ -75,13 +75,13 @@ def read_run(run_dir: Path) -> RunRecord:
         config=config,
         progress=tried(_read_progress),
         summary=None if live else tried(_read_summary),
-        steps=_read_steps(run_dir, troubles),
+        steps=_read_steps(run_dir, read_errors),
         checkpoint=latest_checkpoint(checkpoints_dir(config)) if config else None,
         mlflow_run=tried(read_mlflow_run),
         modified_s=(run_dir / CONFIG_FILE).stat().st_mtime,
         changes=tried(read_changes) or (),
         crashes=tried(read_crashes) or (),
-        troubles=tuple(troubles),
+        read_errors=tuple(read_errors),
     )
 
 
@@ -111,11 +111,11 @@ def _read_progress(run_dir: Path) -> RunProgress | None:
     return found
 
 
-def _read_steps(run_dir: Path, troubles: list[str]) -> list[StepReport]:
-    """Return the reports of steps. Add problems with the files to `troubles`."""
+def _read_steps(run_dir: Path, read_errors: list[str]) -> list[StepReport]:
+    """Return the reports of steps. Add problems with the files to `read_errors`."""
     try:
         reports, wrong = readable_steps(run_dir)
-        troubles += wrong[:1]
+        read_errors += wrong[:1]
         if reports or wrong or not (run_dir / STORE_FILE).exists():
             return reports
         from engines.store.store import open_read_only
@@ -123,7 +123,7 @@ def _read_steps(run_dir: Path, troubles: list[str]) -> list[StepReport]:
         with open_read_only(run_dir / STORE_FILE) as store:
             return store.steps()
     except ValueError as error:
-        troubles.append(str(error))
+        read_errors.append(str(error))
         return []
 
 

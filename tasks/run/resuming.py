@@ -17,9 +17,9 @@ from engines.learn.checkpoint import (
     newest_verified,
     read_state,
 )
-from engines.learn.mirror import ANSWER_S, CopyHangs, Mirror, within
+from engines.learn.mirror import ANSWER_S, CopyTimeout, Mirror, within
 from engines.store.archive import SUFFIX
-from engines.store.open_database import RUN, StoreHeldError
+from engines.store.open_database import RUN, StoreLockedError
 from engines.store.store import Store, open_read_only
 from engines.tracking.progress_file import STEPS_FILE, readable_steps, write_steps
 from schemas.config import TrainConfig
@@ -86,9 +86,9 @@ def check_resumable(config: TrainConfig, *, new_store: bool = False) -> Resumpti
     checkpoint, damaged = find_checkpoint(config, num_steps)
     if checkpoint is not None and stored is not None:
         _refuse_lack(run_dir / STORE_FILE, reports, stored, read_state(checkpoint).step)
-    mended = [f"{problem}: the run writes it again from {STORE_FILE}" for problem in wrong]
+    rewritten = [f"{problem}: the run writes it again from {STORE_FILE}" for problem in wrong]
     told = [f"{path.name} is not used: {why}" for path, why in damaged.items()]
-    return Resumption(checkpoint, damaged, (*told, *notes, *mended), begun)
+    return Resumption(checkpoint, damaged, (*told, *notes, *rewritten), begun)
 
 
 def find_checkpoint(config: TrainConfig, num_steps: int) -> tuple[Path | None, dict[Path, str]]:
@@ -123,7 +123,7 @@ def _is_elsewhere(config: TrainConfig) -> bool:
 def _copied_steps(mirror: Mirror) -> list[int]:
     try:
         return within(mirror.steps, ANSWER_S, f"looking for copies in {mirror.place}")
-    except (OSError, CopyHangs) as error:
+    except (OSError, CopyTimeout) as error:
         raise ValueError(
             f"trainer.checkpoint_url: {mirror.place} cannot be read ({error}): check the address "
             "and the keys, or leave it out"
@@ -148,7 +148,7 @@ def _check_store(path: Path) -> tuple[list[StepReport] | None, list[str]]:
         with open_read_only(path) as store:
             notes = store.verify()
             return store.steps(), notes
-    except StoreHeldError:
+    except StoreLockedError:
         return None, []
 
 
@@ -210,7 +210,7 @@ def _is_whole(store: Path) -> bool:
     try:
         with open_read_only(store) as opened:
             opened.verify()
-    except StoreHeldError:
+    except StoreLockedError:
         raise
     except ValueError:
         return False

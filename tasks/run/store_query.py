@@ -19,7 +19,7 @@ _START_S = 30.0
 """Seconds that the process may take to start on a busy machine."""
 
 
-def ask_run(run_dir: Path, query: str, timeout_s: float) -> pa.Table:
+def query_run(run_dir: Path, query: str, timeout_s: float) -> pa.Table:
     """Return the result of a query. Raise ValueError when the query is refused or takes longer than
     `timeout_s` seconds, and RuntimeError when its process dies."""
     if not 0.0 < timeout_s <= MAX_TIMEOUT_S:

@@ -12,7 +12,7 @@ import ray
 from engines.actors import RemoteActor
 from engines.gpus.place import Place
 from engines.gpus.placement import Wanted, place
-from engines.gpus.reservation import hold_gpus
+from engines.gpus.reservation import reserve_gpus
 
 START_TIMEOUT_S = 120.0
 
@@ -22,10 +22,10 @@ class Tenant:
         return ray.get_runtime_context().get_node_id()
 
 
-async def hold() -> dict[str, object]:
-    pools = [await hold_gpus(2, None, START_TIMEOUT_S) for _ in range(2)]
+async def reserve() -> dict[str, object]:
+    pools = [await reserve_gpus(2, None, START_TIMEOUT_S) for _ in range(2)]
     try:
-        await hold_gpus(1, None, timeout_s=1.0)
+        await reserve_gpus(1, None, timeout_s=1.0)
         refusal = ""
     except RuntimeError as error:
         refusal = str(error)
@@ -58,4 +58,4 @@ async def place_engine_beside_ranks() -> dict[str, object]:
 
 if __name__ == "__main__":
     ray.init(log_to_driver=False)
-    print(json.dumps(asyncio.run(hold()) | asyncio.run(place_engine_beside_ranks())))
+    print(json.dumps(asyncio.run(reserve()) | asyncio.run(place_engine_beside_ranks())))

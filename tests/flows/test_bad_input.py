@@ -164,7 +164,7 @@ SMALL = f"specactor.draft_models=[{{name: small, path: {REPOSITORY / 'infra/demo
 
 
 @pytest.mark.parametrize(
-    ("overrides", "missing", "mend"),
+    ("overrides", "missing", "fix"),
     [
         (
             ["pat.tp_degrees=[2]", "drafting.enabled=false"],
@@ -185,11 +185,11 @@ SMALL = f"specactor.draft_models=[{{name: small, path: {REPOSITORY / 'infra/demo
         ),
     ],
 )
-def test_points_that_the_profile_lacks_are_named(tmp_path, overrides, missing, mend):
+def test_points_that_the_profile_lacks_are_named(tmp_path, overrides, missing, fix):
     """The error lists the points that the enabled features need, and no others."""
     lacks = "; ".join(f"no {points}[^;]*" for points in missing)
     with pytest.raises(
-        ValueError, match=f"profile_demo.json has {lacks}: make it again with .*{mend}"
+        ValueError, match=f"profile_demo.json has {lacks}: make it again with .*{fix}"
     ):
         check(write_config(tmp_path), f"profile={PROFILE}", *overrides)
 

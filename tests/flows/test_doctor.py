@@ -66,7 +66,7 @@ def test_a_port_in_use_and_by_whom(tmp_path: Path) -> None:
 def test_a_problem_is_in_the_exit_status(
     changes: dict[str, Any], status: int, last: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flows.doctor, "look_at_machine", lambda *_: gpu_machine(**changes))
+    monkeypatch.setattr(flows.doctor, "inspect_machine", lambda *_: gpu_machine(**changes))
     done = doctor()
     assert done.exit_code == status, done.output
     assert done.output.splitlines()[-1] == last

@@ -19,7 +19,7 @@ from engines.learn.checkpoint import STATE_FILE
 from engines.store.listener import live_snapshot
 from engines.store.open_database import connect
 from tasks.run.run_dir import STORE_FILE
-from tasks.run.store_query import ask_run
+from tasks.run.store_query import query_run
 from tests.flows.commands import write_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
@@ -308,7 +308,7 @@ def test_a_run_killed_anywhere_goes_on(refrain: Any, whole_run: Path, tmp_path: 
     forget_lengths(run_dir)
     command = refrain("train", "--resume", run_dir)
     command.wait_for_line("train step 3: rolling out")
-    live = ask_run(run_dir, "SELECT DISTINCT step FROM rollouts WHERE step < 3", 20.0)
+    live = query_run(run_dir, "SELECT DISTINCT step FROM rollouts WHERE step < 3", 20.0)
     assert sorted(live["step"].to_pylist()) == [0, 1, 2]
     kill_history_worker(run_dir)
     with slowed(run_dir):

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from engines.gpus import cleanup
-from engines.gpus.cleanup import MARK, Marked, Undertaker, wait_until_steady
+from engines.gpus.cleanup import MARK, CleanupActor, Marked, wait_until_steady
 
 TREE = """
 import os, signal, subprocess, sys, time
@@ -51,7 +51,7 @@ def others():
 def test_all_that_is_marked_ends_and_nothing_else(others):
     started("this one")
     assert len(marked("this one")) == 3
-    Undertaker().end(Marked("this one", "node", ()))
+    CleanupActor().end(Marked("this one", "node", ()))
     assert marked("this one") == []
     assert len(marked("another engine")) == 3
     assert others.poll() is None
@@ -63,9 +63,9 @@ def test_what_does_not_end_is_told_by_name(monkeypatch):
     monkeypatch.setattr(cleanup, "END_S", 0.2)
     monkeypatch.setattr(psutil.Process, "kill", lambda _: None)
     with pytest.raises(RuntimeError, match=rf"still running after 0 s: .*\({parent.pid}\)"):
-        Undertaker().end(Marked("stuck", "node", ()))
+        CleanupActor().end(Marked("stuck", "node", ()))
     monkeypatch.undo()
-    Undertaker().end(Marked("stuck", "node", ()))
+    CleanupActor().end(Marked("stuck", "node", ()))
     parent.wait()
 
 

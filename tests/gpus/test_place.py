@@ -11,7 +11,7 @@ import pytest
 from engines.actors import ActorGone
 from engines.gpus import place
 from engines.gpus.cleanup import Marked
-from engines.gpus.place import PLACE_S, Place, why_gone
+from engines.gpus.place import PLACE_S, Place, why_unplaced
 from engines.inference.engine import ray_engine
 from engines.inference.engine.ray_engine import RayEngine
 from engines.rollout.interface import EngineDied, EngineGone
@@ -30,7 +30,7 @@ from tests.inference.real import CONFIG
     ],
 )
 def test_why_it_is_gone(num_gpus, node_id, lost, unplaced_s, why):
-    told = why_gone(num_gpus, node_id, lost, unplaced_s)
+    told = why_unplaced(num_gpus, node_id, lost, unplaced_s)
     assert told.endswith(why)
     assert bool(told) is bool(why)
 

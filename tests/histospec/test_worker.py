@@ -103,7 +103,7 @@ class Actor:
             raise ActorGone(self.name, "is dead")
         return getattr(self.worker, method)(*args)
 
-    async def call_aside(self, method, *args, timeout_s):
+    async def call_with_reference(self, method, *args, timeout_s):
         num_names, files = await self.call(method, *args, timeout_s=timeout_s)
         self.num_files += len(files)
         return num_names, files

@@ -77,7 +77,7 @@ def remember_answers() -> None:
     import tasks.run.store_query
 
     environment_of = tasks.run.store_query._environment
-    ask_run, answers = flows.sql.ask_run, {}
+    query_run, answers = flows.sql.query_run, {}
 
     def environment() -> dict[str, str]:
         inherited = {name: os.environ[name] for name in (FAULT, "LD_PRELOAD") if name in os.environ}
@@ -87,11 +87,11 @@ def remember_answers() -> None:
         status = (run_dir / "refrain.duckdb").stat()
         key = (run_dir, query, status.st_mtime_ns, status.st_ino)
         if FAULT in os.environ or key not in answers:
-            answers[key] = ask_run(run_dir, query, timeout_s)
+            answers[key] = query_run(run_dir, query, timeout_s)
         return answers[key]
 
     tasks.run.store_query._environment = environment
-    flows.sql.ask_run = flows.report.ask_run = ask
+    flows.sql.query_run = flows.report.query_run = ask
 
 
 def forget() -> None:

@@ -34,7 +34,7 @@ class Actor:
         assert timeout_s > 0
         return self.last_error if method == "last_error" else None
 
-    async def call_aside(self, *_, timeout_s):
+    async def call_with_reference(self, *_, timeout_s):
         assert timeout_s > 0
         told = self.told[min(self.num_calls, len(self.told) - 1)]
         self.num_calls += 1

@@ -2,19 +2,19 @@
 
 import pytest
 
-from engines.learn.setting_warnings import doubtful_settings
+from engines.learn.setting_warnings import setting_warnings
 from schemas.algorithm import SETTINGS
 from schemas.config import TrainConfig
 
 
-def doubts(**given: object) -> list[str]:
+def warnings_of(**given: object) -> list[str]:
     required = {"model": {"path": "m"}, "data": {"train": ["d"]}}
-    return doubtful_settings(TrainConfig.model_validate(required | given))
+    return setting_warnings(TrainConfig.model_validate(required | given))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_a_type_picks_can_act(name: str) -> None:
-    assert doubts(algorithm={"type": name}) == []
+    assert warnings_of(algorithm={"type": name}) == []
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,13 @@ def test_what_a_type_picks_can_act(name: str) -> None:
     ],
 )
 def test_a_clip_without_a_ratio_never_acts(given: dict, inert: bool) -> None:
-    found = doubts(**given)
+    found = warnings_of(**given)
     assert len(found) == inert
     assert not inert or "raise trainer.minibatches_per_step or trainer.passes_per_step" in found[0]
 
 
 @pytest.mark.parametrize(
-    ("section", "name", "value", "mended"),
+    ("section", "name", "value", "remedy"),
     [
         ("algorithm", "kl_estimator", "k1", {"kl_coefficient": 0.1}),
         ("algorithm", "tis_level", "sequence", {"tis_cap": 2.0}),
@@ -46,18 +46,18 @@ def test_a_clip_without_a_ratio_never_acts(given: dict, inert: bool) -> None:
     ],
 )
 def test_a_setting_that_another_one_switches_off_is_named(
-    section: str, name: str, value: object, mended: dict
+    section: str, name: str, value: object, remedy: dict
 ) -> None:
     off = {"normalise_by_std": False} if name == "std_over" else {}
-    (found,) = doubts(**{section: {name: value} | off})
+    (found,) = warnings_of(**{section: {name: value} | off})
     assert found.startswith(f"{section}.{name} never acts: ")
     two = {"minibatches_per_step": 2}
-    given = {section: {name: value} | mended}
-    assert doubts(**{"trainer": two} | given) == []
+    given = {section: {name: value} | remedy}
+    assert warnings_of(**{"trainer": two} | given) == []
 
 
 @pytest.mark.parametrize("rollout", [{"top_p": 0.9}, {"top_k": 50}])
 def test_a_part_of_the_distribution_biases_the_ratio(rollout: dict) -> None:
-    (found,) = doubts(rollout=rollout)
+    (found,) = warnings_of(rollout=rollout)
     assert "Train with top_p 1 and top_k 0" in found
-    assert doubts(rollout={"validation": rollout}) == []
+    assert warnings_of(rollout={"validation": rollout}) == []

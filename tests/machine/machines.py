@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from schemas.machine import CudaSeen, GpuSeen, MachineSeen, PackageSeen, PortSeen, Room
+from schemas.machine import CudaInfo, GpuInfo, MachineInfo, PackageInfo, PortInfo, Room
 
 GIB = 2**30
-READY = CudaSeen(
+READY = CudaInfo(
     library=True,
     cuda_version=(13, 0),
     num_gpus=2,
@@ -15,8 +15,8 @@ READY = CudaSeen(
 """Two GPUs that work with CUDA 13."""
 
 
-def gpu(index: int, **changes: Any) -> GpuSeen:
-    seen = GpuSeen(
+def gpu(index: int, **changes: Any) -> GpuInfo:
+    seen = GpuInfo(
         index=index,
         name="NVIDIA H100 80GB HBM3",
         compute_capability=(9, 0),
@@ -30,10 +30,10 @@ def room(free_bytes: float, num_bytes: float = 1e12) -> Room:
     return Room(path="somewhere", num_bytes=int(num_bytes), free_bytes=int(free_bytes))
 
 
-def gpu_machine(**changes: Any) -> MachineSeen:
+def gpu_machine(**changes: Any) -> MachineInfo:
     """Return a machine without faults, then apply the changes."""
     packages = (("torch", "==2.13.0", "2.13.0"), ("vllm", "==0.32.0", "0.32.0"))
-    seen = MachineSeen(
+    seen = MachineInfo(
         python="3.12.1",
         torch_build="13.0",
         vllm_builds=("vllm",),
@@ -45,10 +45,10 @@ def gpu_machine(**changes: Any) -> MachineSeen:
         available_bytes=int(500e9),
         shm=room(256e9, 256e9),
         disks={"disk of runs": room(500e9)},
-        ports=(PortSeen(number=4200, service="Prefect", owner=None),),
+        ports=(PortInfo(number=4200, service="Prefect", owner=None),),
         open_files=65536,
         packages=tuple(
-            PackageSeen(name=name, required=required, installed=installed, fits=True)
+            PackageInfo(name=name, required=required, installed=installed, fits=True)
             for name, required, installed in packages
         ),
     )

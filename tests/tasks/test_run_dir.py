@@ -15,7 +15,7 @@ from benchmarks.timed_stubs import LocalStore
 from engines.data.loader import PromptLoader
 from engines.failures import Failures
 from engines.learn.checkpoint import CheckpointState, write_checkpoint
-from engines.learn.mirror import CopyHangs, Mirror
+from engines.learn.mirror import CopyTimeout, Mirror
 from engines.store.rows import rollout_rows
 from schemas.config import TrainConfig
 from schemas.rollout import Split
@@ -102,7 +102,7 @@ def test_a_place_of_copies_that_does_not_answer_ends_no_run(
     with pytest.raises(ValueError, match=r"checkpoint_url: file:///.*check the address"):
         check_mirror(copies, False, [])
     failures = Failures(copies.run_dir, lambda _: None)
-    with pytest.raises((OSError, CopyHangs)):
+    with pytest.raises((OSError, CopyTimeout)):
         _fetch_lost(copies, Resumption(None, {}, ()), failures)
     assert not record_failures
     own = write(tmp_path / "own", 3)

@@ -11,7 +11,7 @@ import tasks.run.engines
 import tasks.run.machine
 from engines.actors import RemoteActor
 from engines.gpus.placement import GpuPlacement
-from engines.gpus.reservation import HeldGpus
+from engines.gpus.reservation import ReservedGpus
 from engines.latency.model_shape import SHAPES, ModelShape
 from engines.learn.footprint import resting_bytes, trainer_footprint
 from engines.machine.nodes import Nodes
@@ -193,12 +193,14 @@ def test_too_little_host_memory_is_refused(tmp_path: Path) -> None:
 async def test_a_run_does_as_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer's state stays if both fit. Engines that start again ask for their own share."""
     total = 80 * 10**9
-    held = {"rollout engine 0": HeldGpus("n", (0,), total, total, RemoteActor.of("holder", None))}
+    reserved = {
+        "rollout engine 0": ReservedGpus("n", (0,), total, total, RemoteActor.of("holder", None))
+    }
 
-    async def hold(*_: object) -> dict[str, HeldGpus]:
-        return held
+    async def reserve(*_: object) -> dict[str, ReservedGpus]:
+        return reserved
 
-    monkeypatch.setattr(tasks.run.engines, "_hold", hold)
+    monkeypatch.setattr(tasks.run.engines, "_reserve", reserve)
     for kv_bytes, leaves, share in ((20e9, False, 0.343), (60e9, True, 0.92), (None, True, 0.92)):
         changes = () if kv_bytes is None else (f"rollout.kv_cache_bytes={kv_bytes:.0f}",)
         config = one_gpu(tmp_path, "Qwen3-1.7B", *changes)
@@ -208,7 +210,7 @@ async def test_a_run_does_as_the_plan_says(tmp_path: Path, monkeypatch: pytest.M
         rollout = engine.engine._config.rollout
         assert rollout.gpu_memory_utilization == pytest.approx(share, abs=0.001)
     # Stand-ins do not know the memory of the GPU.
-    held["rollout engine 0"] = HeldGpus("n", (0,), 0, 0, RemoteActor.of("holder", None))
+    reserved["rollout engine 0"] = ReservedGpus("n", (0,), 0, 0, RemoteActor.of("holder", None))
     made = await make_generation(config, None, 0, GpuPlacement(num_gpus=1), print)
     assert made.trainer_leaves
 
@@ -273,12 +275,12 @@ async def test_the_trainer_hands_weights_to_the_engines_that_are_there(
 ) -> None:
     """Engines of other layouts get nothing: they have no memory for weights at that time."""
     total, gpus = 80 * 10**9, (0, 1)
-    held = {"pool 0 (pat.gpus_per_node)": HeldGpus("n", gpus, total, total, HOLDER)}
+    reserved = {"pool 0 (pat.gpus_per_node)": ReservedGpus("n", gpus, total, total, HOLDER)}
 
-    async def hold(*_: object) -> dict[str, HeldGpus]:
-        return held
+    async def reserve(*_: object) -> dict[str, ReservedGpus]:
+        return reserved
 
-    monkeypatch.setattr(tasks.run.engines, "_hold", hold)
+    monkeypatch.setattr(tasks.run.engines, "_reserve", reserve)
     changes = ("rollout.num_engines=2", "pat.tp_degrees=[2]", "pat.gpus_per_node=2")
     cache = "rollout.kv_cache_bytes=20_000_000_000"
     for way, expected in (("ipc", {0: "actor 0"}), ("file", None)):

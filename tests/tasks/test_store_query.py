@@ -13,7 +13,7 @@ from engines.store.listener import listen
 from engines.store.store import Store
 from tasks.run import store_query
 from tasks.run.run_dir import STORE_FILE
-from tasks.run.store_query import ask_run
+from tasks.run.store_query import query_run
 from tests.store.test_archive import add_step
 from tests.store.test_listener import all_served
 
@@ -28,7 +28,7 @@ def run_dir(tmp_path: Path) -> Path:
 def test_a_query_ends_in_time(run_dir: Path) -> None:
     began_s = time.monotonic()
     with pytest.raises(ValueError, match=r"no answer within 0\.5 s"):
-        ask_run(
+        query_run(
             run_dir, "SELECT sum(a.range * b.range) FROM range(1e7::INT) a, range(1e7::INT) b", 0.5
         )
     # The plan doubles with each step: DuckDB runs out of time before it executes the plan.
@@ -37,15 +37,15 @@ def test_a_query_ends_in_time(run_dir: Path) -> None:
         for i in range(25)
     )
     with pytest.raises(ValueError, match=r"no answer within 0\.5 s"):
-        ask_run(run_dir, f"WITH c0 AS (SELECT 1 AS x), {', '.join(steps)} FROM c25", 0.5)
+        query_run(run_dir, f"WITH c0 AS (SELECT 1 AS x), {', '.join(steps)} FROM c25", 0.5)
     assert time.monotonic() - began_s < 15.0
-    assert ask_run(run_dir, "SELECT 1", 30.0).num_rows == 1
+    assert query_run(run_dir, "SELECT 1", 30.0).num_rows == 1
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, 0.0, 1e30])
 def test_an_absurd_time_is_refused(run_dir: Path, timeout_s: float) -> None:
     with pytest.raises(ValueError, match="the timeout must be above 0 and at most 86400 s"):
-        ask_run(run_dir, "SELECT 1", timeout_s)
+        query_run(run_dir, "SELECT 1", timeout_s)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_an_absurd_time_is_refused(run_dir: Path, timeout_s: float) -> None:
 )
 def test_an_odd_query_is_refused_in_a_sentence(run_dir: Path, query: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as refusal:
-        ask_run(run_dir, query, 20.0)
+        query_run(run_dir, query, 20.0)
     assert len(str(refusal.value)) < 12_000
     assert str(refusal.value).replace("\n", "").isprintable()
 
@@ -86,10 +86,10 @@ def test_a_query_cannot_take_the_memory_of_a_run(
         listen(run_dir, store.snapshot)
         used = psutil.Process().memory_info().rss
         with pytest.raises(ValueError, match="needs more than 4GB of memory"):
-            ask_run(run_dir, "SELECT len(list(range)) FROM range(700000000)", 60.0)
+            query_run(run_dir, "SELECT len(list(range)) FROM range(700000000)", 60.0)
         assert psutil.Process().memory_info().rss - used < 2**28
         add_step(store, 2)
-        steps = ask_run(run_dir, "SELECT step FROM steps ORDER BY step", 60.0)
+        steps = query_run(run_dir, "SELECT step FROM steps ORDER BY step", 60.0)
         assert steps["step"].to_pylist() == [1, 2]
         all_served()
 
@@ -103,7 +103,7 @@ def test_a_process_that_is_killed_is_named(run_dir: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(subprocess, "run", kill)
     with pytest.raises(RuntimeError, match=r"died \(signal 9\)\. It may use 6 GiB of memory"):
-        ask_run(run_dir, "SELECT 1", 20.0)
+        query_run(run_dir, "SELECT 1", 20.0)
 
 
 def test_no_secret_is_given_on(monkeypatch: pytest.MonkeyPatch) -> None:

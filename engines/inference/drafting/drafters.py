@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from engines.actors import ActorError, RemoteActor
-from engines.bounded import all_of, cancel
+from engines.bounded import cancel, gather_all
 from engines.inference.drafting.vllm_drafter import VLLMDrafter
 from engines.inference.engine.ray_engine import RayEngine
 from engines.rollout.interface import EngineDied
@@ -101,7 +101,7 @@ class Drafters:
 
     async def start(self) -> None:
         """Start all drafters. Raise `ActorError` if one fails to start."""
-        addresses = await all_of(drafter.start() for drafter in self._drafters)
+        addresses = await gather_all(drafter.start() for drafter in self._drafters)
         for drafter, address in zip(self._drafters, addresses, strict=True):
             await self._connect(drafter, address)
         self._watches = [asyncio.create_task(self._watch(one)) for one in self._drafters]
@@ -121,7 +121,7 @@ class Drafters:
 
     async def shutdown(self) -> None:
         await cancel(self._watches)
-        await all_of(drafter.shutdown() for drafter in self._drafters)
+        await gather_all(drafter.shutdown() for drafter in self._drafters)
 
     async def _watch(self, drafter: Drafter) -> None:
         while True:
@@ -129,10 +129,10 @@ class Drafters:
             try:
                 await drafter.look()
             except ActorError as death:
-                if not await self._mend(drafter, death):
+                if not await self._restart(drafter, death):
                     return
 
-    async def _mend(self, drafter: Drafter, death: ActorError) -> bool:
+    async def _restart(self, drafter: Drafter, death: ActorError) -> bool:
         """Restart a dead drafter. Return False if it died too often."""
         name, why = drafter.config.name, death.why
         while self._num_restarts[drafter] < self._max_restarts:

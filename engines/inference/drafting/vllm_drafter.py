@@ -21,7 +21,7 @@ import ray.util
 import zmq
 from msgspec.structs import replace
 
-from engines.garbage import made_to_stay
+from engines.garbage import freeze_garbage
 from engines.inference.drafting.draft_link import decode_feedback, encode
 from engines.inference.drafting.live import CacheFull, LiveSequences
 from engines.inference.engine.arguments import CPU_BLOCK_TOKENS, CPU_KV_CACHE_BYTES
@@ -62,7 +62,7 @@ class VLLMDrafter:
 
     async def start(self) -> str:
         """Load the model and start to serve. Return the address."""
-        with made_to_stay():
+        with freeze_garbage():
             address = await self._in_thread(self._load)
         self._server = asyncio.create_task(self._serve())
         return address

@@ -9,9 +9,9 @@ from uuid import uuid4
 
 from engines.actors import ActorError, ActorGone, RemoteActor
 from engines.bounded import together
-from engines.gpus.cleanup import END_S, Marked, Undertaker
+from engines.gpus.cleanup import END_S, CleanupActor, Marked
 from engines.gpus.place import NoPlace, Place
-from engines.gpus.reservation import HeldGpus
+from engines.gpus.reservation import ReservedGpus
 from engines.inference.engine.last_error import tells_cause
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.rollout.interface import EngineDied, EngineEvents, EngineGone, WeightSyncError
@@ -35,7 +35,7 @@ class RayEngine:
         config: EngineConfig,
         num_gpus: int,
         engine_class: type[VLLMEngine] = VLLMEngine,
-        gpus: HeldGpus | None = None,
+        gpus: ReservedGpus | None = None,
         near: str | None = None,
         learnt: str = "",
     ) -> None:
@@ -117,16 +117,16 @@ class RayEngine:
         if marked is None:
             return
         name = f"end of rollout engine {self.index}"
-        undertaker = RemoteActor(name, Undertaker, node_id=marked.node_id)
+        cleanup_actor = RemoteActor(name, CleanupActor, node_id=marked.node_id)
         try:
-            await undertaker.call("end", marked, timeout_s=ANSWER_S + 2 * END_S)
+            await cleanup_actor.call("end", marked, timeout_s=ANSWER_S + 2 * END_S)
         except ActorGone:
             pass  # The node is dead, and all its processes with it.
         except ActorError as error:
             self._marked = marked
             raise EngineDied(self.index, f"its processes did not end: {error.why}") from error
         finally:
-            undertaker.kill()
+            cleanup_actor.kill()
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         self._unfinished.update(request.id for request in requests)
@@ -183,7 +183,7 @@ class RayEngine:
         return counts
 
     async def next_events(self) -> EngineEvents:
-        events, rows = await self._call("next_events", self._num_received, aside=True)
+        events, rows = await self._call("next_events", self._num_received, with_reference=True)
         events = replace(events, finished=tuple(replace(r, rows=rows) for r in events.finished))
         self._num_received += len(events.finished)
         self._unfinished.difference_update(rollout.id for rollout in events.finished)
@@ -216,17 +216,17 @@ class RayEngine:
         method: str,
         *args: Any,
         timeout_s: float | None = None,
-        aside: bool = False,
+        with_reference: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Call a method of the actor. `aside`: use `RemoteActor.call_aside`.
+        """Call a method of the actor. `with_reference`: use `RemoteActor.call_with_reference`.
 
         Raise `WeightSyncError` if the actor does, and `EngineDied` for any other failure.
         """
         timeout_s = timeout_s or self._config.rollout.stall_timeout_s
         if self._actor is None:
             raise EngineDied(self.index, "it was not started")
-        call = self._actor.call_aside if aside else self._actor.call
+        call = self._actor.call_with_reference if with_reference else self._actor.call
         try:
             return await call(method, *args, timeout_s=timeout_s, **kwargs)
         except ActorError as error:

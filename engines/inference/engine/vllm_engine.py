@@ -12,7 +12,7 @@ import pyarrow as pa
 import ray
 
 from engines.bounded import wait_for
-from engines.garbage import made_to_stay
+from engines.garbage import freeze_garbage
 from engines.gpus.cleanup import Marked, given_gpus, mark_children
 from engines.inference.engine.admission import Admitted, admit, admitted
 from engines.inference.engine.arguments import engine_args
@@ -80,7 +80,7 @@ class VLLMEngine:
         return Marked(mark, node_id, self._config.devices or given_gpus())
 
     async def start(self) -> None:
-        with made_to_stay():
+        with freeze_garbage():
             await self._start()
 
     async def _start(self) -> None:

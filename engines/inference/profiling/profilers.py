@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from engines.actors import ActorError, RemoteActor
-from engines.bounded import all_of
+from engines.bounded import gather_all
 from schemas.latency import ProfilePoint
 from schemas.profile import MachineFacts, Measurement
 
@@ -65,11 +65,11 @@ class Profilers:
         ]
 
     async def shutdown(self) -> None:
-        await all_of(actor.stop() for actor in self._actors)
+        await gather_all(actor.stop() for actor in self._actors)
 
     async def _all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         try:
-            return await all_of(
+            return await gather_all(
                 actor.call(method, *args, timeout_s=timeout_s) for actor in self._actors
             )
         except ActorError as error:
