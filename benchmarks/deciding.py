@@ -32,7 +32,7 @@ from engines.control.proposal import Proposal
 from engines.control.state import StepState
 from engines.control.techniques import (
     MoveModel,
-    StepFacts,
+    StepInputs,
     expected_lengths,
     plan_policies,
     tokens_to_come,
@@ -187,10 +187,10 @@ def _policies(num_engines: int, history: Mapping[str, LengthHistory]) -> tuple[P
         remaining=expected_lengths(config, history),
         prompt_tokens=dict.fromkeys(history, PROMPT_TOKENS),
     )
-    facts = StepFacts(
+    inputs = StepInputs(
         plan=bare_plan(1, list(history), GROUP_SIZE, _SETTING),
         acceptances={name: one.mean_acceptance for name, one in DRAFTERS.items()},
         to_come=tokens_to_come(config, history),
         move_model=model,
     )
-    return plan_policies(config, facts)
+    return plan_policies(config, inputs)

@@ -141,7 +141,7 @@ class RoundDrafter(VLLMDrafter):
             text = [3 + i * i % 31 for i in range(context)]
             # The first sequence computes the text; the others find it in the prefix cache.
             for some in (ids[:1], ids[1:]):
-                self._hear(_VERIFIER, encode(Feedback(opened=[
+                self._receive(_VERIFIER, encode(Feedback(opened=[
                     Opened(id, text, i, window, True, self._config.max_model_len)
                     for i, id in enumerate(some)
                 ])))  # fmt: skip
@@ -159,7 +159,7 @@ class RoundDrafter(VLLMDrafter):
         hashed = self._num_hashed()
         self._num_bytes, self._model_s = len(message), 0.0
         started_s, started_cpu_s = time.perf_counter(), time.thread_time()
-        self._hear(_VERIFIER, message)
+        self._receive(_VERIFIER, message)
         self._draft_all()
         seconds = time.perf_counter() - started_s
         return {

@@ -1,7 +1,7 @@
 """Copy policy versions from the trainer's node to each other node, once per node.
 
 ```
-trainer, rank 0 ── announces ──► courier of each node whose engines have asked before
+trainer, rank 0 ── prefetches ─► courier of each node whose engines have asked before
 engine ──────────── asks ──────► courier of its node ── reads in parts ──► courier of the
                                  (one file that all                        trainer's node
                                  engines there map)
@@ -42,24 +42,24 @@ class Courier:
         self._files: VersionFiles | None = None
         self._origin: Path | None = None
         """Directory of the trainer that the copied versions come from."""
-        self._bringing: dict[int, asyncio.Task[Path]] = {}
+        self._fetching: dict[int, asyncio.Task[Path]] = {}
         self._one_at_a_time = asyncio.Lock()
         self._was_asked = False
         self._num_bytes = 0
         self._sender: RemoteActor | None = None
 
-    async def bring(self, policy_version: int, file: WeightsFile) -> Path:
+    async def fetch(self, policy_version: int, file: WeightsFile) -> Path:
         """Copy a version to this node, unless it is there. Return the path of its file."""
         self._was_asked = True
         # If an engine stops waiting, the copy must go on for the others.
-        return await asyncio.shield(self._brought(policy_version, file))
+        return await asyncio.shield(self._fetched(policy_version, file))
 
     async def expect(self, policy_version: int, file: WeightsFile) -> None:
         """Copy a version in advance, if engines of this node have asked for versions before."""
         if not self._was_asked:
             return
         try:
-            await asyncio.shield(self._brought(policy_version, file))
+            await asyncio.shield(self._fetched(policy_version, file))
         except Exception as error:
             # The first engine that asks makes the courier try again, and gets the error then.
             logger.warning("could not copy policy version %d here: %s", policy_version, error)
@@ -69,7 +69,7 @@ class Courier:
         # `asarray` drops the memmap class: Ray copies a plain array once, straight into its store.
         return np.asarray(np.memmap(path, np.uint8, "r", first, (num_bytes,)))
 
-    async def num_bytes_brought(self) -> int:
+    async def num_bytes_fetched(self) -> int:
         """Return the bytes that were copied to this node."""
         return self._num_bytes
 
@@ -77,19 +77,19 @@ class Courier:
         """Delete all versions on this node."""
         self._forget()
 
-    def _brought(self, policy_version: int, file: WeightsFile) -> asyncio.Task[Path]:
+    def _fetched(self, policy_version: int, file: WeightsFile) -> asyncio.Task[Path]:
         if self._origin != file.path.parent:
             self._forget()
             self._files, self._origin = VersionFiles(file.num_kept), file.path.parent
-        task = self._bringing.get(policy_version)
+        task = self._fetching.get(policy_version)
         failed = task is not None and task.done() and (task.cancelled() or task.exception())
         if task is None or failed:
             assert self._files is not None
-            task = asyncio.create_task(self._bring(policy_version, file, self._files))
-            self._bringing[policy_version] = task
+            task = asyncio.create_task(self._fetch(policy_version, file, self._files))
+            self._fetching[policy_version] = task
         return task
 
-    async def _bring(self, policy_version: int, file: WeightsFile, files: VersionFiles) -> Path:
+    async def _fetch(self, policy_version: int, file: WeightsFile, files: VersionFiles) -> Path:
         assert file.node_id is not None
         async with self._one_at_a_time:
             sender = self._sender = courier_of(file.node_id)
@@ -105,15 +105,15 @@ class Courier:
                     part = await wait_for(reply, PART_S)
                     memory[first : first + len(part)] = part.data
                     self._num_bytes += len(part)
-            for old in [v for v in self._bringing if v != policy_version and not files.has(v)]:
-                if self._bringing[old].done():
-                    del self._bringing[old]
+            for old in [v for v in self._fetching if v != policy_version and not files.has(v)]:
+                if self._fetching[old].done():
+                    del self._fetching[old]
             return files.path(policy_version)
 
     def _forget(self) -> None:
-        for task in self._bringing.values():
+        for task in self._fetching.values():
             task.cancel()
-        self._bringing.clear()
+        self._fetching.clear()
         if self._files:
             self._files.delete()
         self._files = self._origin = None
@@ -138,7 +138,7 @@ class Couriers:
         self._node_id = node_id
         self._couriers: dict[str, RemoteActor] = {}
 
-    def announce(self, policy_version: int, file: WeightsFile) -> None:
+    def prefetch(self, policy_version: int, file: WeightsFile) -> None:
         """Tell all other nodes to copy a version in advance. Do not wait.
 
         If a copy fails, the engine that asks for the version gets the error.

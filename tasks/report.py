@@ -108,7 +108,7 @@ async def draw_step(ref: RunRef, report: StepReport, batch: RolloutBatch) -> Non
     await _draw(run, report, batch)
     if report.step == 1 and run.config.drafting.enabled:
         with run.failures.contained("predicting the gain of drafts"):
-            await _foretell(run, report)
+            await _predict_gain(run, report)
     with run.failures.contained("archiving old steps"):
         await run.store("archive_before", report.step)
 
@@ -146,14 +146,14 @@ async def _drawn(run: Run, report: StepReport, batch: RolloutBatch) -> StepRepor
     return report.model_copy(update={"metrics": report.metrics | saved, "drawn": True})
 
 
-async def _foretell(run: Run, report: StepReport) -> None:
+async def _predict_gain(run: Run, report: StepReport) -> None:
     """Log, after the first step, how much drafts will speed up its prompts in the next epoch."""
-    from engines.histospec.predicted_gain import CHEAP, DEAR, foretell
+    from engines.histospec.predicted_gain import CHEAP, DEAR, predict_gain
 
     keys = run.inputs.loader.prompts_of(report.step)[:_NUM_FORETOLD]
     rows = await run.store("index_rows", Split.TRAIN, dict.fromkeys(keys, report.step))
-    groups = await asyncio.to_thread(_answers, rows, run.config)
-    gain = await asyncio.to_thread(foretell, groups, run.config.drafting)
+    groups = await asyncio.to_thread(_response_groups, rows, run.config)
+    gain = await asyncio.to_thread(predict_gain, groups, run.config.drafting)
     if gain is None:
         return
     run.progress.phase(
@@ -165,17 +165,17 @@ async def _foretell(run: Run, report: StepReport) -> None:
     )
 
 
-def _answers(rows: Any, config: TrainConfig) -> list[Any]:
-    """Return the complete groups of a table `tables.INDEXED`, in the form that `foretell` takes.
-    The table is in the samples' order."""
-    from engines.histospec.predicted_gain import Answers
+def _response_groups(rows: Any, config: TrainConfig) -> list[Any]:
+    """Return the complete groups of a table `tables.INDEXED`, for `predict_gain`. The table is in
+    the samples' order."""
+    from engines.histospec.predicted_gain import ResponseGroup
 
     found: dict[str, list[dict]] = {}
     for row in rows.to_pylist():
         found.setdefault(row["prompt_key"], []).append(row)
     size = config.rollout.group_size
     return [
-        Answers(
+        ResponseGroup(
             np.array(group[0]["prompt_token_ids"], np.int32),
             [np.array(row["response_token_ids"][:_FORETOLD_TOKENS], np.int32) for row in group],
             [sample_key(config.seed, group[0]["step"], Split.TRAIN, key, i) for i in range(size)],

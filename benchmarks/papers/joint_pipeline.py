@@ -19,7 +19,7 @@ from benchmarks.papers.script import Script, read_script
 from benchmarks.papers.settings import RHYMERL_14B_TP2, Overlap, Setting
 from benchmarks.papers.sharded import ShardedLatency, reshard
 from benchmarks.papers.windows import TYPICAL, GatedHistory, TokenLatency
-from engines.control.techniques import MoveModel, StepFacts, expected_lengths, plan_policies
+from engines.control.techniques import MoveModel, StepInputs, expected_lengths, plan_policies
 from engines.latency.analytic import LOOKUP_S
 from engines.latency.model_shape import SHAPES
 from engines.pat.costs import SwitchCosts
@@ -88,7 +88,7 @@ class PipelineScene:
             },
             speculation=TYPICAL.speculation if config.drafting.enabled else (1.0, 0),
         )
-        policies = plan_policies(config, StepFacts(plan=plan, move_model=model))
+        policies = plan_policies(config, StepInputs(plan=plan, move_model=model))
         return asked_seldom(policies, REPORT_S / 2)
 
 

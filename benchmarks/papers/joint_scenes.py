@@ -80,7 +80,7 @@ def specactor_scene(
         pools=pools,
         costs=switch_costs(latency, shape, "H100"),
         lengths=case.lengths,
-        facts=case.facts(plan),
+        inputs=case.inputs(plan),
         acceptances=case.acceptances,
         report_s=REPORT_S,
         placement=placement,

@@ -26,7 +26,7 @@ from benchmarks.papers.script import Script, StepScript, read_script
 from benchmarks.papers.settings import Overlap, Setting
 from benchmarks.papers.shipped import drafted_levels
 from benchmarks.papers.windows import GatedHistory, TokenLatency
-from engines.control.techniques import StepFacts, plan_policies
+from engines.control.techniques import StepInputs, plan_policies
 from engines.histopipe.estimate import estimate_rollout_s
 from engines.histopipe.passes import fit_passes
 from engines.histopipe.placement import RolloutTime, plan_placement
@@ -133,7 +133,7 @@ def in_turn(config: HistoPipeConfig, rollout_time: RolloutTime | None = None) ->
 
 def migrating(config: TrainConfig, plan: StepPlan) -> Sequence[Policy]:
     """A real run's policies without a latency model: its migration (6.3)."""
-    policies = plan_policies(config, StepFacts(plan=plan))
+    policies = plan_policies(config, StepInputs(plan=plan))
     return asked_seldom(policies, REPORT_S / 2)
 
 

@@ -16,10 +16,10 @@ from functools import cached_property, partial
 
 from benchmarks.papers.real_run import ALL, HISTOPIPE, asked_seldom, only, switched_on
 from benchmarks.papers.windows import TYPICAL, GatedHistory
-from engines.control.reshaping import Forgone
+from engines.control.reshaping import MissedSavings
 from engines.control.techniques import (
     MoveModel,
-    StepFacts,
+    StepInputs,
     expected_lengths,
     plan_policies,
     tokens_to_come,
@@ -74,8 +74,8 @@ class Scene:
     """Costs of a switch, as they are predicted and as they are."""
     lengths: Mapping[str, LengthHistory]
     """Lengths of prompts in the epoch before."""
-    facts: StepFacts
-    """Further facts that a real run knows beforehand."""
+    inputs: StepInputs
+    """Further things that a real run knows beforehand."""
     acceptances: Mapping[RequestId, Acceptance] | None = None
     """Acceptances of draft models; what happens."""
     drafts: Mapping[RequestId, Passes] | None = None
@@ -90,8 +90,8 @@ class Scene:
     """None: prompts are placed by `lengths`, as a run with the config does."""
     exact: bool = False
     """How long responses will be is known."""
-    forgone: Forgone = field(default_factory=Forgone)
-    """Savings forgone, as of `MoveModel`; one object over all steps that follow each other."""
+    missed_savings: MissedSavings = field(default_factory=MissedSavings)
+    """Missed savings, as of `MoveModel`; one object over all steps that follow each other."""
 
     @property
     def techniques(self) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ class Scene:
         config, placement = only(self.config, technique), self.placement
         if placement is None and technique not in (HISTOPIPE, ALL):
             placement = even
-        own = replace(self, config=config, placement=placement, forgone=Forgone())
+        own = replace(self, config=config, placement=placement, missed_savings=MissedSavings())
         scene = own.settled() if own.config.pat.tp_degrees else own
         return run_scene(scene, asked_seldom(scene.policies(), scene.report_s)).step_s
 
@@ -134,7 +134,7 @@ class Scene:
 
     def _placed_by_history(self, keys: Sequence[str], num_engines: int) -> Sequence[PromptGroup]:
         """A run has seen how many drafts a pass verifies; here it is a window."""
-        drafting = self.facts.plan.drafting
+        drafting = self.inputs.plan.drafting
         rollout_time = time_rollouts(self.config, self.latency, drafting.window if drafting else 0)
         step = self.rows.steps[0]
         about = (keys, self.lengths, step, num_engines, rollout_time)
@@ -182,14 +182,14 @@ class Scene:
             latency=self.latency,
             costs=self.costs,
             pools=self.pools,
-            forgone=self.forgone,
+            missed_savings=self.missed_savings,
             remaining=self.remaining(),
             prompt_tokens=self.prompt_tokens,
             speculation=TYPICAL.speculation if drafts else (1.0, 0),
         )
         to_come = tokens_to_come(self.config, self.lengths)
-        facts = replace(self.facts, to_come=to_come, move_model=model)
-        return plan_policies(self.config, facts)
+        inputs = replace(self.inputs, to_come=to_come, move_model=model)
+        return plan_policies(self.config, inputs)
 
     def remaining(self) -> Remaining:
         """How long responses are taken to go on."""
@@ -307,7 +307,7 @@ def run_scene(
     observed = [ObservedPolicy(policy, scene.pools, max_switches) for policy in policies]
     policy_set = PolicySet(
         policies=tuple(observed),
-        drafting=scene.facts.plan.drafting,
+        drafting=scene.inputs.plan.drafting,
         choose_drafting=gates[rollout.tp_degree],
     )
     rollouts, outcome = run_virtual(roll_out(engines, policy_set, scene.placed(), scene.pools))

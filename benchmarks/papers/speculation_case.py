@@ -25,7 +25,7 @@ from benchmarks.papers.generate import TraceSpec, generate
 from benchmarks.papers.plausible import Assumption
 from benchmarks.papers.real_run import asked_seldom, bare_plan
 from benchmarks.papers.scene import Exact
-from engines.control.techniques import StepFacts, plan_policies, tokens_to_come
+from engines.control.techniques import StepInputs, plan_policies, tokens_to_come
 from engines.rollout.moves import Policy
 from engines.simulate.batching import ChooseDrafting
 from engines.simulate.cluster import (
@@ -141,11 +141,11 @@ class Case:
             | sections,
         )
 
-    def facts(self, plan: ExecutionPlan) -> StepFacts:
+    def inputs(self, plan: ExecutionPlan) -> StepInputs:
         """Facts that a real run knows beforehand."""
         keys = self.prompt_keys
         drafting = DraftSetting(SMALL, plan.window, plan.coupled)
-        return StepFacts(
+        return StepInputs(
             plan=bare_plan(self.rows.steps[0], keys, len(self.rows) // len(keys), drafting),
             ladder=Ladder(
                 self.latency, plan.verifier_gpus, tuple(DRAFTERS), CONTEXT_TOKENS, MAX_WINDOW
@@ -159,11 +159,11 @@ class Case:
     ) -> tuple[Policy, ...]:
         """Those of a real run, each deciding for itself. `hindsight`: races go by how long each
         response will be."""
-        facts = self.facts(plan)
+        inputs = self.inputs(plan)
         if hindsight:
             lengths = step_requests(self.rows, self.rows.steps[0])[1]
-            facts = replace(facts, to_come=Exact(lengths).tokens)
-        policies = plan_policies(self.config(plan, race=race), facts)
+            inputs = replace(inputs, to_come=Exact(lengths).tokens)
+        policies = plan_policies(self.config(plan, race=race), inputs)
         return asked_seldom(policies, REPORT_S)
 
     def simulate(self, variant: SpeculationVariant) -> Simulation:

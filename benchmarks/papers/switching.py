@@ -17,7 +17,7 @@ from benchmarks.papers.generate import TraceSpec, generate
 from benchmarks.papers.pat import GROUP_SIZE, STEPS, TP_DEGREES, Kv, Machine
 from benchmarks.papers.real_run import bare_plan
 from benchmarks.papers.scene import Scene, SceneRun, run_scene
-from engines.control.techniques import StepFacts
+from engines.control.techniques import StepInputs
 from engines.pat.layouts import plan_pools
 from engines.simulate.lengths import TraceLengths
 from engines.simulate.run_config import run_config
@@ -108,7 +108,7 @@ class Steps:
         scenes = [self.scene(step, base, variant) for step in self.steps]
         runs, last = [], scenes[0].settled() if variant.opening == "best" else scenes[0]
         for scene in scenes:
-            begun = replace(scene, pools=last.pools, forgone=last.forgone)
+            begun = replace(scene, pools=last.pools, missed_savings=last.missed_savings)
             runs.append(run_scene(begun, begun.policies(), variant.max_switches))
             last = begun.after(runs[-1])
         return Runs(tuple(runs))
@@ -147,7 +147,7 @@ class Steps:
             pools=pools,
             costs=costs,
             lengths=TraceLengths(self.trace).before(step, keys),
-            facts=StepFacts(plan=bare_plan(step, keys, GROUP_SIZE)),
+            inputs=StepInputs(plan=bare_plan(step, keys, GROUP_SIZE)),
             kv_capacity_tokens={
                 tp: machine.latency.kv_capacity_tokens(tp) for tp in (base, *higher)
             },

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from engines.balance import in_turn, longest_first, places_after
 from engines.control.state import (
-    Course,
+    EngineForecast,
     EngineState,
     PlacedRequest,
     StepState,
@@ -139,8 +139,8 @@ class Effects:
         if present is None or present[0].tp_degree == move.tp_degree:
             return None
         sources = [engine for e in present if (engine := draft.engine(e.engine))]
-        courses = [draft.state.course(source) for source in sources]
-        made = self.switched(courses, pool, move.tp_degree, move.move_kv)
+        forecasts = [draft.state.forecast(source) for source in sources]
+        made = self.switched(forecasts, pool, move.tp_degree, move.move_kv)
         if made is None:
             return None
         changes: Changes = {source.engine: None for source in sources}
@@ -148,20 +148,20 @@ class Effects:
         return changes
 
     def switches(
-        self, courses: Sequence[Course], pool: Pool, tp_degree: int, wait_s: float = 0.0
+        self, forecasts: Sequence[EngineForecast], pool: Pool, tp_degree: int, wait_s: float = 0.0
     ) -> list[Switched]:
         """Return the useful ways to switch, `wait_s` from now: move keys and values, or recompute
         them. Recomputing is left out unless it is ready sooner: while keys and values are saved,
         requests end."""
         assert self.costs is not None, "pools come with the costs of switching"
-        ways = (self.switched(courses, pool, tp_degree, kv, wait_s) for kv in self.costs.ways)
+        ways = (self.switched(forecasts, pool, tp_degree, kv, wait_s) for kv in self.costs.ways)
         found = [made for made in ways if made]
         first_s = found[0].ready_s if found else 0.0
         return [made for made in found if made is found[0] or made.ready_s < first_s]
 
     def switched(
         self,
-        courses: Sequence[Course],
+        forecasts: Sequence[EngineForecast],
         pool: Pool,
         tp_degree: int,
         move_kv: bool,
@@ -174,12 +174,12 @@ class Effects:
         The requests go on meanwhile. Then the switch is made.
         """
         assert self.costs is not None, "pools come with the costs of switching"
-        sources = [course.later(wait_s) if wait_s else course.engine for course in courses]
+        sources = [forecast.later(wait_s) if wait_s else forecast.engine for forecast in forecasts]
         ahead_s = self.costs.ahead_s(sources[0].tp_degree, _contexts(sources)) if move_kv else 0.0
         since = 0.0
         if ahead_s:
             wait_s, decided = wait_s + ahead_s, sources
-            sources = [course.later(wait_s) for course in courses]
+            sources = [forecast.later(wait_s) for forecast in forecasts]
             since = _since(decided, sources)
         targets = deal(merge(sources), pool.engines[tp_degree], tp_degree)
         if not any(target.copies for target in targets):

@@ -67,7 +67,7 @@ class Outlook:
         """Read the view. Several scenarios share one view, so read each view once."""
         if view is not self._seen:
             self._seen, self._generated = view, self._count(view)
-            self._hear(view)
+            self._receive(view)
             self.acceptances = {**self.expected_acceptance, **_means(view)}
 
     def note(self, moves: Iterable[Move]) -> None:
@@ -84,7 +84,7 @@ class Outlook:
                 generated[id] = max(num, generated.get(id, 0), self._generated.get(id, 0))
         return generated
 
-    def _hear(self, view: RolloutView) -> None:
+    def _receive(self, view: RolloutView) -> None:
         for engine in view.engines:
             for id, told in engine.drafting.items():
                 if told.setting and self._asked.get((engine.engine, id)) == told.setting:

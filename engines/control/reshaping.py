@@ -8,8 +8,8 @@
 
 The algorithm runs again after a switch, so a stage may have several switches. Before a stage there
 are no keys and values to move, so any layout is considered, lower ones too. The stage begins in the
-layout with the earliest predicted end, once the savings forgone so far exceed the cost of the
-change (`Forgone`).
+layout with the earliest predicted end, once the savings missed so far exceed the cost of the
+change (`MissedSavings`).
 
 Deviations:
 - The paper compares a switch now with no switch. This is enough if all responses are expected to
@@ -40,7 +40,7 @@ from statistics import fmean
 from engines.control.effects import Effects, Switched, deal_anew, working
 from engines.control.objective import Objective, SoonestEnd
 from engines.control.proposal import Proposal
-from engines.control.state import Course, EngineState, StepState
+from engines.control.state import EngineForecast, EngineState, StepState
 from engines.rollout.moves import Move, Reshape, RolloutView
 from schemas.layout import Pool
 
@@ -50,17 +50,17 @@ WAIT_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 
 @dataclass
-class Forgone:
+class MissedSavings:
     """Savings that each other layout would have brought, summed over the past stages.
 
     Stages differ. Following each stage's forecast would pay for changes back and forth. A change
     that pays a little in every stage would never be made if it had to pay for itself in one. So
-    change a layout once the forgone savings exceed the cost of the change: whatever comes next, the
+    change a layout once the missed savings exceed the cost of the change: whatever comes next, the
     change has then cost no more than waiting did.
     """
 
     totals: dict[int, float] = field(default_factory=dict)
-    """Forgone savings by TP degree, in the objective's unit, never below 0."""
+    """Missed savings by TP degree, in the objective's unit, never below 0."""
 
     def add(self, present: int, of_stage: Mapping[int, float]) -> None:
         """Add the savings of a stage that may begin in any layout. `of_stage`: the objective by TP
@@ -77,8 +77,8 @@ class Reshaping:
     objective: Objective = field(default_factory=SoonestEnd)
     wait_shares: Sequence[float] = WAIT_SHARES
     """Later moments to compare with, as shares of the time until the pool's end."""
-    forgone: Forgone = field(default_factory=Forgone)
-    """Savings forgone in earlier stages. The owner of the engines keeps them between stages."""
+    missed_savings: MissedSavings = field(default_factory=MissedSavings)
+    """Savings missed in earlier stages. The owner of the engines keeps them between stages."""
 
     def propose(self, view: RolloutView, state: StepState, effects: Effects) -> list[Proposal]:
         del view
@@ -112,11 +112,11 @@ class Reshaping:
         present = begun[0][0].tp_degree
         if present not in totals:
             return None
-        self.forgone.add(present, totals)
-        paid = [d for d in totals if self.forgone.totals[d] > self._change(d, effects)]
+        self.missed_savings.add(present, totals)
+        paid = [d for d in totals if self.missed_savings.totals[d] > self._change(d, effects)]
         best = min((present, *paid), key=lambda degree: totals[degree])
         if best != present:
-            self.forgone.totals.clear()
+            self.missed_savings.totals.clear()
         return None if all(of[0].tp_degree == best for of in begun) else best
 
     def _change(self, degree: int, effects: Effects) -> float:
@@ -211,18 +211,18 @@ class _PoolLook:
         """Yield the objective and result of each switch to a higher TP degree, `wait_s` from now.
         If free engines start the next step, every engine that has requests now must still have some
         then."""
-        objective, course = self.reshaping.objective, self.state.forecaster.course
+        objective, forecast = self.reshaping.objective, self.state.forecaster.forecast
         present, found = self.sources[0].tp_degree, self.effects.switches
         for degree in [degree for degree in self.pool.engines if degree > present]:
-            for made in found(self._courses, self.pool, degree, wait_s):
+            for made in found(self._forecasts, self.pool, degree, wait_s):
                 if not (objective.idles or self._all_there(made)):
                     continue
-                ends_s = [made.ready_s + course(target).end_s for target in made.targets]
+                ends_s = [made.ready_s + forecast(target).end_s for target in made.targets]
                 yield objective.of_layout(degree, ends_s), made
 
     @cached_property
-    def _courses(self) -> list[Course]:
-        return [self.state.course(source) for source in self.sources]
+    def _forecasts(self) -> list[EngineForecast]:
+        return [self.state.forecast(source) for source in self.sources]
 
     def _all_there(self, made: Switched) -> bool:
         both = zip(self.sources, made.sources, strict=True)

@@ -87,7 +87,7 @@ class EngineState:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class EngineForecast:
     """The predicted course of one engine."""
 
     engine: EngineState
@@ -134,17 +134,17 @@ class Forecaster:
 
     def times_s(self, engine: EngineState) -> Times:
         """Return the seconds until each request ends, by row."""
-        return self.course(engine).times_s
+        return self.forecast(engine).times_s
 
-    def course(self, engine: EngineState) -> "Course":
-        return Course(engine, self._course(engine) if engine.copies else None)
+    def forecast(self, engine: EngineState) -> "EngineForecast":
+        return EngineForecast(engine, self._forecast(engine) if engine.copies else None)
 
     def knows(self, engine: EngineState) -> bool:
-        """Return whether the latency model was measured for every step of the engine's course.
+        """Return whether the latency model was measured for every step of the engine's forecast.
         Latency models that are not `Bounded` are known everywhere."""
         if not engine.copies or not isinstance(self.latency, Bounded):
             return True
-        segments = self._course(engine).segments
+        segments = self._forecast(engine).segments
         steps = [*zip(segments.batches.tolist(), segments.context_tokens.tolist(), strict=True)]
         # Segments hold means, so also check the longest request, alone at its end.
         steps.append(
@@ -152,7 +152,7 @@ class Forecaster:
         )
         return all(self.latency.reaches(engine.tp_degree, *step) for step in steps)
 
-    def _course(self, engine: EngineState) -> "BatchForecast[_Going]":
+    def _forecast(self, engine: EngineState) -> "BatchForecast[_Going]":
         """Return the forecast from the moment the engine decodes."""
         groups: dict[_Drafted, int] = {}
         group_of = [
@@ -217,7 +217,7 @@ class StepState:
     """Predicted end of each request."""
     holders: Mapping[int, tuple[int, ...]]
     """Engines that have a copy of each request."""
-    courses: Mapping[int, Course] = field(default_factory=dict)
+    forecasts: Mapping[int, EngineForecast] = field(default_factory=dict)
     """Forecasts of engines, as far as they are kept."""
 
     @classmethod
@@ -225,18 +225,18 @@ class StepState:
         cls, forecaster: Forecaster, rows: Mapping[RequestId, int], engines: Iterable[EngineState]
     ) -> "StepState":
         by_index = {engine.engine: engine for engine in engines}
-        courses = {index: forecaster.course(engine) for index, engine in by_index.items()}
-        times_s = {index: course.times_s for index, course in courses.items()}
+        forecasts = {index: forecaster.forecast(engine) for index, engine in by_index.items()}
+        times_s = {index: forecast.times_s for index, forecast in forecasts.items()}
         holders: dict[int, tuple[int, ...]] = {}
         for index, of_engine in times_s.items():
             for row in of_engine:
                 holders[row] = (*holders.get(row, ()), index)
         ends_s = first_s(times_s.values())
-        return cls(forecaster, rows, by_index, times_s, ends_s, holders, courses)
+        return cls(forecaster, rows, by_index, times_s, ends_s, holders, forecasts)
 
-    def course(self, engine: EngineState) -> Course:
-        known = self.courses.get(engine.engine)
-        return known if known and known.engine is engine else self.forecaster.course(engine)
+    def forecast(self, engine: EngineState) -> EngineForecast:
+        known = self.forecasts.get(engine.engine)
+        return known if known and known.engine is engine else self.forecaster.forecast(engine)
 
     @cached_property
     def ranked(self) -> list[tuple[float, int]]:

@@ -17,7 +17,7 @@ from engines.control.effects import Effects
 from engines.control.objective import FewestGpuSeconds, SoonestEnd
 from engines.control.outlook import Outlook
 from engines.control.proposal import MoveTechnique, Outliers, Racing
-from engines.control.reshaping import WAIT_SHARES, Forgone, Reshaping
+from engines.control.reshaping import WAIT_SHARES, MissedSavings, Reshaping
 from engines.control.state import Forecaster
 from engines.histopipe.migration import Migration
 from engines.latency.interface import Latency
@@ -45,15 +45,15 @@ class MoveModel:
     remaining: Remaining
     prompt_tokens: Mapping[str, int]
     """Prompt length in tokens, by prompt key."""
-    forgone: Forgone = field(default_factory=Forgone)
-    """Savings that earlier steps have forgone. This step adds to them."""
+    missed_savings: MissedSavings = field(default_factory=MissedSavings)
+    """Savings that earlier steps have missed. This step adds to them."""
     speculation: tuple[float, int] = (1.0, 0)
     """Tokens per forward pass and draft tokens verified per pass, for a request that is drafted
     from history. Measured in the step before."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepFacts:
+class StepInputs:
     """Facts known when a step's rollouts begin."""
 
     plan: StepPlan
@@ -69,14 +69,14 @@ class StepFacts:
     """None: moves cannot be compared, and there is no controller."""
 
 
-def plan_policies(config: TrainConfig, facts: StepFacts) -> tuple[Policy, ...]:
+def plan_policies(config: TrainConfig, inputs: StepInputs) -> tuple[Policy, ...]:
     """Return the policies of all techniques that are switched on."""
-    outliers = _migration(config, facts.plan)
-    races = _best_of_n(config, facts)
-    redrafts = _reconfiguration(config, facts)
-    if not config.pat.tp_degrees or facts.move_model is None:
+    outliers = _migration(config, inputs.plan)
+    races = _best_of_n(config, inputs)
+    redrafts = _reconfiguration(config, inputs)
+    if not config.pat.tp_degrees or inputs.move_model is None:
         return tuple(policy for policy in (outliers, redrafts, races) if policy)
-    controller = _controller(config, facts, facts.move_model, outliers, races)
+    controller = _controller(config, inputs, inputs.move_model, outliers, races)
     # Redrafting needs no controller: each request gets the drafting that is best for itself.
     return (controller, redrafts) if redrafts else (controller,)
 
@@ -113,21 +113,21 @@ def draft_setting(
 
 def _controller(
     config: TrainConfig,
-    facts: StepFacts,
+    inputs: StepInputs,
     model: MoveModel,
     outliers: Migration | None,
     races: BestOfN | None,
 ) -> Controller:
     objective = FewestGpuSeconds() if config.mode == "pipelined" else SoonestEnd()
     wait_shares = WAIT_SHARES if config.pat.waits else ()
-    reshaping = Reshaping(objective, wait_shares, model.forgone)
+    reshaping = Reshaping(objective, wait_shares, model.missed_savings)
     techniques: list[MoveTechnique] = [reshaping]
     if outliers:
         techniques.append(Outliers(outliers))
     if races:
         techniques.append(Racing(races))
     pools = {pool.index: pool for pool in model.pools}
-    outlook = _outlook(config, facts, model)
+    outlook = _outlook(config, inputs, model)
     return Controller(
         techniques,
         outlook,
@@ -148,9 +148,9 @@ def _opens(config: TrainConfig) -> bool:
     return config.pat.opening == "best" and config.mode == "sync" and not handed
 
 
-def _outlook(config: TrainConfig, facts: StepFacts, model: MoveModel) -> Outlook:
+def _outlook(config: TrainConfig, inputs: StepInputs, model: MoveModel) -> Outlook:
     tokens_per_pass, window = model.speculation
-    accepted, drafting = dict(facts.acceptances), facts.plan.drafting
+    accepted, drafting = dict(inputs.acceptances), inputs.plan.drafting
     if window:
         accepted[HISTORY] = token_acceptance(window, _rate(window, tokens_per_pass))
     return Outlook(
@@ -158,7 +158,7 @@ def _outlook(config: TrainConfig, facts: StepFacts, model: MoveModel) -> Outlook
         model.remaining,
         model.prompt_tokens,
         expected_acceptance=accepted,
-        prompt_acceptance=_prompt_acceptance(facts.plan, window),
+        prompt_acceptance=_prompt_acceptance(inputs.plan, window),
         default_drafting=drafting or (DraftSetting(HISTORY, window) if window else None),
     )
 
@@ -188,20 +188,20 @@ def _migration(config: TrainConfig, plan: StepPlan) -> Migration | None:
     return Migration(plan, last_share=histopipe.last_share, defer_share=histopipe.defer_share)
 
 
-def _best_of_n(config: TrainConfig, facts: StepFacts) -> BestOfN | None:
+def _best_of_n(config: TrainConfig, inputs: StepInputs) -> BestOfN | None:
     """Return Algorithm 3 of SpecActor, or None if races are off."""
     specactor = config.specactor
     if not specactor.races:
         return None
     return BestOfN(
-        _race_settings(config, facts),
-        initial=facts.plan.drafting.drafter if facts.plan.drafting else HISTORY,
+        _race_settings(config, inputs),
+        initial=inputs.plan.drafting.drafter if inputs.plan.drafting else HISTORY,
         max_batch=specactor.max_race_batch,
-        to_come=facts.to_come,
+        to_come=inputs.to_come,
     )
 
 
-def _race_settings(config: TrainConfig, facts: StepFacts) -> list[DraftSetting]:
+def _race_settings(config: TrainConfig, inputs: StepInputs) -> list[DraftSetting]:
     """Return the drafters to race with, the fastest first.
 
     For a drafter in the ladder, the window is the best one for a raced batch. A drafter without a
@@ -209,7 +209,7 @@ def _race_settings(config: TrainConfig, facts: StepFacts) -> list[DraftSetting]:
     Ties, and runs without a ladder or acceptances, keep this order: history, draft models, n-grams.
     Without a ladder or acceptances, windows are the configured ones.
     """
-    specactor, ladder, known = config.specactor, facts.ladder, facts.acceptances
+    specactor, ladder, known = config.specactor, inputs.ladder, inputs.acceptances
     history = [HISTORY] if config.drafting.enabled else []
     names = [*history, *(model.name for model in specactor.draft_models), NGRAM]
     settings = [_raced_as(config, name) for name in names]
@@ -231,13 +231,13 @@ def _raced_as(config: TrainConfig, drafter: str) -> DraftSetting:
     return draft_setting(config, drafter) or DraftSetting(drafter, config.drafting.max_draft)
 
 
-def _reconfiguration(config: TrainConfig, facts: StepFacts) -> Reconfiguration | None:
+def _reconfiguration(config: TrainConfig, inputs: StepInputs) -> Reconfiguration | None:
     """Return Algorithm 2 of SpecActor, or None without draft models or a ladder."""
     specactor = config.specactor
-    if not specactor.draft_models or facts.ladder is None or not specactor.reconfigure_tokens:
+    if not specactor.draft_models or inputs.ladder is None or not specactor.reconfigure_tokens:
         return None
     return Reconfiguration(
-        RequestModel(facts.ladder, specactor.coupled),
+        RequestModel(inputs.ladder, specactor.coupled),
         every_tokens=specactor.reconfigure_tokens,
-        prompt_tokens=facts.prompt_tokens,
+        prompt_tokens=inputs.prompt_tokens,
     )

@@ -26,14 +26,14 @@ def _place_and_bits(words, tokens, end, length):
 
 
 @njit(inline="always")
-def may_hold(words, tokens, end, length):
+def may_contain(words, tokens, end, length):
     """Return whether the `length` tokens before `end` may occur. If False, they do not."""
     place, bits = _place_and_bits(words, tokens, end, length)
     return words[place] & bits == bits
 
 
 @njit(int64[::1](int32[::1], int64), cache=True, nogil=True)
-def build_sieve(text: np.ndarray, length: int) -> np.ndarray:
+def build_filter(text: np.ndarray, length: int) -> np.ndarray:
     """Return the filter for the runs of `length` tokens of a text; int64 [any]. No run crosses an
     end."""
     words = np.zeros(len(text) * _BITS // 64 + 1, np.int64)

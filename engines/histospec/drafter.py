@@ -33,9 +33,9 @@ from engines.histospec.drafting import (
     draft_batch_of_any,
     without_noise,
 )
-from engines.histospec.gate import Breaks, Gate
+from engines.histospec.gate import Backoff, Gate
 from engines.histospec.matching import NO_INDEX
-from engines.histospec.request_indexes import HeldIndexes
+from engines.histospec.request_indexes import RequestIndexes
 from engines.histospec.siblings import NO_SLOT, SiblingIndex
 from engines.histospec.window import WindowPolicy
 from schemas.counts import DraftingCounts
@@ -101,8 +101,8 @@ class HistoryDrafter:
         self.gate = gate
         self.acceptance = Acceptance()
         self._counts: defaultdict[str, Any] = defaultdict(int)
-        self._indexes = HeldIndexes(directory, max_num_requests, shares=shares)
-        self._asking = Breaks()
+        self._indexes = RequestIndexes(directory, max_num_requests, shares=shares)
+        self._asking = Backoff()
         self._windows = windows
         self._siblings = siblings
         self._requests: dict[str, tuple[int, str]] = {}

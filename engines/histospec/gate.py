@@ -62,7 +62,7 @@ _STATE = ("num_closed", "num_skipped", "closed_batch")
 
 
 @dataclass(slots=True)
-class Breaks:
+class Backoff:
     """Exponential backoff of looks while nothing pays, so that unused drafting costs nothing. It
     ends when the batch shrinks."""
 
@@ -102,7 +102,7 @@ class Breaks:
 
 
 @dataclass(slots=True)
-class LookTimes:
+class DraftTimes:
     """Time that drafting for a batch takes: the median of the last looks. The first looks of a
     process read and compile, and any look may be interrupted."""
 
@@ -124,13 +124,13 @@ class Gate:
 
     times: StepTimes | None
     """Predicted times of a step. With None, everything is kept."""
-    breaks: Breaks = field(default_factory=Breaks)
-    look_times: LookTimes = field(default_factory=LookTimes)
+    backoff: Backoff = field(default_factory=Backoff)
+    draft_times: DraftTimes = field(default_factory=DraftTimes)
     _looked: bool = False
 
     def state(self) -> dict[str, dict]:
         """Return the state that `restore` takes."""
-        return {"breaks": self.breaks.state(), "look_times": asdict(self.look_times)}
+        return {"breaks": self.backoff.state(), "look_times": asdict(self.draft_times)}
 
     def restore(self, state: Mapping[str, dict]) -> None:
         """Continue from the state of another instance. Raise ValueError if it has another
@@ -138,18 +138,18 @@ class Gate:
         known = self.state()
         if state.keys() != known.keys() or state["look_times"].keys() != known["look_times"].keys():
             raise ValueError("gate of another version")
-        self.breaks.restore(state["breaks"])
-        self.look_times = LookTimes([float(s) for s in state["look_times"]["per_row_s"]])
+        self.backoff.restore(state["breaks"])
+        self.draft_times = DraftTimes([float(s) for s in state["look_times"]["per_row_s"]])
 
     def looks(self, batch: int) -> bool:
         """Return whether to draft in this step."""
-        self._looked = self.times is None or self.breaks.looks(batch)
+        self._looked = self.times is None or self.backoff.looks(batch)
         return self._looked
 
     def proposed(self, batch: int, seconds: float) -> None:
         """Record how long drafting for this step took, if the step drafted."""
         if self._looked:
-            self.look_times.learn(batch, seconds)
+            self.draft_times.learn(batch, seconds)
         self._looked = False
 
     def keep(
@@ -169,9 +169,9 @@ class Gate:
         if self.times is None:
             return num_drafted
         batch = len(num_drafted)
-        look_s = self.look_times.of(batch)
+        look_s = self.draft_times.of(batch)
         threshold, pays = _choose(self.times, probabilities, batch, context_tokens, look_s)
-        self.breaks.note(batch, pays=pays)
+        self.backoff.note(batch, pays=pays)
         paying = (probabilities >= threshold).sum(axis=1).astype(np.int32)
         return keep_likeliest(probabilities, paying, FIRST_TOKENS + int(num_observed))
 

@@ -119,7 +119,7 @@ def index_text(
 ) -> HistoryIndex:
     """Index a text in the form of `HistoryIndex.text`. `part_weights`: int64, weight of each
     response."""
-    from engines.histospec.bloom_filter import build_sieve
+    from engines.histospec.bloom_filter import build_filter
     from engines.histospec.suffixes import sort_suffixes
 
     assert 1 <= min_match <= max_match
@@ -138,7 +138,7 @@ def index_text(
         weight=np.concatenate([[0], np.cumsum(weights[order])]),
         first_tokens=first_tokens.astype(np.int32),
         first_starts=np.append(first_starts, len(text)).astype(np.int32),
-        sieve=build_sieve(text, min_match),
+        sieve=build_filter(text, min_match),
         min_match=min_match,
         max_match=max_match,
         max_draft=max_draft,

@@ -32,7 +32,7 @@ class SharedIndexes(NamedTuple):
     num_damaged: int = 0
 
 
-class IndexOpener:
+class IndexLoader:
     """Opens the index files of one engine."""
 
     def __init__(self, directory: Path, *, shares: bool) -> None:

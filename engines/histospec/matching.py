@@ -15,7 +15,7 @@ from numba import carray, int64, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engines.histospec.bloom_filter import may_hold
+from engines.histospec.bloom_filter import may_contain
 from engines.histospec.index import HistoryIndex
 
 NO_INDEX = -1
@@ -156,7 +156,7 @@ def _may_match(row, context, num_tokens):
     if row[N] == 0 or num_tokens < row[MIN]:
         return False
     words = carray(_int64_pointer(row[_SIEVE]), (row[_NUM_WORDS],), np.int64)
-    return may_hold(words, context, num_tokens, row[MIN])
+    return may_contain(words, context, num_tokens, row[MIN])
 
 
 @njit

@@ -28,7 +28,7 @@ CHEAP, DEAR = 0.1, 0.8
 
 
 @dataclass(frozen=True)
-class Answers:
+class ResponseGroup:
     """Responses to one prompt in one step."""
 
     prompt_token_ids: np.ndarray
@@ -38,7 +38,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class ForetoldGain:
+class PredictedGain:
     """Ratio of the tokens per second with drafts to those without."""
 
     where_cheap: float
@@ -59,7 +59,7 @@ class RowTimes:
         return batch + self._share * num_tokens
 
 
-def foretell(groups: Sequence[Answers], config: DraftingConfig) -> ForetoldGain | None:
+def predict_gain(groups: Sequence[ResponseGroup], config: DraftingConfig) -> PredictedGain | None:
     """Return the predicted gain, or None if no group has two responses."""
     table, prompts, responses, keys, slots = IndexTable(), [], [], [], []
     for group in groups:
@@ -92,4 +92,4 @@ def foretell(groups: Sequence[Answers], config: DraftingConfig) -> ForetoldGain 
             )
         num_tokens = sum(map(len, responses))
         speeds.append(num_tokens / float(done.num_passes.sum() + share * done.num_drafted.sum()))
-    return ForetoldGain(*speeds)
+    return PredictedGain(*speeds)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.histospec.index_loader import IndexOpener
+from engines.histospec.index_loader import IndexLoader
 from engines.histospec.matching import NO_INDEX, IndexTable
 
 
-class HeldIndexes:
+class RequestIndexes:
     """Slots of the table: one for each prompt that has requests and an index, and one for each
     shared index."""
 
@@ -25,7 +25,7 @@ class HeldIndexes:
         """int32 [places]: slot of each request's own index."""
         self.shared_slots = np.zeros(0, np.int32)
         self.num_damaged = self.num_with_index = self.num_without_index = 0
-        self._opener = IndexOpener(directory, shares=shares)
+        self._loader = IndexLoader(directory, shares=shares)
         self._slot_of: dict[str, int] = {}
         """Slot of each prompt's index, which all its requests use."""
         self._num_users: Counter[str] = Counter()
@@ -36,16 +36,16 @@ class HeldIndexes:
 
     def expect(self, keys: Iterable[str]) -> None:
         """Start to open the indexes of these prompts, whose requests are about to begin."""
-        self._opener.expect(key for key in keys if key not in self._slot_of)
+        self._loader.expect(key for key in keys if key not in self._slot_of)
 
     def settle(self) -> None:
         """Wait until all indexes are open that are being opened."""
-        self._opener.settle()
+        self._loader.settle()
         self.follow()
 
     def begin(self, place: int, key: str) -> None:
         self._num_users[key] += 1
-        self._opener.look_for_shared()
+        self._loader.look_for_shared()
         if not self._take(place, key):
             self._waiting[place] = key
 
@@ -63,7 +63,7 @@ class HeldIndexes:
         for place, key in list(self._waiting.items()):
             if self._take(place, key):
                 del self._waiting[place]
-        if shared := self._opener.take_shared():
+        if shared := self._loader.take_shared():
             self.num_damaged += shared.num_damaged
             for name in self._shared.keys() - shared.indexes.keys():
                 self.table.remove(self._shared.pop(name))
@@ -74,7 +74,7 @@ class HeldIndexes:
     def _take(self, place: int, key: str) -> bool:
         """Give a request its index; return False if the index is still being opened."""
         if key not in self._slot_of:
-            opened = self._opener.take(key)
+            opened = self._loader.take(key)
             if opened is None:
                 return False
             self.num_damaged += opened.is_damaged

@@ -18,9 +18,9 @@ class HostCopies:
         self._away: list[tuple[UntypedStorage, Tensor]] = []
         self._buffers: dict[int, Tensor] = {}
 
-    def leave(self, tensors: Iterable[Tensor]) -> None:
+    def offload(self, tensors: Iterable[Tensor]) -> None:
         """Copy these tensors to host memory and free their GPU memory. They must not be used until
-        `come_back`."""
+        `restore`."""
         assert not self._away, "they have left"
         for storage in _storages(tensors):
             buffer = self._buffer(storage)
@@ -37,7 +37,7 @@ class HostCopies:
         """Whether tensors have left and not come back."""
         return bool(self._away)
 
-    def come_back(self) -> None:
+    def restore(self) -> None:
         """Fill the tensors with their content again. Does nothing if none have left."""
         for storage, buffer in self._away:
             storage.resize_(buffer.numel())

@@ -27,7 +27,7 @@ from engines.learn.gradient import Reference, accumulate_gradient, with_old_logp
 from engines.learn.host_copies import HostCopies
 from engines.learn.loading import Loading, load_policy
 from engines.learn.lora import adapter_tensors, merged_at_work, write_adapter
-from engines.learn.minibatch import Share, cut_minibatches, deal
+from engines.learn.minibatch import Share, assign_share, cut_minibatches
 from engines.learn.packing import TokenSequence
 from engines.learn.policy import PolicyModel, score_sequences
 from engines.learn.precision import ComputeIn
@@ -36,7 +36,7 @@ from engines.learn.rollouts import choose_canaries, read_rollouts
 from engines.learn.rounding_loss import LOW, warning_of
 from engines.learn.sample_isolation import ALONE, keeps_samples_apart
 from engines.learn.schedule import learning_rate_share
-from engines.learn.training_samples import Lesson, read_lessons
+from engines.learn.training_samples import TrainingSample, read_training_samples
 from engines.learn.training_state import MOMENTS
 from schemas.config import TrainConfig
 from schemas.trainer import LoraConfig
@@ -73,7 +73,7 @@ class Learner:
         self._has_gpu = False
         self.rest()
         if state:
-            self._host_copies.leave(self._state())
+            self._host_copies.offload(self._state())
 
     def rest(self) -> None:
         """Free the gradients, and the memory that torch has cached."""
@@ -83,7 +83,7 @@ class Learner:
 
     def enter_gpu(self) -> None:
         """Move the state back to the GPU, bit for bit."""
-        self._host_copies.come_back()
+        self._host_copies.restore()
         self._has_gpu = True
 
     def _state(self) -> Iterator[Tensor]:
@@ -174,7 +174,7 @@ class Learner:
         Returns means over the step's updates (`engines.learn.diagnostics`), with veRL's names for
         veRL's metrics. `actor/skipped_updates` counts updates skipped because their loss or
         gradient was not finite; no mean includes them. A batch without a token to train on leaves
-        the weights unchanged and returns only the metrics of `read_lessons`.
+        the weights unchanged and returns only the metrics of `read_training_samples`.
 
         Raises ValueError when the batch is malformed or a reward is not finite, and StalenessError
         when a token's policy version is not allowed. The weights are then unchanged. Raises
@@ -184,11 +184,11 @@ class Learner:
         if not self._has_gpu:
             raise RuntimeError("engines have the GPU: call enter_gpu before training")
         rollouts = read_rollouts(batch)
-        lessons, metrics = read_lessons(rollouts, self._config, self.policy_version)
+        samples, metrics = read_training_samples(rollouts, self._config, self.policy_version)
         minibatches = cut_minibatches(
-            lessons, self._config.num_minibatches, seed=(self._config.seed, self.policy_version)
+            samples, self._config.num_minibatches, seed=(self._config.seed, self.policy_version)
         )
-        shares = self._deal(minibatches)
+        shares = self._assign_shares(minibatches)
         passes = range(self._config.trainer.passes_per_step)
         updates = [self._update(share) for _ in passes for share in shares]
         self.policy_version += 1
@@ -196,12 +196,12 @@ class Learner:
         self._long_canaries.train_on(rollouts)
         return self._summarise(updates, shares) | metrics
 
-    def _deal(self, minibatches: Sequence[Sequence[Lesson]]) -> list[Share]:
+    def _assign_shares(self, minibatches: Sequence[Sequence[TrainingSample]]) -> list[Share]:
         """Return this rank's shares. They hold the old policy's log-probabilities when an earlier
         update of the step changes the policy before they are needed."""
         alone = self._policy.alone
         shares = [
-            deal(own, self._config, self._rank, self._world_size, alone=alone)
+            assign_share(own, self._config, self._rank, self._world_size, alone=alone)
             for own in minibatches
         ]
         num_updates = len(shares) * self._config.trainer.passes_per_step

@@ -1,4 +1,4 @@
-"""Split lessons into minibatches, one for each optimiser update, and each minibatch over the
+"""Split samples into minibatches, one for each optimiser update, and each minibatch over the
 ranks."""
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from engines.balance import longest_first
 from engines.learn.losses import token_weights
 from engines.learn.packing import TokenSequence, plan_micro_batches
-from engines.learn.training_samples import Lesson
+from engines.learn.training_samples import TrainingSample
 from schemas.config import TrainConfig
 
 
@@ -18,9 +18,9 @@ from schemas.config import TrainConfig
 class Share:
     """One rank's part of a minibatch, and the totals of the whole minibatch that it needs."""
 
-    lessons: list[Lesson]
+    samples: list[TrainingSample]
     weights: list[NDArray[np.float32]]
-    """Weight in the loss of each response token of `lessons`."""
+    """Weight in the loss of each response token of `samples`."""
     num_counted: int
     """Trained tokens of the whole minibatch."""
     num_idle_passes: int
@@ -28,20 +28,20 @@ class Share:
     idle: TokenSequence
     """Sequence that this rank scores in those passes."""
     old_logprobs: list[NDArray[np.float32]] | None = None
-    """Log-probability of each response token of `lessons` under the policy before the step; None if
+    """Log-probability of each response token of `samples` under the policy before the step; None if
     the current policy or the engine's serves instead."""
 
     @property
     def sequences(self) -> list[TokenSequence]:
-        return [lesson.rollout for lesson in self.lessons]
+        return [sample.rollout for sample in self.samples]
 
 
 def cut_minibatches(
-    lessons: Sequence[Lesson], num_minibatches: int, seed: Sequence[int]
-) -> list[list[Lesson]]:
-    """Split the lessons that have trained tokens into minibatches (`plan_minibatches`)."""
-    trained = [lesson for lesson in lessons if lesson.counted.any()]
-    groups = [lesson.rollout.group for lesson in trained]
+    samples: Sequence[TrainingSample], num_minibatches: int, seed: Sequence[int]
+) -> list[list[TrainingSample]]:
+    """Split the samples that have trained tokens into minibatches (`plan_minibatches`)."""
+    trained = [sample for sample in samples if sample.counted.any()]
+    groups = [sample.rollout.group for sample in trained]
     shares = plan_minibatches(groups, num_minibatches, seed)
     return [[trained[at] for at in share] for share in shares]
 
@@ -62,15 +62,15 @@ def plan_minibatches(
     return [[sample for at in share for sample in members[keys[at]]] for share in shares]
 
 
-def deal(
-    minibatch: Sequence[Lesson],
+def assign_share(
+    minibatch: Sequence[TrainingSample],
     config: TrainConfig,
     rank: int,
     world_size: int,
     *,
     alone: bool = False,
 ) -> Share:
-    """Return this rank's share of a minibatch. Each lesson must have a counted token. `alone`: the
+    """Return this rank's share of a minibatch. Each sample must have a counted token. `alone`: the
     policy needs a row for each sample.
 
     Denominators are those of the whole minibatch. So neither micro-batches nor the number of
@@ -83,11 +83,11 @@ def deal(
         len(plan_micro_batches(list(map(_num_input_tokens, own)), budget, alone=alone))
         for own in shares
     ]
-    num_counted = sum(int(lesson.counted.sum()) for lesson in minibatch)
+    num_counted = sum(int(sample.counted.sum()) for sample in minibatch)
     return Share(
-        lessons=shares[rank],
+        samples=shares[rank],
         weights=token_weights(
-            [lesson.counted for lesson in shares[rank]],
+            [sample.counted for sample in shares[rank]],
             config.algorithm.loss_aggregation,
             total_tokens=num_counted,
             total_sequences=len(minibatch),
@@ -99,5 +99,5 @@ def deal(
     )
 
 
-def _num_input_tokens(lesson: Lesson) -> int:
-    return lesson.rollout.num_input_tokens
+def _num_input_tokens(sample: TrainingSample) -> int:
+    return sample.rollout.num_input_tokens

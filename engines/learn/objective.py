@@ -40,9 +40,9 @@ class LossTokens:
     @classmethod
     def gather(cls, samples: tuple[int, ...], share: Share, device: torch.device) -> "LossTokens":
         """Gather the tokens of these samples of the share."""
-        lessons = [share.lessons[at] for at in samples]
-        num_tokens = [lesson.rollout.num_response_tokens for lesson in lessons]
-        advantages = np.array([lesson.advantage for lesson in lessons], np.float32)
+        chosen = [share.samples[at] for at in samples]
+        num_tokens = [sample.rollout.num_response_tokens for sample in chosen]
+        advantages = np.array([sample.advantage for sample in chosen], np.float32)
 
         def gather(values: list[NDArray]) -> Tensor:
             return torch.from_numpy(np.concatenate(values)).to(device)
@@ -52,11 +52,11 @@ class LossTokens:
 
         return cls(
             num_tokens=num_tokens,
-            inference_logprobs=gather([lesson.rollout.inference_logprobs for lesson in lessons]),
+            inference_logprobs=gather([sample.rollout.inference_logprobs for sample in chosen]),
             old_logprobs=None if share.old_logprobs is None else gather_own(share.old_logprobs),
             advantages=torch.from_numpy(np.repeat(advantages, num_tokens)).to(device),
             weights=gather_own(share.weights),
-            counted=gather([lesson.counted for lesson in lessons]),
+            counted=gather([sample.counted for sample in chosen]),
         )
 
 

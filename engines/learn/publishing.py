@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from engines.learn.lora import adapted_layers, base_tensors, merged, whole
-from engines.learn.rounding_loss import Arrival
+from engines.learn.rounding_loss import KeptUpdate
 from engines.weights_file import VERSION, VersionFiles, lay_out
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -41,7 +41,7 @@ class WholeTensors:
     """Name and tensor, on any device."""
     dtype: torch.dtype
     """Data type in which the tensors are written."""
-    arrival: Arrival | None = None
+    kept_update: KeptUpdate | None = None
     """How much of the adapters' update rounding leaves, known after the last tensor; None without
     adapters."""
 
@@ -53,28 +53,28 @@ def whole_tensors(model: PreTrainedModel, dtype: torch.dtype) -> WholeTensors:
     parts = base_tensors(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in parts.items()}
     adapted = adapted_layers(model)
-    arrival = Arrival(dtype) if adapted else None
-    return WholeTensors(shapes, _whole(parts, adapted, dtype, arrival), dtype, arrival)
+    kept_update = KeptUpdate(dtype) if adapted else None
+    return WholeTensors(shapes, _whole(parts, adapted, dtype, kept_update), dtype, kept_update)
 
 
 def _whole(
     parts: Mapping[str, Tensor],
     adapted: Mapping[str, LoraLayer],
     dtype: torch.dtype,
-    arrival: Arrival | None,
+    kept_update: KeptUpdate | None,
 ) -> Iterator[tuple[str, Tensor]]:
     for name, part in parts.items():
         # Bind the tensor to no name here: it would stay alive while the next one is gathered.
-        if arrival and name in adapted:
-            yield name, _merged(part, adapted[name], arrival)
+        if kept_update and name in adapted:
+            yield name, _merged(part, adapted[name], kept_update)
         else:
             yield name, _gathered(part, dtype)
 
 
-def _merged(part: Tensor, layer: LoraLayer, arrival: Arrival) -> Tensor:
+def _merged(part: Tensor, layer: LoraLayer, kept_update: KeptUpdate) -> Tensor:
     before = whole(part)
     after = merged(before, layer)
-    arrival.add(before, after)
+    kept_update.add(before, after)
     return after
 
 

@@ -14,7 +14,7 @@ SAMPLE = 2**20
 """Approximate number of elements checked in each weight."""
 
 
-class Arrival:
+class KeptUpdate:
     """Share of an update that rounding leaves: its projection on the exact update, 1 for all of it.
     Elements that round up to a whole last bit count for more than their exact update."""
 

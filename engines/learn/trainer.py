@@ -148,15 +148,15 @@ class TrainerActor:
         else:
             self._learner.rest()
             not_handed = receivers.send(self._rank, policy_version, whole)
-        return not_handed, whole.arrival.share if whole.arrival else None
+        return not_handed, whole.kept_update.share if whole.kept_update else None
 
     def _announced(self, policy_version: int) -> WeightsFile:
-        """Return the weights file, and announce it to the couriers that bring it to other nodes."""
+        """Return the weights file, and make the couriers fetch it on other nodes."""
         path = self._files.path(policy_version)
         node_id = self.node_id()
         file = WeightsFile(path, path.stat().st_size, self._files.num_kept, node_id)
         self._couriers = self._couriers or Couriers(node_id)
-        self._couriers.announce(policy_version, file)
+        self._couriers.prefetch(policy_version, file)
         return file
 
     def save(self, step: int, loader_state: dict[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""Lessons of a batch: what a training step learns from each rollout.
+"""Training samples of a batch: what a training step learns from each rollout.
 
 A step at policy version v trains on tokens of versions v - max_staleness to v. A sample deferred
 from the previous step may begin with tokens one version older, which that step would have accepted;
@@ -32,7 +32,7 @@ class StalenessError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class TrainingSample:
     """What a training step learns from one rollout."""
 
     rollout: ScoredRollout
@@ -41,10 +41,10 @@ class Lesson:
     """Whether each response token counts in the loss and its denominators."""
 
 
-def read_lessons(
+def read_training_samples(
     rollouts: Sequence[ScoredRollout], config: TrainConfig, policy_version: int
-) -> tuple[list[Lesson], dict[str, float]]:
-    """Return the lessons of a batch for policy version `policy_version`, with their advantages and
+) -> tuple[list[TrainingSample], dict[str, float]]:
+    """Return the samples of a batch for policy version `policy_version`, with their advantages and
     masks, and metrics of the whole batch.
 
     Dynamic sampling compares rewards before the overlong punishment, because DAPO compares
@@ -63,14 +63,14 @@ def read_lessons(
     num_tokens = [rollout.num_response_tokens for rollout in rollouts]
     rewards = [_punished(rollout, config) for rollout in rollouts]
     advantages = _advantages(rewards, np.where(taught, num_tokens, 0), config)
-    lessons = list(map(Lesson, rollouts, advantages, map(np.full, num_tokens, taught)))
-    metrics = {"actor/staleness_mean": _mean_staleness(lessons, policy_version)}
-    metrics |= _reward_metrics(lessons, [reward for reward, _ in rewards])
+    samples = list(map(TrainingSample, rollouts, advantages, map(np.full, num_tokens, taught)))
+    metrics = {"actor/staleness_mean": _mean_staleness(samples, policy_version)}
+    metrics |= _reward_metrics(samples, [reward for reward, _ in rewards])
     if algorithm.dynamic_sampling:
         metrics["actor/filtered_samples"] = 1.0 - float(np.mean(varied))
     if algorithm.overlong_filtering:
         metrics["actor/overlong_samples"] = float(np.mean(masked))
-    return lessons, metrics
+    return samples, metrics
 
 
 def check_versions(rollout: ScoredRollout, policy_version: int, max_staleness: int) -> None:
@@ -132,12 +132,14 @@ def _advantage(reward: float, rewards_G: NDArray[np.float64], config: TrainConfi
     )
 
 
-def _reward_metrics(lessons: Sequence[Lesson], rewards: Sequence[float]) -> dict[str, float]:
+def _reward_metrics(
+    samples: Sequence[TrainingSample], rewards: Sequence[float]
+) -> dict[str, float]:
     """Return metrics of rewards and advantages. `critic/rewards/*` covers responses, after the
     punishment for length. `critic/advantages/*` covers trained tokens and is 0 without any.
     `critic/zero_variance_share` is the share of groups whose scores are all equal."""
-    groups = {lesson.rollout.group: all_equal(lesson.rollout.group_rewards) for lesson in lessons}
-    per_token = [np.full(lesson.counted.sum(), lesson.advantage) for lesson in lessons]
+    groups = {sample.rollout.group: all_equal(sample.rollout.group_rewards) for sample in samples}
+    per_token = [np.full(sample.counted.sum(), sample.advantage) for sample in samples]
     advantages = np.concatenate(per_token)
     return {
         **_spread("critic/rewards", np.array(rewards)),
@@ -151,8 +153,8 @@ def _spread(name: str, values: NDArray[np.float64]) -> dict[str, float]:
     return {f"{name}/{figure}": float(of(values)) for figure, of in figures.items()}
 
 
-def _mean_staleness(lessons: Sequence[Lesson], policy_version: int) -> float:
+def _mean_staleness(samples: Sequence[TrainingSample], policy_version: int) -> float:
     """Return the mean age of the trained tokens in policy versions, or 0 without any."""
-    ages = policy_version - np.concatenate([lesson.rollout.versions for lesson in lessons])
-    trained = ages[np.concatenate([lesson.counted for lesson in lessons])]
+    ages = policy_version - np.concatenate([sample.rollout.versions for sample in samples])
+    trained = ages[np.concatenate([sample.counted for sample in samples])]
     return float(trained.mean()) if len(trained) else 0.0

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engines.control.techniques import StepFacts, plan_policies
+from engines.control.techniques import StepInputs, plan_policies
 from engines.histopipe.passes import fit_passes
 from engines.histopipe.placement import deal_groups, place_prompts, time_rollouts
 from engines.histospec.gate import ProfiledStepTimes
@@ -222,7 +222,7 @@ def _decide(
         length_growth=growth,
         drafting=drafting,
     )
-    return plan.groups, plan_policies(config, StepFacts(plan=plan))
+    return plan.groups, plan_policies(config, StepInputs(plan=plan))
 
 
 def summarise(results: Sequence[SimulatedStep]) -> list[PolicySetSummary]:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from engines.control.reshaping import Forgone
+from engines.control.reshaping import MissedSavings
 from engines.gpus.gpu_sharing import Role, Turns
 from engines.gpus.placement import GpuPlacement
 from engines.gpus.reservation import ReservedGpus, reserve_gpus
@@ -45,9 +45,9 @@ class Engines:
         "_rolled_out_s",
         "coordinator",
         "drafters",
-        "forgone",
         "gpus",
         "keeps_weights",
+        "missed_savings",
         "pools",
         "queued",
         "trainer_leaves",
@@ -77,7 +77,7 @@ class Engines:
         self.coordinator = coordinator
         self.drafters = drafters
         self.pools = pools
-        self.forgone = Forgone()
+        self.missed_savings = MissedSavings()
         """Savings that were not taken (see `MoveModel`), since the engines began in the lowest
         layout."""
         self.keeps_weights = keeps_weights

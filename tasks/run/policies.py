@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from engines.control.techniques import (
     MoveModel,
-    StepFacts,
+    StepInputs,
     draft_setting,
     expected_lengths,
     plan_policies,
@@ -98,7 +98,7 @@ async def step_policies(run: Run, engines: Engines, plan: StepPlan) -> tuple[Pol
     """Return the policies of all enabled techniques for a step."""
     latency = run.inputs.latency if run.config.pat.tp_degrees else None
     lengths = await _lengths(run, plan)
-    facts = StepFacts(
+    inputs = StepInputs(
         plan=plan,
         ladder=run.inputs.ladder,
         acceptances=await known_acceptances(run, plan, known_before(run, plan.step)),
@@ -106,7 +106,7 @@ async def step_policies(run: Run, engines: Engines, plan: StepPlan) -> tuple[Pol
         to_come=tokens_to_come(run.config, lengths),
         move_model=await _move_model(run, engines, plan, latency, lengths) if latency else None,
     )
-    return plan_policies(run.config, facts)
+    return plan_policies(run.config, inputs)
 
 
 async def _move_model(
@@ -123,7 +123,7 @@ async def _move_model(
         latency=latency,
         costs=_costs(run, latency, engines, last),
         pools=engines.pools,
-        forgone=engines.forgone,
+        missed_savings=engines.missed_savings,
         remaining=expected_lengths(run.config, lengths),
         prompt_tokens={key: len(prompt.token_ids) for key, prompt in run.inputs.prompts.items()},
         speculation=last.speculation if last else (1.0, 0),

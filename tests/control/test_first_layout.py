@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from engines.control.objective import SoonestEnd
-from engines.control.reshaping import Forgone, Reshaping
+from engines.control.reshaping import MissedSavings, Reshaping
 from engines.latency.interface import Latency
 from engines.pat.remaining import FromHistory, Maximum
 from engines.rollout.moves import EngineView, FirstLayout, Reshape, RolloutView
@@ -92,9 +92,9 @@ def test_also_to_a_lower_one():
 def change_after(history, wake_s):
     """Return the number of the first stage that begins in another layout, and its TP degree, or
     (None, 2). `history`: lengths of each stage."""
-    forgone, costs = Forgone(), costs_on_a40(wake_s=wake_s)
+    missed_savings, costs = MissedSavings(), costs_on_a40(wake_s=wake_s)
     for number, lengths in enumerate(history, 1):
-        opening = Reshaping(forgone=forgone)
+        opening = Reshaping(missed_savings=missed_savings)
         controller = switching(lengths, opening=opening, costs=costs)
         if moves := controller.begin(queued(len(lengths))):
             return number, moves[0].tp_degree
@@ -127,11 +127,11 @@ def test_who_gains_in_turn_stays():
 def test_what_was_forgone_begins_anew_with_a_change():
     """A change also resets the savings of the other layouts, because they now compare with another
     layout."""
-    forgone = Forgone({4: 1e6, 8: 1e6})
+    missed_savings = MissedSavings({4: 1e6, 8: 1e6})
     lengths = [2000] * 3
-    controller = switching(lengths, opening=Reshaping(forgone=forgone), costs=FREE)
+    controller = switching(lengths, opening=Reshaping(missed_savings=missed_savings), costs=FREE)
     assert controller.begin(queued(3))
-    assert forgone.totals == {}
+    assert missed_savings.totals == {}
 
 
 def test_no_keys_and_values_are_paid_for():

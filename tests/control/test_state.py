@@ -50,11 +50,11 @@ def test_a_course_is_the_same_however_often_it_is_looked_at():
     for engine in state.engines.values():
         late = replace(engine, delay_s=2.0)
         for now in (engine, late):
-            course = state.forecaster.course(now)
-            assert course.end_s == max(course.times_s.values(), default=0.0)
-            moments = [course.later(wait_s) for wait_s in (3.0, 1.0, 3.0)]
+            forecast = state.forecaster.forecast(now)
+            assert forecast.end_s == max(forecast.times_s.values(), default=0.0)
+            moments = [forecast.later(wait_s) for wait_s in (3.0, 1.0, 3.0)]
             assert moments[0] == moments[2]
-            assert moments == [state.forecaster.course(now).later(w) for w in (3.0, 1.0, 3.0)]
+            assert moments == [state.forecaster.forecast(now).later(w) for w in (3.0, 1.0, 3.0)]
             assert moments[1].delay_s == (now.delay_s and 1.0) or not now.copies
 
 
@@ -115,8 +115,8 @@ def test_a_switch_takes_all_requests_along_once():
         7100,
         7600,
     ]
-    courses = [state.course(engine) for engine in working(POOLS[0], state)]
-    made = at_once.switched(courses, POOLS[0], 4, move_kv=True)
+    forecasts = [state.forecast(engine) for engine in working(POOLS[0], state)]
+    made = at_once.switched(forecasts, POOLS[0], 4, move_kv=True)
     assert {engine.delay_s for engine in after.engines.values()} == {made.ready_s}
     assert effects().of(after, [Reshape(0, 4)]) is None, "switched to the present layout"
     back = effects().of(after, [Reshape(0, 2)]).after(after)

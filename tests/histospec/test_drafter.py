@@ -113,7 +113,7 @@ def test_a_step_without_room_for_drafts_does_not_look(drafter):
     for room in (100, 0):
         engine.step(["r"], max_draft_tokens=room)
         drafter.gate.proposed(1, 1.0)
-        learnt.append(drafter.gate.look_times.per_row_s)
+        learnt.append(drafter.gate.draft_times.per_row_s)
     assert len(learnt[0]) == len(learnt[1]) == 1
 
 
@@ -287,8 +287,8 @@ def test_a_request_begins_before_its_index_is_open(tmp_path):
     write_index(build_index(PROMPT, OLD, [1.0, 0.5]), KEYS[1], index_path(tmp_path, KEYS[1]))
     drafter = HistoryDrafter(tmp_path, AIMD(), Gate(None), 4)
     busy = threading.Event()
-    opener = drafter._indexes._opener
-    opener._thread.submit(busy.wait, 60)
+    loader = drafter._indexes._loader
+    loader._thread.submit(busy.wait, 60)
     drafter.expect([KEYS[1]])
     engine = Engine(drafter, {"x": NEW[0]})
     engine.step(["x"])
@@ -345,4 +345,4 @@ def test_samples_submitted_later_draft_from_what_is_open(tmp_path):
         drafter.expect([KEYS[1]])
         drafter.settle()
         drafter.begin(DraftedRequest(id, KEYS[1], 50))
-    assert not drafter._indexes._opener._ahead
+    assert not drafter._indexes._loader._ahead

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from engines.histospec.gate import LOOK_ROWS, Gate, LookTimes
+from engines.histospec.gate import LOOK_ROWS, DraftTimes, Gate
 from engines.histospec.step_times import MeasuredStepTimes
 from tests.histospec.test_step_times import content
 
@@ -102,7 +102,7 @@ def test_where_drafting_is_dear_few_steps_draft():
 
 
 def test_a_look_that_compiles_or_is_interrupted_is_not_what_looks_take():
-    times = LookTimes()
+    times = DraftTimes()
     assert times.of(128) == 0.0
     times.learn(128, 2.0)
     for batch in (128, 64, 128):

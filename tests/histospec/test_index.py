@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engines.histospec.bloom_filter import build_sieve, may_hold
+from engines.histospec.bloom_filter import build_filter, may_contain
 from engines.histospec.drafting import (
     ENOUGH,
     LONGEST_ALONE,
@@ -176,11 +176,11 @@ def test_a_sieve_lets_through_what_occurs_and_little_else():
     rng, num_tokens = np.random.default_rng(0), 5000
     text = rng.integers(0, 500, num_tokens, dtype=np.int32)
     text[2000] = END
-    words = build_sieve(text, 3)
+    words = build_filter(text, 3)
     runs = [text[i : i + 3] for i in range(num_tokens - 2) if END not in text[i : i + 3]]
-    assert all(may_hold(words, run, 3, 3) for run in runs)
+    assert all(may_contain(words, run, 3, 3) for run in runs)
     others = rng.integers(500, 1000, (2000, 3), dtype=np.int32)
-    assert np.mean([may_hold(words, other, 3, 3) for other in others]) < 0.3
+    assert np.mean([may_contain(words, other, 3, 3) for other in others]) < 0.3
     assert words.nbytes <= 0.4 * num_tokens
 
 

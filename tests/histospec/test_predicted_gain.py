@@ -3,24 +3,24 @@
 import numpy as np
 import pytest
 
-from engines.histospec.predicted_gain import Answers, foretell
+from engines.histospec.predicted_gain import ResponseGroup, predict_gain
 from schemas.drafting import DraftingConfig
 from schemas.keys import sample_key
 
 CONFIG = DraftingConfig()
 
 
-def answers(spread: int, num: int = 8) -> Answers:
+def responses(spread: int, num: int = 8) -> ResponseGroup:
     """Return `num` answers of 60 tokens, of which `spread` are different."""
     rng = np.random.default_rng(spread)
     ways = rng.integers(0, 50_000, (spread, 60)).astype(np.int32)
     chosen = [ways[i % spread] for i in range(num)]
     keys = [sample_key(0, 0, "train", "p", i) for i in range(num)]
-    return Answers(np.arange(9, dtype=np.int32), chosen, keys)
+    return ResponseGroup(np.arange(9, dtype=np.int32), chosen, keys)
 
 
 def test_answers_that_come_again_are_drafted_and_new_ones_are_not():
-    same, new = foretell([answers(1)] * 6, CONFIG), foretell([answers(8)] * 6, CONFIG)
+    same, new = predict_gain([responses(1)] * 6, CONFIG), predict_gain([responses(8)] * 6, CONFIG)
     assert same is not None
     assert new is not None
     assert same.where_cheap > 4.0
@@ -30,5 +30,5 @@ def test_answers_that_come_again_are_drafted_and_new_ones_are_not():
 
 
 def test_one_answer_foretells_nothing():
-    assert foretell([answers(1, num=1)], CONFIG) is None
-    assert foretell([], CONFIG) is None
+    assert predict_gain([responses(1, num=1)], CONFIG) is None
+    assert predict_gain([], CONFIG) is None

@@ -166,7 +166,7 @@ def test_a_gate_that_keeps_everything_changes_nothing():
 def test_where_nothing_pays_nothing_is_verified_and_soon_not_even_drafted():
     gate = Gate(Linear(token=1.5))
     assert again(3, gate).num_drafted.tolist() == [0, 0, 0]
-    assert LOOKS <= gate.breaks.num_closed < 41 - LOOKS
+    assert LOOKS <= gate.backoff.num_closed < 41 - LOOKS
 
 
 def test_rates():

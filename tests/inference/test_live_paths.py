@@ -215,7 +215,7 @@ def test_drafts_of_a_drafter_without_room_for_all_are_right(do):
             Opened(name, PROMPT[:8], i, window=4, coupled=False, max_tokens=8 + num)
             for i, name in enumerate(names)
         ]
-        drafter._hear(b"one", encode(Feedback(opened=opened)))
+        drafter._receive(b"one", encode(Feedback(opened=opened)))
         done, rounds = dict.fromkeys(names, 0), 0
         with Paths(live) as paths:
             while drafter._wanting and rounds < 60 * num:
@@ -231,7 +231,7 @@ def test_drafts_of_a_drafter_without_room_for_all_are_right(do):
                     if rounds % 2 and step and ahead[id] >= done[id]:
                         verified.append(Verified(id, 8 + done[id], step))
                         done[id] += len(step)
-                drafter._hear(b"one", encode(Feedback(verified=verified)))
+                drafter._receive(b"one", encode(Feedback(verified=verified)))
             drafter._end(list(drafter._streams))
         wrong = [one for one in told if one.token_ids != right[one.id][one.start - 8 :][:1]]
         assert not wrong, wrong[:3]

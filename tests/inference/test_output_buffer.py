@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.inference.engine.output_buffer import REPORT_S, HeldOutputs
+from engines.inference.engine.output_buffer import REPORT_S, OutputBuffer
 
 
 class Logprobs(NamedTuple):
@@ -69,13 +69,13 @@ def steps_of_requests(draw: st.DrawFn) -> list[tuple[float, list[Output]]]:
 def test_every_token_is_told_once_in_order_and_in_time(steps, streamed):
     put_out, told, ended = defaultdict(list), defaultdict(list), set()
     clock, last_report_s = Clock(), 0.0
-    held = HeldOutputs(clock)
+    buffer = OutputBuffer(clock)
     for seconds, outputs in steps:
         clock.now_s += seconds
         for one in outputs:
             put_out[one.request_id] += one.new_token_ids
             ended |= {one.request_id} if one.finished else set()
-        reports = held.told_after(outputs, streamed)
+        reports = buffer.outputs_after(outputs, streamed)
         assert len({one.request_id for one in reports}) == len(reports)
         for one in reports:
             told[one.request_id] += one.new_token_ids
@@ -93,23 +93,23 @@ def test_every_token_is_told_once_in_order_and_in_time(steps, streamed):
 def test_between_reports_nothing_is_told():
     """Unfinished requests are reported only every `REPORT_S`, finished ones at once."""
     clock = Clock()
-    held = HeldOutputs(clock)
+    buffer = OutputBuffer(clock)
     for _ in range(2):
-        assert held.told_after([output("a", [1]), output("b", [2])], ()) == []
-        (one,) = held.told_after([output("a", [3], finished=True)], ())
+        assert buffer.outputs_after([output("a", [1]), output("b", [2])], ()) == []
+        (one,) = buffer.outputs_after([output("a", [3], finished=True)], ())
         assert (one.request_id, one.new_token_ids) == ("a", [1, 3])
         clock.now_s += REPORT_S
-        assert [told.request_id for told in held.told_after([], ())] == ["b"]
+        assert [told.request_id for told in buffer.outputs_after([], ())] == ["b"]
 
 
 def test_what_comes_with_the_first_token_is_told_at_the_end():
     """Fields of a request's first output are part of its merged output."""
-    held = HeldOutputs(Clock())
+    buffer = OutputBuffer(Clock())
     first = output("a", [1], prefill_stats="cached", events=[1])
     first.new_prompt_logprobs_tensors = "of the prompt"
-    held.told_after([first], ())
-    held.told_after([output("a", [2])], ())
-    (one,) = held.told_after([output("a", [3], finished=True, events=[2])], ())
+    buffer.outputs_after([first], ())
+    buffer.outputs_after([output("a", [2])], ())
+    (one,) = buffer.outputs_after([output("a", [3], finished=True, events=[2])], ())
     assert one.finished
     assert (one.prefill_stats, one.new_prompt_logprobs_tensors) == ("cached", "of the prompt")
     assert one.events == [1, 2]
@@ -117,16 +117,16 @@ def test_what_comes_with_the_first_token_is_told_at_the_end():
 
 def test_a_request_that_was_taken_out_is_not_told_of():
     clock = Clock()
-    held = HeldOutputs(clock)
-    held.told_after([output("a", [1]), output("b", [2])], ())
-    held.forget(["a", "unknown"])
+    buffer = OutputBuffer(clock)
+    buffer.outputs_after([output("a", [1]), output("b", [2])], ())
+    buffer.forget(["a", "unknown"])
     clock.now_s = REPORT_S
-    (one,) = held.told_after([], ())
+    (one,) = buffer.outputs_after([], ())
     assert one.request_id == "b"
 
 
 def test_without_log_probabilities_there_are_none():
-    held = HeldOutputs(Clock())
-    held.told_after([Output("a", [1])], ())
-    (one,) = held.told_after([Output("a", [2], finished=True)], ())
+    buffer = OutputBuffer(Clock())
+    buffer.outputs_after([Output("a", [1])], ())
+    (one,) = buffer.outputs_after([Output("a", [2], finished=True)], ())
     assert (one.new_token_ids, one.new_logprobs, one.events) == ([1, 2], None, None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engines.inference.kv import precopy as early_module
 from engines.inference.kv.files import KVFile, rank_file
-from engines.inference.kv.precopy import EarlyCopies
+from engines.inference.kv.precopy import PreCopies
 from tests.inference.test_kv_files import IDENTITY, NUM_BLOCKS, caches
 
 
@@ -22,7 +22,7 @@ class Rank:
     def __init__(self, directory):
         self.directory = directory
         self.cache = {layer: torch.zeros_like(cache) for layer, cache in caches(2).items()}
-        self.copies = EarlyCopies()
+        self.copies = PreCopies()
 
     def write(self, number, *rows):
         for cache in self.cache.values():

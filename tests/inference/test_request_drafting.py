@@ -367,14 +367,14 @@ def test_the_draft_that_is_worth_more_is_verified_and_tells_of_the_other():
     assert drafting.propose([row(4)], ANY) == [[]]
     assert drafting.progress() == {"r": (2, 2, 0)}
     request = drafting._requests["r"]
-    assert (request.worth.num_right, request.worth.num_tried) == (2, 3)
+    assert (request.accuracy.num_right, request.accuracy.num_tried) == (2, 3)
     text += [2, 3]
     assert drafting.propose([row(2)], ANY) == [[4, 5, 8, 1]]
     assert drafting.fuse(row(2), [7]) == [7]
     text += [4]
     drafting.propose([row(1)], ANY)
     assert drafting.progress() == {"r": (2, 2, 0)}
-    assert (request.worth.num_right, request.worth.num_tried) == (3, 4)
+    assert (request.accuracy.num_right, request.accuracy.num_tried) == (3, 4)
 
 
 def test_what_others_were_right_in_is_what_a_request_begins_with():

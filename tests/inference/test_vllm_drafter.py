@@ -39,8 +39,8 @@ class Drafter(VLLMDrafter):
         self._live, self._ends, self._socket = CountingUp(), frozenset({999}), self
         self.sent: list[tuple[bytes, bytes]] = []
 
-    def hear(self, verifier: bytes, feedback: Feedback) -> None:
-        self._hear(verifier, encode(feedback))
+    def receive(self, verifier: bytes, feedback: Feedback) -> None:
+        self._receive(verifier, encode(feedback))
 
     def draft(self) -> None:
         """Draft until no stream wants more tokens."""
@@ -65,14 +65,14 @@ def opened(id: str, **given) -> Opened:
 
 def test_a_message_that_was_lost_ends_the_drafts_of_its_request_alone():
     drafter = Drafter()
-    drafter.hear(b"one", Feedback(opened=[opened("a"), opened("b")]))
-    drafter.hear(b"two", Feedback(opened=[opened("a")]))
+    drafter.receive(b"one", Feedback(opened=[opened("a"), opened("b")]))
+    drafter.receive(b"two", Feedback(opened=[opened("a")]))
     drafter.draft()
     assert list(drafter.texts.values()) == [[5, 6, 7, 8, 9]] * 3
     # Each engine gets one message per step, however many requests it has.
     assert sorted(verifier for verifier, _ in drafter.sent) == [b"one"] * 2 + [b"two"] * 2
-    drafter.hear(b"one", Feedback(verified=[Verified("a", 5, [9]), Verified("b", 3, [8])]))
-    drafter.hear(b"two", Feedback(verified=[Verified("a", 3, [11])]))
+    drafter.receive(b"one", Feedback(verified=[Verified("a", 5, [9]), Verified("b", 3, [8])]))
+    drafter.receive(b"two", Feedback(verified=[Verified("a", 3, [11])]))
     assert set(drafter._streams) == {(b"one", "b"), (b"two", "a")}
     drafter.draft()
     assert drafter.texts == {
@@ -83,11 +83,11 @@ def test_a_message_that_was_lost_ends_the_drafts_of_its_request_alone():
 
 def test_an_engine_that_begins_anew_leaves_nothing_open():
     drafter = Drafter()
-    drafter.hear(b"one", Feedback(opened=[opened("a")]))
-    drafter.hear(b"two", Feedback(opened=[opened("a")]))
-    drafter.hear(b"one", Feedback(fresh=True))
+    drafter.receive(b"one", Feedback(opened=[opened("a")]))
+    drafter.receive(b"two", Feedback(opened=[opened("a")]))
+    drafter.receive(b"one", Feedback(fresh=True))
     assert set(drafter.texts) == {(b"two", "a")}
-    drafter.hear(b"two", Feedback(closed=["a", "unknown"]))
+    drafter.receive(b"two", Feedback(closed=["a", "unknown"]))
     assert drafter._live.texts == {}
 
 
@@ -95,7 +95,7 @@ def test_what_it_has_no_rows_or_room_for_has_no_drafts():
     """The policy's vocabulary may have more rows than the drafter's, because of padding."""
     drafter = Drafter()
     beyond = drafter._config.max_model_len
-    drafter.hear(
+    drafter.receive(
         b"one",
         Feedback(
             opened=[
@@ -109,22 +109,22 @@ def test_what_it_has_no_rows_or_room_for_has_no_drafts():
     drafter.draft()
     assert {id for _, id in drafter.texts} == {"a", "ends"}
     assert drafter.texts[b"one", "ends"] == [998, 999]
-    drafter.hear(b"one", Feedback(verified=[Verified("a", 3, [1000])]))
+    drafter.receive(b"one", Feedback(verified=[Verified("a", 3, [1000])]))
     assert {id for _, id in drafter.texts} == {"ends"}
 
 
 def test_a_token_that_nobody_asked_for_is_taken_back():
     """vLLM continues a preempted sequence even if it has drafted enough already."""
     drafter = Drafter()
-    drafter.hear(b"one", Feedback(opened=[opened("rests"), opened("goes on")]))
+    drafter.receive(b"one", Feedback(opened=[opened("rests"), opened("goes on")]))
     drafter.draft()
-    drafter.hear(b"one", Feedback(verified=[Verified("goes on", 3, [8])]))
+    drafter.receive(b"one", Feedback(verified=[Verified("goes on", 3, [8])]))
     (rests, _), go_on = drafter._names, drafter._live.go_on
     drafter._live.go_on = lambda names: go_on({*names, rests})
     drafter.draft()
     assert drafter.texts[b"one", "rests"] == [5, 6, 7, 8, 9]
     assert drafter.texts[b"one", "goes on"] == [5, 6, 7, 8, 9, 10]
-    drafter.hear(b"one", Feedback(verified=[Verified("rests", 3, [8, 9])]))
+    drafter.receive(b"one", Feedback(verified=[Verified("rests", 3, [8, 9])]))
     drafter.draft()
     assert drafter.texts[b"one", "rests"] == [5, 6, 7, 8, 9, 10, 11]
 

@@ -46,12 +46,12 @@ def write(files: Any, version: int, node_id: str) -> PolicyWeights:
     return PolicyWeights(version, file, ())
 
 
-def until_brought(courier: Any, num_bytes: int) -> None:
+def until_fetched(courier: Any, num_bytes: int) -> None:
     import ray
 
     ends_s = time.monotonic() + LIMIT_S
-    while ray.get(courier.num_bytes_brought.remote(), timeout=LIMIT_S) < num_bytes:
-        assert time.monotonic() < ends_s, "the courier did not bring the file"
+    while ray.get(courier.num_bytes_fetched.remote(), timeout=LIMIT_S) < num_bytes:
+        assert time.monotonic() < ends_s, "the courier did not fetch the file"
         time.sleep(0.05)
 
 
@@ -75,24 +75,24 @@ def carry(here: str, there: str) -> dict[str, Any]:
     shown: dict[str, Any] = {"values": []}
 
     first = write(files, 0, here)
-    couriers.announce(0, first.source)
+    couriers.prefetch(0, first.source)
     size = first.source.num_bytes
     kept = courier_of(there)
     told = ray.get([read(r, first) for r in (near, *far)], timeout=LIMIT_S)
     shown["values"] += [values for _, values in told]
     shown["one_file_a_node"] = told[0][0] == str(first.source.path) != told[1][0] == told[2][0]
-    shown["times_brought"] = ray.get(kept.handle.num_bytes_brought.remote()) / size
+    shown["times_brought"] = ray.get(kept.handle.num_bytes_fetched.remote()) / size
 
     second = write(files, 1, here)
-    couriers.announce(1, second.source)
-    until_brought(kept.handle, 2 * size)
+    couriers.prefetch(1, second.source)
+    until_fetched(kept.handle, 2 * size)
     directory = Path(told[1][0]).parent
     shown["before_it_is_asked_for"] = names(directory)
     third = write(files, 2, here)
-    couriers.announce(2, third.source)
+    couriers.prefetch(2, third.source)
     told = ray.get([read(r, w) for r in far for w in (second, third)], timeout=LIMIT_S)
     shown["values"] += [values for _, values in told]
-    shown["times_in_all"] = ray.get(kept.handle.num_bytes_brought.remote()) / size
+    shown["times_in_all"] = ray.get(kept.handle.num_bytes_fetched.remote()) / size
     shown["last"] = names(directory)
 
     try:

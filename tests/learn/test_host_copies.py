@@ -13,9 +13,9 @@ def test_what_comes_back_is_what_left():
     before = [weights.clone(), part.clone(), moments.clone()]
     copies = HostCopies()
     for _ in range(2):
-        copies.leave([weights, part, moments, torch.empty(0)])
+        copies.offload([weights, part, moments, torch.empty(0)])
         assert [t.untyped_storage().nbytes() for t in (weights, part, moments)] == [0, 0, 0]
-        copies.come_back()
+        copies.restore()
         assert all(map(torch.equal, before, [weights, part, moments]))
     assert part.data_ptr() == weights[3:9, 1:].data_ptr()
 
@@ -24,8 +24,8 @@ def test_host_memory_is_taken_once():
     tensor, copies = torch.randn(1000), HostCopies()
     kept = []
     for _ in range(3):
-        copies.leave([tensor])
-        copies.come_back()
+        copies.offload([tensor])
+        copies.restore()
         kept.append([buffer.data_ptr() for buffer in copies._buffers.values()])
     assert kept[0] == kept[1] == kept[2]
 
@@ -42,8 +42,8 @@ def test_an_optimiser_goes_on_with_its_tensors():
             optimiser.zero_grad(set_to_none=True)
             if leave:
                 states = optimiser.state.values()
-                copies.leave([*layer.parameters(), *(s["exp_avg"] for s in states)])
-                copies.come_back()
+                copies.offload([*layer.parameters(), *(s["exp_avg"] for s in states)])
+                copies.restore()
         return layer.weight
 
     assert torch.equal(updates(leave=True), updates(leave=False))
@@ -51,6 +51,6 @@ def test_an_optimiser_goes_on_with_its_tensors():
 
 def test_leaving_twice_is_a_bug():
     copies, tensor = HostCopies(), torch.ones(3)
-    copies.leave([tensor])
+    copies.offload([tensor])
     with pytest.raises(AssertionError, match="have left"):
-        copies.leave([tensor])
+        copies.offload([tensor])

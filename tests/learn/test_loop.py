@@ -17,10 +17,10 @@ from engines.learn.diagnostics import LOWS, PEAKS
 from engines.learn.gradient import Reference, accumulate_gradient
 from engines.learn.learner import Learner
 from engines.learn.loading import Loading, load_policy
-from engines.learn.minibatch import Share, cut_minibatches, deal
+from engines.learn.minibatch import Share, assign_share, cut_minibatches
 from engines.learn.policy import PolicyModel
 from engines.learn.rollouts import read_rollouts
-from engines.learn.training_samples import Lesson, read_lessons
+from engines.learn.training_samples import TrainingSample, read_training_samples
 from schemas.algorithm import SETTINGS
 from schemas.config import TrainConfig
 from tests.learn.conftest import as_batch, make_batch
@@ -102,12 +102,12 @@ def batch(start: PolicyModel, in_float64: Callable[[PolicyModel], Any]) -> pa.Ta
     return as_batch(rows)
 
 
-def rows_of(lessons: Sequence[Lesson], batch: pa.Table) -> list[int]:
-    """Return the row of each lesson in the batch."""
+def rows_of(samples: Sequence[TrainingSample], batch: pa.Table) -> list[int]:
+    """Return the row of each sample in the batch."""
     keys = {
         (row["prompt_key"], row["sample_index"]): at for at, row in enumerate(batch.to_pylist())
     }
-    return [keys[one.rollout.prompt_key, one.rollout.sample_index] for one in lessons]
+    return [keys[one.rollout.prompt_key, one.rollout.sample_index] for one in samples]
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -152,13 +152,13 @@ def compare(
     """Return a function that compares gradient and metrics of a minibatch with the loop's. Trained
     policy, old policy, engine and reference model have four different sets of weights."""
 
-    def compare(name: str, mask: Callable[[Lesson], Lesson]) -> None:
+    def compare(name: str, mask: Callable[[TrainingSample], TrainingSample]) -> None:
         config = make_config(CASES[name])
         policy, old_policy = perturbed(start, 1), in_float64(perturbed(start, 2))
         reference = Reference(start, own=True) if config.algorithm.kl_coefficient else None
         rows, advantages = batch.to_pylist(), advantages_of(batch.to_pylist(), config)
-        lessons, _ = read_lessons(read_rollouts(batch), config, 0)
-        minibatch = cut_minibatches(list(map(mask, lessons)), 2, (0, 0))[0]
+        samples, _ = read_training_samples(read_rollouts(batch), config, 0)
+        minibatch = cut_minibatches(list(map(mask, samples)), 2, (0, 0))[0]
         chosen = rows_of(minibatch, batch)
         left_out = EQUAL not in {rows[at]["prompt_key"] for at in chosen}
         assert left_out == config.algorithm.dynamic_sampling
@@ -171,7 +171,7 @@ def compare(
             [rows[at] for at in chosen],
             [advantages[at] for at in chosen],
             [old[at] for at in chosen],
-            [lesson.counted.tolist() for lesson in minibatch],
+            [sample.counted.tolist() for sample in minibatch],
             config,
         )
         loop.loss.backward()
@@ -179,8 +179,8 @@ def compare(
             cut = make_config(CASES[name], micro_batch_tokens=micro_batch_tokens)
             shares = []
             for rank in range(num_ranks):
-                share = deal(minibatch, cut, rank, num_ranks)
-                own = [old[at].numpy().astype(np.float32) for at in rows_of(share.lessons, batch)]
+                share = assign_share(minibatch, cut, rank, num_ranks)
+                own = [old[at].numpy().astype(np.float32) for at in rows_of(share.samples, batch)]
                 shares.append(replace(share, old_logprobs=own))
             found, metrics = update_of_ranks(policy, reference, shares, cut)
             assert relative_error(found, gradients(model)) < 1e-5
@@ -192,7 +192,7 @@ def compare(
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_is_the_loops(compare: Compare, name: str) -> None:
-    compare(name, lambda lesson: lesson)
+    compare(name, lambda sample: sample)
 
 
 @pytest.mark.parametrize("name", ["sequence ratio", "kl", "tis of sequences", "all at once"])
@@ -200,9 +200,9 @@ def test_tokens_that_do_not_count_are_nowhere(compare: Compare, name: str) -> No
     """Mask out tokens at random: some of each response, and every token of some."""
     rng = np.random.default_rng(3)
 
-    def mask(lesson: Lesson) -> Lesson:
-        counted = lesson.counted & (rng.random(len(lesson.counted)) < 0.5)
-        return replace(lesson, counted=counted)
+    def mask(sample: TrainingSample) -> TrainingSample:
+        counted = sample.counted & (rng.random(len(sample.counted)) < 0.5)
+        return replace(sample, counted=counted)
 
     compare(name, mask)
 
@@ -215,10 +215,10 @@ def test_every_case_is_another_gradient(
     plain, seen = None, {}
     for name, given in CASES.items():
         config = make_config(given)
-        lessons, _ = read_lessons(read_rollouts(batch), config, 0)
-        minibatch = cut_minibatches(lessons, 1, (0, 0))[0]
+        samples, _ = read_training_samples(read_rollouts(batch), config, 0)
+        minibatch = cut_minibatches(samples, 1, (0, 0))[0]
         held = reference if config.algorithm.kl_coefficient else None
-        found, _ = update_of_ranks(policy, held, [deal(minibatch, config, 0, 1)], config)
+        found, _ = update_of_ranks(policy, held, [assign_share(minibatch, config, 0, 1)], config)
         plain = plain or found
         seen[name] = relative_error(found, plain)
     assert [name for name, error in seen.items() if error < 1e-3] == ["grpo"]
@@ -292,12 +292,12 @@ def test_updates_of_a_step_are_the_loops(
     advantages, first = advantages_of(rows, config), in_float64(start)
     loops = []
     for update in learner.updates:
-        chosen = rows_of(update["share"].lessons, batch)
+        chosen = rows_of(update["share"].samples, batch)
         with torch.no_grad():
             old = [logprobs_of(first, rows[at], 0.7)[0] for at in chosen]
         model = in_float64(update["policy"])
         own = [[values[at] for at in chosen] for values in (rows, advantages)]
-        counted = [lesson.counted.tolist() for lesson in update["share"].lessons]
+        counted = [sample.counted.tolist() for sample in update["share"].samples]
         loop = minibatch_loss(model, first, *own, old, counted, config)
         loop.loss.backward()
         assert relative_error(update["gradient"], gradients(model)) < 1e-5
@@ -347,7 +347,7 @@ def test_passes_have_the_same_minibatches_and_steps_others(
     learner, _ = step
 
     def prompts(updates: Sequence[dict[str, Any]]) -> list[set[str]]:
-        return [{one.rollout.prompt_key for one in u["share"].lessons} for u in updates]
+        return [{one.rollout.prompt_key for one in u["share"].samples} for u in updates]
 
     first = prompts(learner.updates)
     assert first[:3] == first[3:]

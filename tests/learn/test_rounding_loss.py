@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
-from engines.learn.rounding_loss import LOW, SAMPLE, Arrival
+from engines.learn.rounding_loss import LOW, SAMPLE, KeptUpdate
 from engines.learn.trainer import TrainerActor
 from schemas.config import TrainConfig
 from schemas.inputs import ModelConfig
@@ -25,9 +25,9 @@ LAST_BIT = 2.0**-7
 
 
 def share(update: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> float | None:
-    arrival = Arrival(dtype)
-    arrival.add(torch.ones_like(update), 1.0 + update)
-    return arrival.share
+    kept_update = KeptUpdate(dtype)
+    kept_update.add(torch.ones_like(update), 1.0 + update)
+    return kept_update.share
 
 
 def test_the_share_is_what_rounding_leaves() -> None:

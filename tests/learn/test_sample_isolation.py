@@ -14,11 +14,11 @@ from engines.learn.attention import PACKED
 from engines.learn.determinism import check_steady
 from engines.learn.learner import Learner
 from engines.learn.loading import Loading, load_policy
-from engines.learn.minibatch import deal
+from engines.learn.minibatch import assign_share
 from engines.learn.packing import TokenSequence, pack
 from engines.learn.policy import PolicyModel, score_sequences
 from engines.learn.sample_isolation import ALONE, keeps_samples_apart
-from engines.learn.training_samples import read_lessons
+from engines.learn.training_samples import read_training_samples
 from schemas.config import TrainConfig
 from tests.learn.conftest import make_batch, on_policy
 from tests.learn.test_attention import FEATURES, SHAPES, SMALL
@@ -145,9 +145,11 @@ def test_rows_of_one_sample_hold_the_same_samples(alone: bool) -> None:
 def test_ranks_of_a_hybrid_model_make_as_many_passes(make_config: MakeConfig) -> None:
     """In every pass, FSDP waits for all ranks."""
     config = make_config()
-    lessons, _ = read_lessons(make_rollouts([[0] * 9, [0] * 4, [0] * 3], [1] * 3), config, 0)
+    samples, _ = read_training_samples(
+        make_rollouts([[0] * 9, [0] * 4, [0] * 3], [1] * 3), config, 0
+    )
     for alone in (True, False):
-        shares = [deal(lessons, config, rank, 2, alone=alone) for rank in range(2)]
+        shares = [assign_share(samples, config, rank, 2, alone=alone) for rank in range(2)]
         own = [len(pack(share.sequences, 256, alone=alone)) for share in shares]
         assert own == ([1, 2] if alone else [1, 1])
         passes = [num + share.num_idle_passes for num, share in zip(own, shares, strict=True)]

@@ -1,4 +1,4 @@
-"""Lessons: which tokens the trainer counts, and the advantage of each response."""
+"""Training samples: which tokens the trainer counts, and the advantage of each response."""
 
 from collections.abc import Collection, Sequence
 
@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.learn.rollouts import ScoredRollout
-from engines.learn.training_samples import Lesson, StalenessError, check_versions, read_lessons
+from engines.learn.training_samples import (
+    StalenessError,
+    TrainingSample,
+    check_versions,
+    read_training_samples,
+)
 from schemas.config import TrainConfig
 
 VERSION = 7
@@ -43,21 +48,21 @@ def make_rollouts(
     ]
 
 
-def lessons_of(
+def samples_of(
     rollouts: list[ScoredRollout], **algorithm: object
-) -> tuple[list[Lesson], dict[str, float]]:
-    """Return the lessons of a pipelined run. Its tokens may be one version old."""
+) -> tuple[list[TrainingSample], dict[str, float]]:
+    """Return the samples of a pipelined run. Its tokens may be one version old."""
     config = {
         "mode": "pipelined",
         "model": {"path": "unused"},
         "data": {"train": ["unused"], "max_response_tokens": 10},
         "algorithm": algorithm,
     }
-    return read_lessons(rollouts, TrainConfig.model_validate(config), VERSION)
+    return read_training_samples(rollouts, TrainConfig.model_validate(config), VERSION)
 
 
-def trained(lessons: list[Lesson]) -> list[int]:
-    return [at for at, lesson in enumerate(lessons) if lesson.counted.any()]
+def trained(samples: list[TrainingSample]) -> list[int]:
+    return [at for at, sample in enumerate(samples) if sample.counted.any()]
 
 
 @given(
@@ -94,39 +99,39 @@ def test_what_is_too_old_is_named() -> None:
 
 def test_a_deferred_sample_is_trained_on_whole() -> None:
     """The trainer counts all tokens, including those generated before the sample was deferred."""
-    lessons, metrics = lessons_of(make_rollouts([[5, 5, 6], [6, 6]], [VERSION, VERSION + 1]))
-    assert [lesson.counted.all() for lesson in lessons] == [True, True]
+    samples, metrics = samples_of(make_rollouts([[5, 5, 6], [6, 6]], [VERSION, VERSION + 1]))
+    assert [sample.counted.all() for sample in samples] == [True, True]
     assert metrics["actor/staleness_mean"] == pytest.approx((2 + 2 + 1 + 1 + 1) / 5)
 
 
 def test_responses_cut_at_the_limit_are_left_out_where_that_is_asked_for() -> None:
     rollouts = make_rollouts([[7] * 10, [7] * 10], rewards=[[0.0, 1.0]] * 2, truncated=[1])
-    lessons, metrics = lessons_of(rollouts, overlong_filtering=True)
-    assert trained(lessons) == [0]
+    samples, metrics = samples_of(rollouts, overlong_filtering=True)
+    assert trained(samples) == [0]
     assert metrics["actor/overlong_samples"] == 0.5
-    assert lessons[0].advantage != 0.0, "the group mean needs both rewards"
-    lessons, metrics = lessons_of(rollouts)
-    assert trained(lessons) == [0, 1]
+    assert samples[0].advantage != 0.0, "the group mean needs both rewards"
+    samples, metrics = samples_of(rollouts)
+    assert trained(samples) == [0, 1]
     assert "actor/overlong_samples" not in metrics
-    both = lessons_of(rollouts, overlong_filtering=True, dynamic_sampling=True)[0]
+    both = samples_of(rollouts, overlong_filtering=True, dynamic_sampling=True)[0]
     assert trained(both) == [0]
 
 
 def test_dynamic_sampling_leaves_out_groups_of_equal_rewards() -> None:
     rollouts = make_rollouts([[7], [7], [7]], rewards=[[1.0, 1.0], [1.0, 0.0], [0.0]])
-    lessons, metrics = lessons_of(rollouts, dynamic_sampling=True)
-    assert trained(lessons) == [1]
+    samples, metrics = samples_of(rollouts, dynamic_sampling=True)
+    assert trained(samples) == [1]
     assert metrics["actor/filtered_samples"] == pytest.approx(2 / 3)
-    assert trained(lessons_of(rollouts)[0]) == [0, 1, 2]
+    assert trained(samples_of(rollouts)[0]) == [0, 1, 2]
 
 
 def test_a_length_alone_does_not_make_a_group_useful() -> None:
     rollouts = make_rollouts([[7] * 10], rewards=[[1.0, 1.0]])
     rollouts[0].group_lengths[:] = [10, 1]
     punished = {"overlong_buffer_tokens": 4}
-    (lesson,), _ = lessons_of(rollouts, **punished)
-    assert lesson.advantage < 0
-    assert trained(lessons_of(rollouts, **punished, dynamic_sampling=True)[0]) == []
+    (sample,), _ = samples_of(rollouts, **punished)
+    assert sample.advantage < 0
+    assert trained(samples_of(rollouts, **punished, dynamic_sampling=True)[0]) == []
 
 
 def test_the_overlong_punishment_comes_before_the_groups_mean() -> None:
@@ -135,14 +140,14 @@ def test_the_overlong_punishment_comes_before_the_groups_mean() -> None:
     settings = {"overlong_buffer_tokens": 4, "overlong_penalty": 2.0, "normalise_by_std": False}
     # Each token beyond 6 costs 0.5: the rewards become 2 - 1.5, 1 - 2 and 0.
     mean = (0.5 - 1.0 + 0.0) / 3
-    (lesson,), _ = lessons_of(rollouts, **settings)
-    assert lesson.advantage == pytest.approx(0.5 - mean)
+    (sample,), _ = samples_of(rollouts, **settings)
+    assert sample.advantage == pytest.approx(0.5 - mean)
 
 
 def test_rewards_before_and_after_the_punishment_are_told() -> None:
     """`critic/score` is the reward from the scorer. `critic/rewards` is less by the punishment."""
     rollouts = make_rollouts([[7] * 10, [7] * 2], rewards=[[1.0, 0.0], [0.0, 0.0]])
-    _, metrics = lessons_of(rollouts, overlong_buffer_tokens=4)
+    _, metrics = samples_of(rollouts, overlong_buffer_tokens=4)
     figures = {"mean": 0.25, "max": 0.5, "min": 0.0, "std": 0.25}
     assert {n: metrics[f"critic/rewards/{n}"] for n in figures} == pytest.approx(figures)
     assert metrics["critic/zero_variance_share"] == 0.5
@@ -150,7 +155,7 @@ def test_rewards_before_and_after_the_punishment_are_told() -> None:
 
 def test_spread_of_advantages_is_over_the_tokens_trained_on() -> None:
     rollouts = make_rollouts([[7] * 3, [7]], rewards=[[1.0, 0.0], [0.0, 1.0]])
-    _, metrics = lessons_of(rollouts, normalise_by_std=False)
+    _, metrics = samples_of(rollouts, normalise_by_std=False)
     figures = {"mean": 0.25, "max": 0.5, "min": -0.5, "std": np.std([0.5, 0.5, 0.5, -0.5])}
     assert {n: metrics[f"critic/advantages/{n}"] for n in figures} == pytest.approx(figures)
 
@@ -159,7 +164,7 @@ def test_a_batch_is_whitened_over_what_is_trained_on() -> None:
     """Mean and deviation leave out the group of equal rewards."""
     groups = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
     rollouts = make_rollouts([[7], [7] * 3, [7] * 9], rewards=groups)
-    lessons, _ = lessons_of(rollouts, std_over="batch", dynamic_sampling=True)
+    samples, _ = samples_of(rollouts, std_over="batch", dynamic_sampling=True)
     mean, deviation = -0.25, np.std([0.5, -0.5, -0.5, -0.5])
     expected = [(one - mean) / (deviation + 1e-6) for one in (0.5, -0.5)]
-    assert [lesson.advantage for lesson in lessons[:2]] == pytest.approx(expected)
+    assert [sample.advantage for sample in samples[:2]] == pytest.approx(expected)

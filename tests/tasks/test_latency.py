@@ -10,7 +10,7 @@ import pytest
 
 from engines.accounting.step_requests import Stay, StepRequest
 from engines.control.controller import Controller
-from engines.control.reshaping import Forgone
+from engines.control.reshaping import MissedSavings
 from engines.gpus.placement import GpuPlacement
 from engines.latency.fitted import FittedLatency
 from engines.specactor.health import DrafterHealth
@@ -56,7 +56,7 @@ def profile(tmp_path: Path) -> Path:
 
 
 ENGINES: Any = SimpleNamespace(
-    pools=(Pool(0, {1: (0, 1), 2: (2,)}),), keeps_weights=True, forgone=Forgone()
+    pools=(Pool(0, {1: (0, 1), 2: (2,)}),), keeps_weights=True, missed_savings=MissedSavings()
 )
 
 

@@ -16,8 +16,8 @@ from benchmarks.papers.switching import Steps
 from engines.control.controller import Controller
 from engines.control.objective import FewestGpuSeconds, SoonestEnd
 from engines.control.proposal import Outliers, Racing
-from engines.control.reshaping import Forgone, Reshaping
-from engines.control.techniques import StepFacts
+from engines.control.reshaping import MissedSavings, Reshaping
+from engines.control.techniques import StepInputs
 from engines.histopipe.migration import Migration
 from engines.latency.analytic import AnalyticLatency
 from engines.latency.hardware import H100
@@ -40,7 +40,7 @@ from tests.conftest import DEMO
 from tests.specactor.latencies import AffineLatency
 
 POOL = Pool(0, {1: (0, 1, 2, 3), 2: (4, 5), 4: (6,)})
-ENGINES: Any = SimpleNamespace(pools=(POOL,), keeps_weights=True, forgone=Forgone())
+ENGINES: Any = SimpleNamespace(pools=(POOL,), keeps_weights=True, missed_savings=MissedSavings())
 LATENCY = AnalyticLatency(SHAPES["LLaMA3.1-8B"], H100)
 DRAFTER = {"name": "small", "path": str(DEMO / "drafter")}
 
@@ -196,7 +196,7 @@ def simulated(run: StandIn, plan: StepPlan) -> Scene:
         pools=(POOL,),
         costs=_costs(run, LATENCY, ENGINES, None),
         lengths=run.lengths,
-        facts=StepFacts(
+        inputs=StepInputs(
             plan=plan, ladder=run.ladder, acceptances=run.acceptances, prompt_tokens=100.0
         ),
     )

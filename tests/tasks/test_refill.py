@@ -18,7 +18,7 @@ from benchmarks.stand_ins import GROUP_SIZE, made_up_config, made_up_prompts
 from benchmarks.timed_stubs import LocalStore, hollow_run
 from engines.data.loader import PromptLoader
 from engines.learn.rollouts import read_rollouts
-from engines.learn.training_samples import read_lessons
+from engines.learn.training_samples import read_training_samples
 from engines.store.actor import StoredRows
 from schemas.config import TrainConfig
 from schemas.data import Prompt
@@ -110,9 +110,9 @@ def drawn_by(plan: StepPlan) -> list[str]:
 async def trained_share(store: LocalStore, config: TrainConfig, step: int) -> tuple[int, int]:
     """Return how many groups of a step's batch are trained on, and how many it has."""
     rollouts = read_rollouts(await store.call("training_rows", step))
-    lessons, _ = read_lessons(rollouts, config, step - 1)
-    groups = {lesson.rollout.prompt_key for lesson in lessons}
-    taught = {lesson.rollout.prompt_key for lesson in lessons if lesson.counted.any()}
+    samples, _ = read_training_samples(rollouts, config, step - 1)
+    groups = {sample.rollout.prompt_key for sample in samples}
+    taught = {sample.rollout.prompt_key for sample in samples if sample.counted.any()}
     return len(taught), len(groups)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engines.control.techniques import StepFacts, plan_policies
+from engines.control.techniques import StepInputs, plan_policies
 from engines.specactor.best_of_n import BestOfN
 from engines.specactor.health import DrafterHealth
 from engines.specactor.ladder import Ladder
@@ -124,8 +124,8 @@ def test_who_is_not_used_is_tried_now_and_then():
 
 def test_policies_are_there_for_draft_models_alone():
     def policies(run: StandIn) -> list[type]:
-        facts = StepFacts(plan=plan(), ladder=run.inputs.ladder)
-        return [type(policy) for policy in plan_policies(run.config, facts)]
+        inputs = StepInputs(plan=plan(), ladder=run.inputs.ladder)
+        return [type(policy) for policy in plan_policies(run.config, inputs)]
 
     assert policies(run_of(LADDER, draft_models=[])) == []
     assert policies(run_of()) == [BestOfN]
@@ -138,8 +138,8 @@ def test_a_freed_engine_races_with_what_is_expected_to_be_the_fastest():
     """The ladder sets the windows. History takes part. An n-gram comes first if it is the best."""
 
     def raced(run: StandIn, **acceptances: float) -> list[DraftSetting]:
-        facts = StepFacts(plan=plan(), ladder=run.inputs.ladder, acceptances=acceptances)
-        (races,) = (p for p in plan_policies(run.config, facts) if isinstance(p, BestOfN))
+        inputs = StepInputs(plan=plan(), ladder=run.inputs.ladder, acceptances=acceptances)
+        (races,) = (p for p in plan_policies(run.config, inputs) if isinstance(p, BestOfN))
         return list(races._settings.values())
 
     unknown = raced(run_of())

@@ -42,13 +42,13 @@ class DraftedRow(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Worth:
+class _Accuracy:
     """How often draft tokens were right, verified or not. Unknown ones do not count."""
 
     num_right: int = 0
     num_tried: int = 0
 
-    def of(self, one: "_Worth") -> float:
+    def of(self, one: "_Accuracy") -> float:
         """Return the probability that the next draft token of request `one` is right.
 
         `self` counts all requests and serves as the prior.
@@ -74,7 +74,7 @@ class _Request:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_rejections: int = 0
-    worth: _Worth = field(default_factory=_Worth)
+    accuracy: _Accuracy = field(default_factory=_Accuracy)
 
     @property
     def acceptance_rate(self) -> float:
@@ -118,7 +118,7 @@ class RequestDrafting:
         self._links: dict[str, DraftLink] = {}
         """Connection to each drafter, by name."""
         self._requests: dict[str, _Request] = {}
-        self._worth: dict[str, _Worth] = defaultdict(_Worth)
+        self._accuracy: dict[str, _Accuracy] = defaultdict(_Accuracy)
         """How often each drafter's tokens were right."""
 
     def connect(self, addresses: Mapping[str, str]) -> None:
@@ -175,7 +175,8 @@ class RequestDrafting:
         """Return how many tokens of each row's draft we expect to be accepted."""
         requests = [self._requests[row.id] for row in rows]
         return [
-            expected_tokens(len(one.draft), self._worth[one.setting.drafter].of(one.worth)) - 1
+            expected_tokens(len(one.draft), self._accuracy[one.setting.drafter].of(one.accuracy))
+            - 1
             for one in requests
         ]
 
@@ -204,9 +205,9 @@ class RequestDrafting:
             emitted = row.text[len(row.text) - row.num_sampled :].tolist()
             num_right = agreeing(request.draft, emitted)
         num_tried = num_right + (num_right < min(len(request.draft), row.num_sampled))
-        for worth in (request.worth, self._worth[request.setting.drafter]):
-            worth.num_right += num_right
-            worth.num_tried += num_tried
+        for accuracy in (request.accuracy, self._accuracy[request.setting.drafter]):
+            accuracy.num_right += num_right
+            accuracy.num_tried += num_tried
 
     def _from_text(self, pairs: Sequence[Pair]) -> dict[str, list[int]]:
         if not pairs:

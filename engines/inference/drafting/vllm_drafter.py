@@ -123,7 +123,7 @@ class VLLMDrafter:
             told = self._socket.poll(0 if self._wanting else int(left_s * 1000))
             began_s = time.monotonic()
             if told:
-                self._hear(*self._socket.recv_multipart())
+                self._receive(*self._socket.recv_multipart())
             elif self._wanting:
                 self._draft()
                 self._counts.num_steps += 1
@@ -150,7 +150,7 @@ class VLLMDrafter:
         for verifier, told in drafted.items():
             self._socket.send_multipart([verifier, encode(told)])
 
-    def _hear(self, verifier: bytes, message: bytes) -> None:
+    def _receive(self, verifier: bytes, message: bytes) -> None:
         if not (feedback := decode_feedback(message)):
             return
         if feedback.fresh:

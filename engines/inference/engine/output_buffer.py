@@ -26,7 +26,7 @@ REPORT_S = 0.1
 """Seconds between reports of unfinished requests."""
 
 
-class HeldOutputs:
+class OutputBuffer:
     """Outputs (vLLM's `EngineCoreOutput`) that were not reported to the front end yet."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,7 +35,7 @@ class HeldOutputs:
         self._outputs: dict[str, list[Any]] = defaultdict(list)
         """Outputs of each request, oldest first."""
 
-    def told_after(self, outputs: Sequence[Any], streamed: Container[str]) -> list[Any]:
+    def outputs_after(self, outputs: Sequence[Any], streamed: Container[str]) -> list[Any]:
         """Add the outputs of a step. Return the outputs to report now, at most one per request.
 
         `streamed`: requests to report after each step.

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from engines.inference.engine.arrivals import BATCH, Arrivals
-from engines.inference.engine.output_buffer import HeldOutputs
+from engines.inference.engine.output_buffer import OutputBuffer
 from engines.inference.engine.stopping import STOP, StopStrings
 
 SCORED_TOKENS = 256
@@ -35,7 +35,7 @@ class _Holding(_Base):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._held: dict[int, HeldOutputs] = defaultdict(HeldOutputs)
+        self._buffers: dict[int, OutputBuffer] = defaultdict(OutputBuffer)
         """Buffered outputs of each front end."""
         self._streamed: set[str] = set()
         """Unfinished requests whose front end wants each token at once."""
@@ -70,7 +70,7 @@ class _Holding(_Base):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         steps = super().update_from_output(scheduler_output, model_runner_output)
         for front_end, step in steps.items():
-            step.outputs = self._held[front_end].told_after(step.outputs, self._streamed)
+            step.outputs = self._buffers[front_end].outputs_after(step.outputs, self._streamed)
         self._streamed &= self.requests.keys()
         return {front_end: step for front_end, step in steps.items() if _says_something(step)}
 
@@ -99,8 +99,8 @@ class _Holding(_Base):
     def finish_requests(self, request_ids: Any, finished_status: Any) -> list[Any]:
         self._begin(self._arrivals.begin_at_once())
         ended = super().finish_requests(request_ids, finished_status)
-        for held in self._held.values():
-            held.forget([request.request_id for request in ended])
+        for buffer in self._buffers.values():
+            buffer.forget([request.request_id for request in ended])
         return ended
 
 

@@ -36,7 +36,7 @@ from engines.inference.kv.files import (
     write_blocks,
 )
 from engines.inference.kv.heads import pieces, saves
-from engines.inference.kv.precopy import EarlyCopies
+from engines.inference.kv.precopy import PreCopies
 from engines.inference.kv.saving import KVSource
 
 logger = init_logger(__name__)
@@ -77,7 +77,7 @@ class KVConnector(KVConnectorBase_V1):
         # exist. So compute two.
         self._num_computed_anew = 1 if vllm_config.speculative_config is None else 2
         self._caches: dict[str, Tensor] = {}
-        self._early = EarlyCopies()
+        self._early = PreCopies()
         self._files = KVFiles()
         self._num_bytes, self._load_s = 0, 0.0
         """Bytes and seconds of loads since the last `take_loads`."""
@@ -140,7 +140,7 @@ class KVConnector(KVConnectorBase_V1):
     ) -> Path | None:
         """Start to write the full blocks of requests (by vLLM's names) that go on generating.
 
-        Return what `EarlyCopies.begin` returns.
+        Return what `PreCopies.begin` returns.
         """
         if not self._saves:
             return None

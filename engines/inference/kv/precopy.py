@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _SUFFIX = ".writing"
 
 
-class EarlyCopies:
+class PreCopies:
     """Early copies of one rank's blocks, since the last withdrawal."""
 
     def __init__(self) -> None:

@@ -62,7 +62,7 @@ class WeightSources:
         # Keep the handle: a courier that this engine has started lives as long as its handle.
         courier = self._courier = self._courier or courier_of(node_id)
         try:
-            return await courier.call("bring", policy_version, file, timeout_s=self._timeout_s)
+            return await courier.call("fetch", policy_version, file, timeout_s=self._timeout_s)
         except ActorGone:
             raise
         except ActorError as error:

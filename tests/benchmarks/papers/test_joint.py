@@ -24,7 +24,7 @@ from benchmarks.papers.scene import run_scene
 from benchmarks.papers.settings import SETTINGS, SPECACTOR_32B_TP4, Speculation
 from benchmarks.papers.sharded import ShardedLatency, reshard
 from benchmarks.papers.speculation_case import Case
-from engines.control.reshaping import Forgone
+from engines.control.reshaping import MissedSavings
 from engines.latency.model_shape import SHAPES
 from engines.rollout.moves import Reshape
 from engines.simulate.cluster import even
@@ -173,7 +173,7 @@ def test_the_same_seed_gives_the_same_rows(runs):
     for name, run in runs.items():
         # Each step begins in the layout in which the step before ended.
         if run.scene.config.pat.tp_degrees:
-            settled = replace(run.scene, forgone=Forgone()).settled()
+            settled = replace(run.scene, missed_savings=MissedSavings()).settled()
             run = run_scene(settled, settled.policies())
         assert seconds[name] == pytest.approx(run.step_s, rel=0.01)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.papers.real_run import bare_plan
 from benchmarks.papers.scene import Scene, run_scene, switch_times
-from engines.control.techniques import StepFacts
+from engines.control.techniques import StepInputs
 from engines.latency.analytic import AnalyticLatency
 from engines.latency.hardware import A40
 from engines.latency.model_shape import SHAPES
@@ -82,7 +82,7 @@ def scene(lengths, *, num_gpus=8, base=2, higher=(4, 8), costs=COSTS):
         pools=pools,
         costs=costs,
         lengths={},
-        facts=StepFacts(plan=bare_plan(1, [f"p{i}" for i in range(len(lengths))], 1)),
+        inputs=StepInputs(plan=bare_plan(1, [f"p{i}" for i in range(len(lengths))], 1)),
         report_s=2.0,
         exact=True,
     )
