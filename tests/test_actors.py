@@ -48,7 +48,7 @@ def worker(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError("odd"), TimeoutError("odd")])
-async def test_what_the_actor_raises_is_told_and_kept(worker, error):
+async def test_error_of_the_actor_is_reported_and_kept(worker, error):
     """A TimeoutError that the actor raises does not count as a missing answer."""
     assert await worker.call("echo", "hello", timeout_s=60) == "hello"
     with pytest.raises(ActorError) as raised:
@@ -92,7 +92,7 @@ async def test_a_call_that_stands_still_is_waited_for_no_longer(watched):
         await hangs
 
 
-async def test_a_watched_call_tells_a_death_and_an_error(watched):
+async def test_watched_call_reports_deaths_and_errors(watched):
     with pytest.raises(ActorError, match="failed in fail: ValueError: odd"):
         await watched.call_while_moving(
             "fail", ValueError("odd"), progress="num_counted", stall_s=60
@@ -101,13 +101,13 @@ async def test_a_watched_call_tells_a_death_and_an_error(watched):
         await watched.call_while_moving("end", progress="num_counted", stall_s=60)
 
 
-async def test_a_death_is_told_at_once(worker):
+async def test_death_is_reported_immediately(worker):
     with pytest.raises(ActorGone, match=r"^worker 7 failed in end: Actor\w+Error$"):
         await worker.call("end", timeout_s=60)
     await worker.stop()
 
 
-async def test_it_shuts_down_before_it_is_killed(worker, tmp_path):
+async def test_actor_shuts_down_before_it_is_killed(worker, tmp_path):
     await worker.stop()
     assert (tmp_path / "log").read_text() == "shut down"
 

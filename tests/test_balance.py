@@ -24,7 +24,7 @@ def test_of_those_that_have_as_much_the_first_is_next():
 
 
 @given(st.integers(1, 40), st.sampled_from([(1, 4), (2, 4), (4, 2), (8, 2), (4, 1), (3, 3)]))
-def test_what_was_dealt_in_turn_is_dealt_in_turn_after(num_keys, layouts):
+def test_dealing_in_turn_survives_a_layout_change(num_keys, layouts):
     before, after = layouts
     found = {}
     for place in range(before):

@@ -52,7 +52,7 @@ def moving_at(*moves_s: float) -> Callable[[], Awaitable[int]]:
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 2.0])
-def test_what_moves_is_waited_for_however_long_it_takes(delay_s):
+def test_progress_extends_the_wait(delay_s):
     """Progress may come at once or after a delay."""
     moves = moving_at(*range(50, 70_000, 50))
 
@@ -65,7 +65,7 @@ def test_what_moves_is_waited_for_however_long_it_takes(delay_s):
 
 
 @pytest.mark.parametrize("moves_s", [(), (50.0,), (50.0, 100.0)])
-def test_what_stands_still_is_waited_for_no_longer(moves_s):
+def test_stalled_call_times_out(moves_s):
     async def wait() -> float:
         never = asyncio.get_running_loop().create_future()
         with pytest.raises(TimeoutError):
@@ -77,7 +77,7 @@ def test_what_stands_still_is_waited_for_no_longer(moves_s):
     assert last_s + STALL_S <= run_virtual(wait()) <= last_s + STALL_S + 2.0
 
 
-def test_who_does_not_say_how_far_it_is_stands_still():
+def test_call_without_progress_report_times_out():
     async def wait() -> float:
         loop = asyncio.get_running_loop()
         asked = loop.create_future()

@@ -21,9 +21,7 @@ def test_on_a_full_disk_the_file_is_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_it_is_on_the_disk_before_it_has_its_name_and_the_name_before_it_returns(
-    tmp_path, monkeypatch
-):
+def test_file_is_on_disk_before_it_is_renamed(tmp_path, monkeypatch):
     done, fsync, replace = [], os.fsync, Path.replace
 
     def note_fsync(descriptor: int) -> None:

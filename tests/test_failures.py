@@ -39,7 +39,7 @@ def test_each_is_counted_and_each_kind_is_warned_of_once(
     record_failures.clear()
 
 
-def test_whoever_is_stopped_is_stopped(tmp_path: Path) -> None:
+def test_keyboard_interrupt_is_not_contained(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), Failures(tmp_path).contained("pictures"):
         raise KeyboardInterrupt
 

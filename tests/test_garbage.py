@@ -20,7 +20,7 @@ def _as_before():
     gc.enable()
 
 
-def test_what_is_made_is_looked_through_no_more():
+def test_frozen_objects_are_not_scanned_again():
     before = gc.get_freeze_count()
     with freeze_garbage():
         assert not gc.isenabled()

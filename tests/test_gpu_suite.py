@@ -28,7 +28,7 @@ def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_without_a_gpu_each_test_says_what_it_lacked() -> None:
+def test_without_gpu_each_test_reports_what_it_lacked() -> None:
     before = record.RECORD.read_bytes() if record.RECORD.exists() else None
     done = run_pytest("tests/gpu")
     assert done.returncode == 0, done.stdout + done.stderr

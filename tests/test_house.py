@@ -68,7 +68,7 @@ def test_the_source_obeys(rule: Rule, folders: Sequence[str]) -> None:
         (shared_class_names, "class A: ...", "class B:\n    class A: ..."),
     ],
 )
-def test_whoever_breaks_a_rule_is_named(rule: Rule, one: str, other: str, tmp_path: Path) -> None:
+def test_rule_names_the_offending_file(rule: Rule, one: str, other: str, tmp_path: Path) -> None:
     names = ("one.py", "other.py")
     for name, text in zip(names, (one, other), strict=True):
         (tmp_path / name).write_text(text + "\n")

@@ -19,7 +19,7 @@ from tests.listening import assert_on_loopback
         (socket.SOCK_DGRAM, socket.AF_INET, "127.0.0.1", False),
     ],
 )
-def test_what_others_can_reach_is_found(kind, family, address, reachable) -> None:
+def test_reachable_sockets_are_found(kind, family, address, reachable) -> None:
     with socket.socket(family, kind) as one:
         one.bind((address, 0))
         if kind is socket.SOCK_STREAM:

@@ -50,7 +50,7 @@ def claim(runs_dir: Path) -> Path:
     return config.run_dir
 
 
-def test_a_runs_files_are_its_users_alone(tmp_path: Path) -> None:
+def test_files_of_a_run_are_private(tmp_path: Path) -> None:
     run_dir = claim(tmp_path / "runs")
     assert mode(run_dir) == mode(run_dir.parent) == 0o700
     assert {mode(path) for path in run_dir.iterdir()} <= {0o600}
@@ -58,7 +58,7 @@ def test_a_runs_files_are_its_users_alone(tmp_path: Path) -> None:
     assert mode(run_dir / "later") == 0o600
 
 
-def test_those_of_an_earlier_version_become_so_when_it_goes_on(tmp_path: Path) -> None:
+def test_files_of_earlier_versions_become_private(tmp_path: Path) -> None:
     run_dir = claim(tmp_path)
     run_dir.chmod(0o755)
     claim(tmp_path)
@@ -84,7 +84,7 @@ def test_a_directory_that_is_no_run_is_refused_unchanged(tmp_path: Path) -> None
     assert mode(tmp_path / "r") == 0o755
 
 
-def test_a_group_may_read_where_the_user_says_so(tmp_path: Path) -> None:
+def test_group_may_read_if_the_user_allows(tmp_path: Path) -> None:
     os.environ[UMASK] = "027"
     run_dir = claim(tmp_path)
     run_dir.chmod(0o755)
@@ -95,13 +95,13 @@ def test_a_group_may_read_where_the_user_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("umask", ["x", "-1", "777", "8"])
-def test_a_umask_that_is_none_is_refused(umask: str) -> None:
+def test_invalid_umask_is_refused(umask: str) -> None:
     os.environ[UMASK] = umask
     with pytest.raises(ValueError, match=rf"{UMASK} is '{umask}': give an octal umask"):
         use_private_umask()
 
 
-def test_prefects_database_and_password_are_its_users_alone(tmp_path: Path) -> None:
+def test_prefects_database_and_password_are_private(tmp_path: Path) -> None:
     password_file(tmp_path).parent.mkdir(mode=0o755)
     password_file(tmp_path).write_text("me:mine\n")
     assert mode(password_file(tmp_path)) == 0o644
@@ -123,7 +123,7 @@ def test_mlflows_files_of_an_earlier_version_become_so(tmp_path: Path) -> None:
 
 
 @NEEDS_ROOT
-def test_what_another_user_owns_stays_as_it_is(tmp_path: Path) -> None:
+def test_files_of_other_users_are_not_changed(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch(0o644)
     os.chown(file, NOBODY, NOBODY)

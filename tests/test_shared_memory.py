@@ -43,7 +43,7 @@ def holder(shared: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         process.kill()
 
 
-def test_one_that_is_killed_leaves_its_weights_nowhere_and_its_directory_to_the_next(shared):
+def test_killed_process_leaves_no_weights(shared):
     with holder(shared) as (process, weights):
         assert weights.read_bytes() == b"w" * 1000, "this user's processes cannot read the weights"
         assert [path.name for path in shared.rglob("*") if path.is_file()] == ["keys"]
@@ -56,7 +56,7 @@ def test_one_that_is_killed_leaves_its_weights_nowhere_and_its_directory_to_the_
         assert not list(shared.iterdir())
 
 
-def test_nobody_else_may_look_in_and_the_name_is_not_foreseen(shared):
+def test_directory_is_private_with_unpredictable_name(shared):
     one, other = PrivateDir(), PrivateDir()
     assert all(stat.S_IMODE(each.path.stat().st_mode) == 0o700 for each in (one, other))
     assert not {str(os.getpid())} & set(one.path.name.split("-"))
@@ -67,7 +67,7 @@ def test_nobody_else_may_look_in_and_the_name_is_not_foreseen(shared):
     assert not list(shared.iterdir())
 
 
-def test_what_others_have_put_there_is_left_alone(shared, monkeypatch):
+def test_files_of_others_are_not_deleted(shared, monkeypatch):
     """Any user may write there, under any name."""
     (shared / "kept").mkdir()
     (shared / "refrain-file").touch()
@@ -80,7 +80,7 @@ def test_what_others_have_put_there_is_left_alone(shared, monkeypatch):
     assert (shared / "refrain-other").exists()
 
 
-def test_the_file_is_gone_with_its_block(shared):
+def test_file_is_deleted_with_its_block(shared):
     with memory_file("weights", memoryview(b"w")) as path:
         assert path.read_bytes() == b"w"
         assert not list(shared.iterdir())
@@ -88,7 +88,7 @@ def test_the_file_is_gone_with_its_block(shared):
     assert not list(shared.iterdir())
 
 
-def test_what_is_named_after_a_directory_lives_as_long_as_it(shared):
+def test_files_named_after_a_directory_end_with_it(shared):
     """A process may create such a file after the directory is gone."""
     directory = PrivateDir()
     kept = shared / f"sem.mp-{directory.path.name}-1"

@@ -106,7 +106,7 @@ def test_a_write_that_fails_leaves_the_other_versions(shared):
 
 
 @pytest.mark.usefixtures("shared")
-def test_whoever_read_what_is_written_over_is_told():
+def test_reader_of_overwritten_weights_gets_an_error():
     files = VersionFiles(num_kept=1)
     old = write(files, 0)
     check_file(old, 0)
@@ -140,7 +140,7 @@ def test_a_file_of_another_version_or_cut_short_is_refused(shared):
     files.delete()
 
 
-def test_too_little_shared_memory_is_told_before_anything_is_written(shared, monkeypatch):
+def test_small_shared_memory_is_reported_before_writing(shared, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(weights_file.shutil, "disk_usage", lambda _: usage(20e9, 0, 17e9))
     files = VersionFiles(num_kept=2)

@@ -55,13 +55,13 @@ def test_stretches_are_those_of_a_plain_search(now, before):
     )
 
 
-def test_other_prompts_tell_nothing():
+def test_other_prompts_do_not_count_as_similar():
     same = [list(range(20))]
     one = similarity(1, as_arrays({"p": same, "q": same}), as_arrays({"q": same}))
     assert (one.num_tokens, one.segments.tolist(), one.share) == (20, [17], 17 / 20)
 
 
-def test_nothing_goes_on_across_the_end_of_a_response():
+def test_matches_end_at_the_end_of_a_response():
     before = {"p": [[1, 2, 3], [4, 5, 6]]}
     one = similarity(1, as_arrays({"p": [[1, 2, 3, 4, 5, 6]]}), as_arrays(before))
     assert one.segments.tolist() == []
@@ -83,7 +83,7 @@ def test_responses_against_their_ranking_group():
     assert (grown.outgrown, grown.within) == (0.0, pytest.approx(2 / 20))
 
 
-def test_epochs_without_a_prompt_in_common_say_nothing():
+def test_epochs_without_common_prompts_have_no_similarity():
     one = rank_changes(1, 8, {"p": [1]}, {"q": [1]}, {})
     assert one.accurate == one.outgrown == 0.0
 
@@ -100,7 +100,7 @@ def test_medians_against_the_last_epoch():
     assert turned.rank_correlation == pytest.approx(-1.0)
 
 
-def test_nothing_is_said_of_medians_that_do_not_differ():
+def test_equal_medians_are_not_reported():
     assert length_changes(0, {"a": [1, 3]}, {}).grown is None
     same = length_changes(1, {"a": [2], "b": [2]}, {"a": [2], "b": [3]})
     assert (same.rank_correlation, same.grown) == (None, 0.0)

@@ -246,7 +246,7 @@ GROUPS = tuple(PromptGroup(prompt_key=key, engine=0, expected_tokens=None) for k
         (0, 0, 8, False),
     ],
 )
-def test_an_engine_that_sees_no_index_is_told_from_one_whose_prompts_have_none(
+def test_metrics_distinguish_unseen_indexes_from_missing_ones(
     batch, num_indexed, num_with, num_without, is_blind
 ):
     counts = DraftingCounts(num_with_index=num_with, num_without_index=num_without)

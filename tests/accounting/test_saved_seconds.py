@@ -117,7 +117,7 @@ def epochs(seed: int, plain_share: float) -> list[tuple[float, float, float]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_drafting_is_said_to_have_saved_is_how_much_longer_laps_without_take(seed):
+def test_reported_drafting_savings_equal_measured_savings(seed):
     for said_s, true_s, error_s in epochs(seed, plain_share=1 / 16):
         assert 0.8 < said_s / true_s < 1.25
         assert abs(said_s - true_s) < 3 * error_s

@@ -73,7 +73,7 @@ def about(saving: Saving) -> tuple:
     return pytest.approx((saving.saved_s, saving.uncertainty_s), abs=1e-6)
 
 
-def test_nothing_is_said_of_what_did_nothing():
+def test_unused_techniques_have_no_saving():
     assert step_savings([request("a", 10, Stay(0, 0.0, 10.0))], (), ALIKE, "") is None
     drafted = request("a", 10, Stay(0, 0.0, 10.0), drafted=4)
     assert set(saved([drafted])) == {Technique.DRAFTING}
@@ -151,7 +151,7 @@ def test_a_switch_saves_what_one_gpu_would_have_taken_longer():
     assert about(found[Technique.SWITCHING]) == (3.0, 0.0)
 
 
-def test_one_that_was_deferred_is_in_the_way_until_it_leaves():
+def test_deferred_request_occupies_its_engine_until_it_leaves():
     costs = {0: EngineCosts(ByBatch())}
     both = [
         request("a", 10, Stay(0, 0.0, 14.0), drafted=1),
@@ -173,7 +173,7 @@ def test_engines_begin_when_they_began():
     assert saved(both)[Technique.DRAFTING].uncertainty_s == pytest.approx(0.0, abs=0.1)
 
 
-def test_what_is_within_the_error_is_not_told_from_none():
+def test_saving_within_its_error_is_not_clear():
     assert Saving(Technique.DRAFTING, 5.0, 2.0).clear
     assert Saving(Technique.DRAFTING, -5.0, 2.0).clear
     assert not Saving(Technique.DRAFTING, 1.0, 2.0).clear
@@ -200,7 +200,7 @@ def share(engine: int, **changes) -> EngineShare:
     return EngineShare(engine=engine, num_rollouts=1, num_tokens=1, **{"busy_s": 10.0} | changes)
 
 
-def test_what_an_engine_measured_is_what_its_steps_cost():
+def test_step_costs_are_those_that_engines_measured():
     shares = [
         share(
             0,

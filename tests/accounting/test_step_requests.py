@@ -63,20 +63,20 @@ def test_bars_in_one_row_never_overlap(intervals, grain_s) -> None:
 
 
 @given(intervals)
-def test_there_are_no_more_rows_than_bars_at_one_time(intervals) -> None:
+def test_rows_never_exceed_concurrent_bars(intervals) -> None:
     rows = first_free_rows(intervals)
     most = max((sum(a <= s < b for a, b in intervals) for s, _ in intervals), default=0)
     assert len(set(rows)) == most
     assert set(rows) == set(range(most))
 
 
-def test_one_that_stayed_has_one_stay_since_the_window_began() -> None:
+def test_unmoved_request_has_one_stay_from_window_start() -> None:
     request = requests_of([row("a", 1, 12.0, 20.0)])["a"]
     assert request.stays == (Stay(1, 2.0, 10.0),)
     assert (request.num_passes, request.reward, request.engine) == (20, 1.0, 1)
 
 
-def test_one_that_moved_was_on_the_first_engine_since_that_began() -> None:
+def test_moved_request_starts_with_its_first_engine() -> None:
     rows = [row("a", 0, 12.0, 20.0), row("b", 1, 25.0, 30.0)]
     request = requests_of(rows, move("b", MoveKind.MIGRATED, 0, 1, 24.0))["b"]
     assert request.stays == (Stay(0, 2.0, 14.0), Stay(1, 14.0, 20.0))
@@ -90,20 +90,20 @@ def test_of_a_race_the_other_copy_lost_at_the_end() -> None:
     assert found["c"].stays == (Stay(1, 14.0, 20.0, lost=True), Stay(0, 2.0, 20.0))
 
 
-def test_one_that_was_deferred_ends_when_it_left() -> None:
+def test_deferred_request_ends_when_it_leaves() -> None:
     rows = [row("a", 0, 12.0, 20.0)]
     left = requests_of(rows, move("b", MoveKind.DEFERRED, 0, 2, 30.0))["b"]
     assert (left.stays, left.finish_reason) == ((Stay(0, 2.0, 20.0),), DEFERRED)
     assert (left.step_tokens, left.prompt_tokens) == (20, None)
 
 
-def test_one_that_a_death_brought_elsewhere_is_where_it_finished() -> None:
+def test_dead_engines_request_is_where_it_finished() -> None:
     rows = [row("a", 0, 12.0, 20.0), row("b", 2, 26.0, 30.0)]
     request = requests_of(rows, move("b", MoveKind.MIGRATED, 0, 1, 24.0))["b"]
     assert request.stays[-1] == Stay(2, 16.0, 20.0)
 
 
-def test_what_ended_before_the_window_is_there_where_its_rollout_reaches_into_it() -> None:
+def test_request_before_window_counts_if_its_rollout_overlaps() -> None:
     spans = (
         Span(0, Activity.ROLLOUT, "train/2", 2.0, 12.0),
         Span(1, Activity.ROLLOUT, "train/1", 0.0),
@@ -114,7 +114,7 @@ def test_what_ended_before_the_window_is_there_where_its_rollout_reaches_into_it
     assert request.stays == (Stay(0, -8.0, -1.0),)
 
 
-def test_what_was_before_the_window_or_of_another_step_is_left_out() -> None:
+def test_requests_of_other_windows_and_steps_are_excluded() -> None:
     assert requests_of([row("a", 0, 2.0, 9.0)]) == {}
     other = MoveRecord(RequestId(TRAIN, 3, "a", 0), 0, 1, MoveKind.DEFERRED, 20.0, 5)
     assert step_moves(Timeline(10.0, 40.0, (0,), (), (other,)), TRAIN, 2) == []

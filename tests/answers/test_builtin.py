@@ -97,7 +97,7 @@ def test_the_extracted_answer_is_kept():
 
 
 @pytest.mark.parametrize("ground_truth", ['["4', '["4"] or so', '["' + "[" * 5000])
-def test_a_list_of_answers_that_is_none_is_refused(ground_truth):
+def test_invalid_lists_of_answers_are_refused(ground_truth):
     with pytest.raises(ValueError, match=r"ground_truth` begins like a JSON list .* is not one"):
         accepted_answers(ground_truth)
 

@@ -51,16 +51,16 @@ def is_right(answer: str, truth: str) -> bool:
 
 
 @pytest.mark.parametrize(("answer", "truth"), RIGHT)
-def test_what_means_the_same_is_right(answer, truth):
+def test_equal_answers_score_as_right(answer, truth):
     assert is_right(answer, truth)
 
 
 @pytest.mark.parametrize(("answer", "truth"), WRONG)
-def test_what_does_not_is_wrong(answer, truth):
+def test_different_answers_score_as_wrong(answer, truth):
     assert not is_right(answer, truth)
 
 
-def test_at_least_as_many_are_right_as_by_math_verify_alone_which_accepts_wrong_ones_too():
+def test_scorer_beats_plain_math_verify():
     def alone(answer: str, truth: str) -> bool:
         return verify(parse(f"${truth}$"), parse(f"\\boxed{{{answer}}}"))
 

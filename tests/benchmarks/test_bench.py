@@ -89,7 +89,7 @@ def drawn(num_epochs=3):
     ]
 
 
-def test_the_list_says_what_each_measures_and_how_long_it_takes():
+def test_list_describes_each_bench_and_its_duration():
     text = " ".join(succeed("--list").output.split())
     for name, known in BENCHES.items():
         assert name in text
@@ -259,7 +259,7 @@ def test_between_whole_windows_time_is_linear():
     assert pass_s(4, 10, 9) == 214.0 + (0.75 * 4 + 0.25 * 9) + 2250
 
 
-def test_what_ships_is_the_longest_window_where_there_is_no_gate(monkeypatch):
+def test_shipped_drafter_without_gate_equals_longest_window(monkeypatch):
     """Without a profile the gate keeps every draft. Then an engine's drafter equals the replay, as
     long as only the longest match drafts."""
     monkeypatch.setattr(Acceptance, "worth", LONGEST_ALONE)
@@ -404,7 +404,7 @@ NUMBERS = ["nan", "inf", "-1", "1e9", "1" + "0" * 30, "9" * 5000, "", "0x10", "1
 
 
 @pytest.mark.parametrize("name", BENCHES)
-def test_each_option_of_a_bench_refuses_what_is_none(name: str, directory: Path) -> None:
+def test_each_bench_option_refuses_invalid_values(name: str, directory: Path) -> None:
     """Numbers out of bounds, pipes and dangling links are refused before the bench measures."""
     os.mkfifo(directory / "pipe")
     (directory / "link").symlink_to("nothing")

@@ -58,7 +58,7 @@ def bench(*arguments: str):
     return CliRunner().invoke(main, ["bench", "dealing", *arguments])
 
 
-def test_by_passes_nobody_waits_where_acceptance_differs(tmp_path):
+def test_dealing_by_passes_evens_out_different_acceptances(tmp_path):
     path = make_run(tmp_path / "refrain.duckdb")
     out = tmp_path / "found.json"
     arguments = ("--prompts=16", "--steps=5", "--json", str(out))
@@ -87,7 +87,7 @@ def test_by_passes_nobody_waits_where_acceptance_differs(tmp_path):
         ({}, ("--prompts=0",), "--prompts 0: give at least 1"),
     ],
 )
-def test_what_cannot_be_told_is_refused(tmp_path, changes, arguments, message):
+def test_unsuitable_runs_are_refused(tmp_path, changes, arguments, message):
     path = make_run(tmp_path / "refrain.duckdb", **changes)
     result = bench(str(path), *arguments)
     assert result.exit_code == 2, result.output

@@ -38,7 +38,7 @@ def test_one_core_is_not_split(monkeypatch):
         launch_bench("decoupled", [str(DEMO / "decoupled.yaml"), "--split-cores"])
 
 
-def test_an_earlier_epoch_is_there_where_it_is_to_be(tmp_path):
+def test_earlier_epoch_is_shown_only_on_request(tmp_path):
     earlier = Earlier(tmp_path)
     rollouts = [rollout(key, i) for i in range(2) for key in KEYS]
     earlier.keep(cast(DraftedLap, SimpleNamespace(lap=SimpleNamespace(rollouts=rollouts))))

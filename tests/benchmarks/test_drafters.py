@@ -19,7 +19,7 @@ def slow_look_up(tokens, room):
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(TOKENS, st.integers(0, 6)), min_size=1, max_size=4))
-def test_look_ups_equal_brute_force(rows):
+def test_lookups_equal_brute_force(rows):
     width = max(len(tokens) for tokens, _ in rows)
     token_ids = np.full((len(rows), width + 3), 1, np.int32)
     for i, (tokens, _) in enumerate(rows):

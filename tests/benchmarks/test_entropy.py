@@ -37,7 +37,7 @@ def test_the_entropy_is_what_was_asked_for_and_what_was_generated():
     assert np.average(found, weights=weights) == pytest.approx(0.5, abs=0.12)
 
 
-def test_it_learns_what_is_rewarded(drawn, monkeypatch):
+def test_synthetic_policy_learns_rewarded_responses(drawn, monkeypatch):
     assert drawn.right_shares[0] == pytest.approx(0.5, abs=0.01)
     assert drawn.right_shares[2] > drawn.right_shares[1] + 0.03 > 0.56
     monkeypatch.setattr(synthetic, "LEARNING_RATE", 0.0)

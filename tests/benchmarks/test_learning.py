@@ -53,7 +53,7 @@ def test_figures_are_the_least_rises_and_the_difference_paired_by_seed():
     assert found["pipelined_less_sync_high"] == pytest.approx(-0.03 + 12.706 * 0.01, abs=1e-4)
 
 
-def test_one_seed_shows_nothing():
+def test_one_seed_gives_no_conclusion():
     assert interval([0.1]) == (-math.inf, math.inf)
 
 

@@ -197,7 +197,7 @@ def test_modes_that_were_not_asked_for_are_left_out(monkeypatch, capsys, tmp_pat
     assert "2 engines, pipelined" not in capsys.readouterr().out
 
 
-def test_without_validation_there_is_no_figure_of_it():
+def test_figures_without_validation_leave_it_out():
     rows = tuple(row(mode, 1.0) | {"validation_last": None} for mode in MODES)
     report = BenchReport(name="pipeline", figures={}, rows=rows, command="", versions={})
     console = Console(record=True, width=150)

@@ -44,7 +44,7 @@ def test_a_lap_is_compared_with_the_one_beside_it() -> None:
     assert found["nats_t04_epoch_2"] == 0.5
 
 
-def test_one_other_token_is_found() -> None:
+def test_one_different_token_is_found() -> None:
     def turn(engine: str, tokens: list[int]) -> Any:
         return Turn(engine, 1.0, 1, 0, SimpleNamespace(tokens={"a": [1, 2], "b": tokens}))
 
@@ -73,7 +73,7 @@ def test_bad_arguments_are_refused(option: str, message: str) -> None:
         read_arguments(given(option))
 
 
-def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_invalid_model_is_refused(tmp_path: Path) -> None:
     args = given()
     args.model = tmp_path
     with pytest.raises(ValueError, match="MODEL"):
@@ -89,7 +89,7 @@ def test_the_defaults_are_read() -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_all_tokens_are_those_without_drafts(tmp_path: Path) -> None:
+def test_tokens_equal_those_without_drafts(tmp_path: Path) -> None:
     size = ["--prompts=4", "--samples=4", "--tokens=48", "--prompt-tokens=128", "--epochs=2"]
     dial = ["--temperatures=1.0,0.2", "--first-laps=1", f"--plot={tmp_path / 'real.png'}"]
     command = ["bench", "real", str(MODEL), str(DATA), *size, *dial]

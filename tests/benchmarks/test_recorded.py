@@ -37,7 +37,7 @@ def test_history_is_of_the_steps_before_and_of_two_epochs_at_most(tmp_path):
     assert set().union(*map(texts, shared.values())) == {13, 14, 15, 16}
 
 
-def test_dealing_by_tokens_does_not_look_at_passes():
+def test_dealing_by_tokens_ignores_passes():
     """By tokens, the longest prompt is alone on its engine, although it takes few passes. A new
     prompt counts as one of mean length."""
     expected = {"long": (300.0, 20.0), "slow": (100.0, 90.0), "short": (80.0, 10.0), "new": None}

@@ -11,7 +11,7 @@ def lap(engine: str, epoch: int, seconds: float, saved_s: float = 0.0, group: in
     return values | {"group": group, "num_draft_tokens": drafted}
 
 
-def test_the_epoch_farthest_from_one_is_told():
+def test_epoch_farthest_from_one_is_reported():
     rows = [
         lap("on", 1, 3.0),
         lap("off", 1, 2.0),
@@ -24,5 +24,5 @@ def test_the_epoch_farthest_from_one_is_told():
     assert figures == pytest.approx({f"{name}_epoch_2": 0.9, f"{name}_epoch_5": 0.8, name: 0.8})
 
 
-def test_without_drafts_there_is_nothing_to_tell():
+def test_epochs_without_drafts_are_not_reported():
     assert _saved_figures([lap("on", 1, 3.0), lap("off", 1, 2.0)], (1,)) == {}

@@ -11,7 +11,7 @@ from tests.conftest import REPOSITORY
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
-def test_what_a_round_sends_and_hashes_does_not_grow_with_the_text(tmp_path):
+def test_round_traffic_is_independent_of_text_length(tmp_path):
     file = tmp_path / "rounds.json"
     command = [sys.executable, "-m", "flows.cli", "bench", "rounds", "--json", str(file)]
     # Enough to fill a block of the cache.

@@ -68,7 +68,7 @@ def services() -> Iterator[Services]:
         shutil.rmtree(services.directory, ignore_errors=True)
 
 
-def test_a_run_from_the_ui_goes_on_without_a_node(
+def test_run_from_the_ui_survives_a_lost_node(
     services: Services, browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from prefect.client.orchestration import SyncPrefectClient

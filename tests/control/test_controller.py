@@ -75,7 +75,7 @@ def test_no_worse_than_nothing_than_any_proposal_and_than_any_technique(tokens, 
 
 @few
 @given(some_tokens, st.sets(st.sampled_from(sorted(MAKERS)), min_size=1))
-def test_what_is_switched_off_never_appears(tokens, names):
+def test_disabled_techniques_make_no_moves(tokens, names):
     _, moves = chosen(Made(tuple(sorted(names))), view_of(tokens))
     assert {type(move) for move in moves} <= set().union(*(KINDS[name] for name in names))
 
@@ -88,7 +88,7 @@ def test_the_same_view_gives_the_same_moves(tokens):
 
 @few
 @given(some_tokens)
-def test_what_is_not_taken_leaves_no_trace(tokens):
+def test_rejected_proposals_leave_no_trace(tokens):
     """With a margin that nothing reaches, no technique changes its state."""
     names = ("reshape", "outliers")
     never = Made(names, margin=10.0).controller()
@@ -153,7 +153,7 @@ def test_rounds_are_few():
     assert looks == [0, 5, 7.5, 8.5], "no look though a sixteenth has finished"
 
 
-def test_large_batches_are_left_alone():
+def test_large_batches_are_not_changed():
     controller = Made().controller(max_batch=3)
     large = {e: {10 * e + i: 100 for i in range(4)} for e in range(8)}
     assert controller.decide(view_of(large)) == []
@@ -161,7 +161,7 @@ def test_large_batches_are_left_alone():
 
 
 @pytest.mark.parametrize(("num_engines", "each"), [(64, 32), (512, 8)])
-def test_a_decision_is_quick_and_a_round_looks_at_all_engines(num_engines, each):
+def test_decisions_are_quick_and_rounds_cover_all_engines(num_engines, each):
     """Pools of four engines with drafting and all techniques. One engine in sixteen is free. The
     bound is CPU time: 35 and 60 ms were measured, and it leaves room for a busy machine."""
     tokens = {e: {100 * e + i: 37 * i + e for i in range(each)} for e in range(num_engines)}
@@ -203,7 +203,7 @@ class Varied:
 
 
 @pytest.mark.parametrize(("to_come", "switches"), [((5000, 4000, 3000), 1), ((300, 1, 1), 0)])
-def test_what_one_scenario_finds_must_pay_on_average(to_come, switches):
+def test_move_must_pay_on_average_over_scenarios(to_come, switches):
     """The switch pays in the main forecast. In the second case it loses on average, because other
     scenarios end at once."""
     controller = Made(("reshape",)).controller()
@@ -216,7 +216,7 @@ def test_what_one_scenario_finds_must_pay_on_average(to_come, switches):
 
 
 @pytest.mark.parametrize(("shares", "switched"), [(False, {0, 1}), (True, {1})])
-def test_who_is_not_the_last_keeps_engines_that_others_could_use(shares, switched):
+def test_pool_that_is_not_last_keeps_its_engines(shares, switched):
     """The second pool takes twice as long as the first. Both would be faster at a higher TP
     degree."""
     controller = Made(("reshape",)).controller(shares_engines=shares)
@@ -226,7 +226,7 @@ def test_who_is_not_the_last_keeps_engines_that_others_could_use(shares, switche
     assert {move.pool for move in controller.decide(view)} == switched
 
 
-def test_nobody_is_known_to_be_the_last_until_all_were_looked_at():
+def test_last_pool_is_unknown_until_all_were_seen():
     """The first look sees the first pool only. After the second look both ends are known."""
     controller = Made(("reshape",)).controller(shares_engines=True, max_requests=1)
     controller.outlook.remaining = Lengths({1: 6000, 2: 3000})
@@ -306,7 +306,7 @@ def test_the_best_for_whom_it_touches_comes_first():
     assert technique.noted == [Proposal("one", race("small"))], "another proposal was noted"
 
 
-def test_a_technique_alone_may_be_the_best_choice():
+def test_single_technique_may_be_the_best_choice():
     """Both proposals seem to gain 5. Taking the first excludes the second, which gains more in
     total."""
     first, second = Listed("one", race("large")), Listed("two", race("small"))
@@ -322,7 +322,7 @@ def test_a_view_that_lags_behind_repeats_no_race():
 
 
 @pytest.mark.parametrize("names", [("race",), tuple(MAKERS)])
-def test_whose_copy_leads_leaves_its_origin(names):
+def test_origin_concedes_to_the_leading_copy(names):
     """The controller also concedes between two rounds, as races without a controller do."""
     controller = Made(names, margin=10.0).controller(every_s=math.inf)
     (race,) = controller.decide(view_of(FREED))
@@ -333,7 +333,7 @@ def test_whose_copy_leads_leaves_its_origin(names):
     assert controller.decide(ahead) == [], "conceded again while the move is under way"
 
 
-def test_what_was_asked_for_counts_before_engines_tell():
+def test_ordered_moves_count_before_engines_report_them():
     controller = Made(("race",)).controller()
     (move,) = controller.decide(view_of(FREED))
     state = controller.outlook.forecast(view_of({0: {1: 10}, 4: {1: 0}}))
@@ -354,7 +354,7 @@ def test_a_round_of_many_takes_several_goes():
     assert looks == [[0, 1, 2, 3, 20], [4, 5, 6, 7, 20], [0, 1, 2, 3, 20]]
 
 
-def test_only_who_is_looked_at_is_raced():
+def test_only_requests_in_view_are_raced():
     """The slowest request is on an engine that this look leaves out. The free engine races another
     request instead."""
     racing = MAKERS["race"](None)

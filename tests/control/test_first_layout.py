@@ -112,7 +112,7 @@ def test_a_change_is_made_once_as_much_was_forgone_as_it_costs():
         assert change_after([lengths] * 6, share * gain_s(lengths)) == (after, 8 if after else 2)
 
 
-def test_who_gains_in_turn_stays():
+def test_alternating_stages_keep_their_layout():
     """Stages with few requests gain at TP 8, and stages with many lose. When they alternate, the
     layout must not change back and forth."""
     few, many = [2000] * 3, [2000] * 1500
@@ -124,7 +124,7 @@ def test_who_gains_in_turn_stays():
     )
 
 
-def test_what_was_forgone_begins_anew_with_a_change():
+def test_missed_savings_reset_when_the_layout_changes():
     """A change also resets the savings of the other layouts, because they now compare with another
     layout."""
     missed_savings = MissedSavings({4: 1e6, 8: 1e6})
@@ -192,7 +192,7 @@ def test_without_lengths_it_begins_as_it_is():
     assert begun([2000] * 3, costs=FREE, remaining=known) == 8
 
 
-def test_who_is_not_asked_says_nothing():
+def test_controller_without_opening_proposes_no_layout():
     assert switching([2000] * 3, costs=FREE).begin(queued(3)) == []
 
 

@@ -198,7 +198,7 @@ def test_a_switch_counts_until_it_is_made():
     assert counted.decide(view) == []
 
 
-def test_nobody_is_left_by_then():
+def test_reshape_has_no_effect_without_remaining_requests():
     view = view_of(2, numbered([[LONGEST - 2], [], [], []]))
     costs = costs_on_a40(SHARDED, wake_s=0.0, link_bytes_per_s=1e8)
     controller = paper(SHARDED, 0.0, costs=costs)
@@ -216,7 +216,7 @@ class LongOrDone:
         return dict.fromkeys(generated, 1.0 if scenario else float(LONGEST))
 
 
-def test_where_nobody_is_left_by_then_a_switch_brings_nothing():
+def test_scenarios_without_remaining_requests_gain_nothing():
     """No request is left in some scenarios. On average the switch still pays."""
     costs = costs_on_a40(SHARDED, wake_s=0.0, kv="move", link_bytes_per_s=3e8)
     controller = paper(SHARDED, 0.0, costs=costs, remaining=LongOrDone())
@@ -303,7 +303,7 @@ ALL_TOKENS = PROMPT_TOKENS + LONGEST
         ({2: ALL_TOKENS - 1}, []),
     ],
 )
-def test_nobody_switches_on_a_guess(most_tokens, chosen):
+def test_reshaping_needs_a_profile_of_both_degrees(most_tokens, chosen):
     """The profile must reach the final context at both the present and the new TP degree."""
     latency = MeasuredTo(most_tokens=tuple(most_tokens.items()))
     controller = paper(latency, wake_s=0.01)
@@ -383,7 +383,7 @@ def test_only_pools_that_are_all_there():
 
 
 @pytest.mark.parametrize("kv", ["move", "recompute"])
-def test_the_move_says_what_becomes_of_the_kv(kv):
+def test_move_states_whether_kv_moves(kv):
     costs = costs_on_a40(SHARDED, wake_s=0.0, kv=kv)
     (move,) = paper(SHARDED, 0.0, costs=costs).decide(view_of(2, {0: {0: 100}}))
     assert move == Reshape(POOL.index, move.tp_degree, kv == "move")

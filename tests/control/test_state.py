@@ -58,7 +58,7 @@ def test_a_course_is_the_same_however_often_it_is_looked_at():
             assert moments[1].delay_s == (now.delay_s and 1.0) or not now.copies
 
 
-def test_what_is_drafted_for_goes_faster_and_costs_its_drafting():
+def test_drafted_request_ends_sooner_and_pays_for_drafting():
     plain, drafted = state_of(), state_of(drafting={3: told(SMALL, 1.0)})
     # All drafts of window 4 are accepted: 5 tokens a step, and 4 ms of drafting before each.
     step_s = MACHINE.verify_s(2, 1, 4600, 4) + 4e-3
@@ -80,7 +80,7 @@ def test_a_race_ends_with_the_first_of_its_copies():
     assert effects().of(after, [slow]) is None, "raced to an engine that has a copy"
 
 
-def test_who_migrates_takes_its_prefill_along():
+def test_migrated_request_pays_for_its_prefill():
     state = state_of()
     after = effects().of(state, [Migrate(request(2), 1)]).after(state)
     assert ids_on(after, 0) == {request(1)}
@@ -91,7 +91,7 @@ def test_who_migrates_takes_its_prefill_along():
     assert both.engine_end_s(0) == 0.0
 
 
-def test_who_is_deferred_is_gone():
+def test_deferred_request_leaves_the_state():
     state = state_of()
     effect = effects().of(state, [Defer(request(2), 1)])
     assert state.rows[request(2)] not in effect.after(state).ends_s
@@ -123,7 +123,7 @@ def test_a_switch_takes_all_requests_along_once():
     assert set(back.engines) == {0, 1, 2, 3}
 
 
-def test_a_pool_is_there_when_all_its_engines_are():
+def test_pool_is_in_view_with_all_its_engines():
     assert working(POOLS[0], state_of({0: {1: 1}, 1: {}, 2: {}})) is None
     assert working(POOLS[0], state_of({0: {}, 1: {}, 2: {}, 3: {}})) is None
     assert effects().of(state_of({0: {1: 1}, 1: {}}), [Reshape(0, 8)]) is None
@@ -146,7 +146,7 @@ def test_gpu_seconds_count_every_gpu_until_its_engine_is_free():
     assert gain.alone == pytest.approx(total)
 
 
-def test_what_engines_tell_late():
+def test_last_reports_count_until_newer_ones_arrive():
     """The last reported tokens and drafting count until newer reports arrive."""
     memory = outlook()
     memory.forecast(view_of(TOKENS, drafting={0: told(SMALL, 0.7)}))
@@ -164,7 +164,7 @@ def test_what_engines_tell_late():
     assert [copy.drafting for copy in again.engines[3].copies] == [SMALL]
 
 
-def test_a_prompt_tells_of_drafts_from_history_until_its_request_does():
+def test_prompt_acceptance_counts_until_its_request_has_some():
     history = DraftSetting(HISTORY, 4)
     memory = outlook(
         expected_acceptance={HISTORY: 0.5},
@@ -182,7 +182,7 @@ def test_a_prompt_tells_of_drafts_from_history_until_its_request_does():
     assert unseen.acceptance == 0.5
 
 
-def test_few_tokens_say_nothing_of_an_acceptance():
+def test_few_tokens_do_not_change_an_acceptance():
     state = state_of(drafting={0: DraftProgress(SMALL, 10, 0), 1: told(SMALL, 0.3)})
     known = state.engines[1].copies[0].acceptance
     assert {copy.acceptance for copy in state.engines[0].copies} == {known}

@@ -124,7 +124,7 @@ def test_files_of_ones_own_name_their_columns(tmp_path):
     assert row["reward_model"]["ground_truth"] == "2"
 
 
-def test_what_is_nothing_is_refused(tmp_path):
+def test_unknown_data_sets_and_files_are_refused(tmp_path):
     assert "is neither a file nor one of gsm8k, math" in run("gsm9k").output
     missing = run("gsm8k", "--from", tmp_path / "none.jsonl", "--out", tmp_path)
     assert "none.jsonl does not exist" in missing.output
@@ -158,7 +158,7 @@ def empty_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_offline_and_unreachable_are_told_apart(monkeypatch):
+def test_errors_distinguish_offline_from_unreachable(monkeypatch):
     import huggingface_hub.constants as constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -191,7 +191,7 @@ def test_a_directory_is_no_name(tmp_path):
     assert with_local_model(hub_config(tmp_path)) == hub_config(tmp_path)
 
 
-def test_one_file_need_not_be_a_list():
+def test_single_file_need_not_be_a_list():
     assert (
         DataConfig.model_validate({"train": "mine.jsonl"}).train
         == DataConfig(train=("mine.jsonl",)).train

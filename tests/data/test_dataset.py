@@ -120,7 +120,7 @@ def test_a_json_file_may_hold_lines(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
 @pytest.mark.parametrize("ground_truth", ["72", ["72", "73"], '{"inputs": ["1"]}', ""])
-def test_the_ground_truth_is_left_alone(tmp_path, tokenizer, suffix, ground_truth):
+def test_ground_truth_is_not_changed(tmp_path, tokenizer, suffix, ground_truth):
     row = make_row(reward_model={"style": "rule", "ground_truth": ground_truth})
     dataset = load_dataset([write(tmp_path / f"t{suffix}", [row])], tokenizer, 10)
     assert dataset.prompts[0].ground_truth == ground_truth
@@ -237,7 +237,7 @@ def test_no_more_contradictions_are_shown_than_a_person_reads(tmp_path, tokenize
     assert str(e.value).count("ground_truth") == 5
 
 
-def test_what_is_trained_on_and_validated_is_named(tmp_path, tokenizer):
+def test_prompts_in_both_data_sets_are_named(tmp_path, tokenizer):
     train = load_dataset(
         [write(tmp_path / "t.jsonl", [make_row("world"), make_row("hello")])], tokenizer, 10
     )
@@ -343,7 +343,7 @@ GOOD, BAD = json.dumps(make_row("hello")), json.dumps(make_row("world", extra_in
         (f'{{"a": {LONG}}}', "holds a number that is too long: Exceeds the limit"),
     ],
 )
-def test_a_value_that_nobody_could_take_is_named(tmp_path, tokenizer, joined, value, message):
+def test_unusable_value_is_named(tmp_path, tokenizer, joined, value, message):
     path = tmp_path / "rows.json"
     text = joined.format(GOOD, BAD.replace('"BAD"', value))
     path.write_bytes(text.encode("latin-1"))

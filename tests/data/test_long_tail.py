@@ -74,7 +74,7 @@ def test_hasty_solutions_slip_in_a_share_of_their_lines(problems):
     assert 0.05 < np.mean([*map(score, solutions, problems)]) < 0.25
 
 
-def test_the_first_token_tells_how_a_response_works(problems):
+def test_first_token_determines_how_a_response_works(problems):
     for problem in problems[:100]:
         assert solve(problem, True, Random(1)).startswith(f"{CARE}\n")
         assert solve(problem, False, Random(1)).startswith(problem.name(1))

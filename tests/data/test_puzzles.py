@@ -82,7 +82,7 @@ def test_every_set_is_made_and_scored():
 
 
 @pytest.mark.usefixtures("with_reasoning_gym")
-def test_what_json_cannot_hold_is_held_or_refused():
+def test_values_beyond_json_survive_or_are_refused():
     """Tuples survive. If a scorer needs more than JSON can hold, writing the entry fails."""
     entry = {"question": "?", "answer": "1", "metadata": {"grid": ((1, 2), (3,))}}
 
@@ -115,7 +115,7 @@ def test_sets_take_turns_easier_ones_come_first_and_none_comes_twice():
 
 
 @pytest.mark.usefixtures("with_reasoning_gym")
-def test_what_it_does_not_have_is_named():
+def test_missing_sets_and_levels_are_named():
     with pytest.raises(ValueError, match="no set nonsense: it has ab, acre"):
         check_sets(["chain_sum", "nonsense"], ())
     with pytest.raises(ValueError, match="gsm_symbolic has no difficulty levels"):
@@ -148,20 +148,20 @@ def test_files_for_training_and_validation(tmp_path):
         (("chain_sum", "--question", "a"), "leave out --from"),
     ],
 )
-def test_what_does_not_belong_is_refused(args, told, tmp_path):
+def test_unsuitable_arguments_are_refused(args, told, tmp_path):
     done = run(*args, "--out", tmp_path / "d")
     assert done.exit_code == 2
     assert told in done.output
     assert not (tmp_path / "d").exists()
 
 
-def test_its_options_are_of_no_other_set():
+def test_puzzle_options_are_refused_for_other_sets():
     done = CliRunner().invoke(main, ["data", "gsm8k", "--size", "4"])
     assert done.exit_code == 2
     assert "work with reasoning-gym only" in done.output
 
 
-def test_without_the_package_it_says_how_to_get_it(tmp_path, monkeypatch):
+def test_missing_package_error_explains_installation(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     reasoning_gym.cache_clear()
     puzzle_scorer.cache_clear()

@@ -61,7 +61,7 @@ def test_a_template_without_end_is_stopped(case: str, tokenizer, monkeypatch) ->
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_template_refuses_is_the_rows(case: str, tokenizer, monkeypatch) -> None:
+def test_template_errors_are_errors_of_the_row(case: str, tokenizer, monkeypatch) -> None:
     template, message = REFUSED[case]
     monkeypatch.setattr(tokenizer, "chat_template", template)
     with pytest.raises(BadRowError, match=message):
@@ -134,7 +134,7 @@ def test_the_first_row_that_stops_it_ends_the_reading(tmp_path, tokenizer, monke
     assert os.times().elapsed - began_s < 60
 
 
-def test_one_that_was_stopped_or_killed_starts_again(tokenizer) -> None:
+def test_stopped_or_killed_template_process_restarts(tokenizer) -> None:
     process = TemplateProcess()
     arguments = {"conversations": [MESSAGES], "chat_template": "{{ messages[1].content }}"}
     expected = tokenizer("1 + 2 =", add_special_tokens=False)["input_ids"]
@@ -149,7 +149,7 @@ def test_one_that_was_stopped_or_killed_starts_again(tokenizer) -> None:
     assert ended.poll() is not None
 
 
-def test_it_has_no_secrets_and_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_process_has_no_secrets_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "1234")
     code = (
         "from engines.data.template import TemplateProcess\n"
@@ -195,7 +195,7 @@ def test_a_tokenizer_is_tried_before_it_is_loaded(changes, message, tmp_path: Pa
         load_tokenizer(tmp_path)
 
 
-def test_it_does_not_load_torch() -> None:
+def test_template_process_does_not_load_torch() -> None:
     """Loading torch would take seconds and gigabytes of address space."""
     code = "import engines.data.template_process, sys; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"

@@ -195,7 +195,7 @@ def test_the_same_programs_do_harm_without_a_sandbox(own):
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_what_a_program_starts_is_bounded_and_ends_with_it(own, tmp_path, waits):
+def test_child_processes_are_bounded_and_end(own, tmp_path, waits):
     del own
     mark = f"mark-{tmp_path}"
     printed = SANDBOX.run(FORKS.format(mark=mark, waits=waits), "", 2.0 if waits else 10.0)
@@ -211,7 +211,7 @@ def test_right_programs_still_run(own, program):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
 @pytest.mark.skipif(not Path(SYSTEM_PYTHON).exists(), reason="needs a Python that others can run")
-def test_it_holds_for_a_user_who_is_not_root(own):
+def test_sandbox_holds_for_unprivileged_users(own):
     """Run all attacks as another user, on a file and a process of that user."""
     with tempfile.TemporaryDirectory() as directory:
         shutil.copy(EXAMPLE / "sandbox.py", directory)

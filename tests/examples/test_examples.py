@@ -56,7 +56,7 @@ def gsm8k(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_config_passes_the_check(name, gsm8k, tmp_path, monkeypatch, request):
+def test_example_config_passes_the_check(name, gsm8k, tmp_path, monkeypatch, request):
     monkeypatch.chdir(REPOSITORY)
     if name == "smollm2":
         request.getfixturevalue("with_reasoning_gym")
@@ -87,7 +87,7 @@ def test_its_config_passes_the_check(name, gsm8k, tmp_path, monkeypatch, request
         ("lora_24gb", "Qwen3-1.7B", "1xRTX4090-24GB"),
     ],
 )
-def test_it_fits_where_its_page_says(name, model, gpus, tmp_path):
+def test_example_fits_on_the_gpus_of_its_page(name, model, gpus, tmp_path):
     page = (EXAMPLES / name / "README.md").read_text()
     assert f"--check --gpus {gpus}" in page
     directory = write_model(tmp_path / model, model)
@@ -162,7 +162,7 @@ def judge(monkeypatch) -> Iterator[type[Judge]]:
     server.shutdown()
 
 
-def test_a_judge_that_fails_is_asked_again_and_the_record_says_how_often(judge):
+def test_failed_judge_calls_are_retried_and_counted(judge):
     texts = ["TWO" if index % 2 else "three" for index in range(60)]
     results = scored(reward_of("judge"), [(text, "2") for text in texts])
     assert [score for score, _ in results] == pytest.approx(
@@ -175,7 +175,7 @@ def test_a_judge_that_fails_is_asked_again_and_the_record_says_how_often(judge):
     assert results[1][1]["correct"] == 0.8
 
 
-def test_a_grade_over_ten_is_none(judge, monkeypatch):
+def test_grades_over_ten_are_rejected(judge, monkeypatch):
     """A response may persuade the judge to give such a grade."""
     monkeypatch.setattr("tests.examples.test_examples.FAILS", 0.0)
     del judge

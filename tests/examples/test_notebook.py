@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 SMALL = ("data.max_samples=8", "prompts_per_step=8", "rollout.num_engines=1", "data.validation=[]")
 
 
-def test_its_cells_run(tmp_path: Path) -> None:
+def test_notebook_cells_run(tmp_path: Path) -> None:
     notebook = REPOSITORY / "examples" / "notebook.ipynb"
     cells = Command(notebook, tmp_path, *SMALL, module="tests.examples.cells")
     try:

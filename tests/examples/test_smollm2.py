@@ -62,7 +62,7 @@ def summary(data: Path) -> dict[str, Any]:
     return json.loads((data.parent / "real" / "summary.json").read_text())
 
 
-def test_it_trains_one_step(smollm2_dir: Path, data: Path) -> None:
+def test_smollm2_trains_one_step(smollm2_dir: Path, data: Path) -> None:
     train(smollm2_dir, data, "num_epochs=1", "data.max_samples=4").finish()
     assert summary(data)["steps"] == 1
     assert summary(data)["failures"] == {}

@@ -81,7 +81,7 @@ def assert_closed(api: str) -> None:
     assert (status, headers[allowed]) == (200, None)
 
 
-def test_the_password_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
+def test_password_is_made_once_and_private(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
         password = read_password(tmp_path)
@@ -116,7 +116,7 @@ def test_a_password_of_ones_own_is_used(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("environment")
 @pytest.mark.parametrize("name", [ASKED, GIVEN])
-def test_one_in_the_environment_stays(name: str, tmp_path: Path) -> None:
+def test_password_in_the_environment_is_kept(name: str, tmp_path: Path) -> None:
     # Compose passes unset variables on as empty ones.
     os.environ.update({ASKED: "", GIVEN: "", name: "me:mine"})
     use_embedded_services(tmp_path)

@@ -53,7 +53,7 @@ def test_nothing_is_left(refrain: Any, tmp_path: Path, line: str, signals: list[
         assert_complete(run_dir)
 
 
-def test_it_goes_on_after_crashes(refrain: Any, tmp_path: Path) -> None:
+def test_run_resumes_after_crashes(refrain: Any, tmp_path: Path) -> None:
     """The test kills a trainer rank in step 2 and Ray in step 3."""
     config = write_config(tmp_path, trainer__save_every_steps=1)
     command, run_dir = refrain("train", config), tmp_path / "runs" / "demo"

@@ -36,7 +36,7 @@ def test_good_input_passes(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_preset_says_what_is_missing(preset: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_preset_names_missing_settings(preset: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -194,7 +194,7 @@ def test_points_that_the_profile_lacks_are_named(tmp_path, overrides, missing, f
         check(write_config(tmp_path), f"profile={PROFILE}", *overrides)
 
 
-def test_what_is_off_asks_for_no_points(tmp_path):
+def test_disabled_techniques_need_no_profile_points(tmp_path):
     decoding = tmp_path / "profile.json"
     profile = json.loads(PROFILE.read_text())
     points = [point for point in profile["points"] if point["kind"] == "decode"]
@@ -240,7 +240,7 @@ def test_an_empty_file_is_refused(tmp_path):
         check(write_config(tmp_path), write_rows(tmp_path))
 
 
-def test_a_scorer_that_is_not_there_is_missed_before_the_data_are_read(tmp_path):
+def test_missing_scorer_is_found_before_reading_data(tmp_path):
     scorer = "reward={type: function, path: nowhere.py}"
     with pytest.raises(ValueError, match=r"^reward\.path: there is no file nowhere\.py"):
         check(write_config(tmp_path), scorer, "data.train=[nowhere.parquet]")
@@ -299,7 +299,7 @@ def test_a_run_directory_in_use_by_a_process_that_was_killed_is_free(tmp_path):
     claim_run_dir(config, resume=True).release()
 
 
-def test_what_a_killed_run_left_running_is_stopped(tmp_path):
+def test_processes_of_a_killed_run_are_stopped(tmp_path):
     run_dir, other = tmp_path / "run", tmp_path / "other"
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
     left, kept = (
@@ -339,7 +339,7 @@ def resumed(capsys, config, *overrides: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_run_goes_on_with_other_timeouts_memory_and_engines(tmp_path, capsys):
+def test_run_resumes_with_other_timeouts_memory_and_engines(tmp_path, capsys):
     config = load_config(write_config(tmp_path))
     claim_run_dir(config, resume=False).release()
     overrides = (

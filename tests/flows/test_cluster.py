@@ -189,7 +189,7 @@ def test_engines_on_two_nodes_generate_as_on_one(
     assert engines == [(index,) for index in range(NUM_ENGINES)]
 
 
-def test_a_run_goes_on_without_a_node_and_its_record_is_whole(
+def test_run_survives_a_lost_node_with_complete_record(
     two_nodes: TwoNodes, whole_run: Path, tmp_path: Path
 ) -> None:
     command = Command(

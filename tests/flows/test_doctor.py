@@ -36,7 +36,7 @@ def test_this_machine(tmp_path: Path) -> None:
     assert not {"pytest", "ruff"} & set(packages), "development tools are listed"
 
 
-def test_the_json_alone_on_standard_output() -> None:
+def test_standard_output_holds_only_the_json() -> None:
     done = doctor("--json", "-")
     assert json.loads(done.stdout)["machine"]["memory_bytes"] > 0
     assert "host memory" in done.stderr

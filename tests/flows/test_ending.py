@@ -141,7 +141,7 @@ def test_the_second_ends_at_once(start: Any, number: signal.Signals) -> None:
     assert process.wait(TIMEOUT_S) == -number
 
 
-def test_what_a_run_has_started_outlives_the_terminal_until_it_is_ended(start: Any) -> None:
+def test_children_outlive_the_terminal_until_the_run_ends(start: Any) -> None:
     """A closed terminal sends SIGHUP to all processes of its group, also to the run's children."""
     process = start(PARENT)
     until(process.stdout, "begun")
@@ -165,7 +165,7 @@ def test_the_second_ends_a_process_that_is_exiting(start: Any) -> None:
 
 
 @pytest.mark.parametrize("doing", ["awaits", "blocked", "exits slowly"])
-def test_one_that_does_not_unwind_ends_all_the_same(start: Any, doing: str) -> None:
+def test_command_that_does_not_unwind_still_ends(start: Any, doing: str) -> None:
     process = start(FLOW, 0.0 if doing == "exits slowly" else 600, 0.5, doing)
     until(process.stdout, "begun")
     process.send_signal(signal.SIGTERM)
@@ -210,7 +210,7 @@ def test_a_closed_terminal_ends_a_run_without_a_traceback(start: Any, tmp_path: 
     assert "Traceback" not in (tmp_path / "errors").read_text()
 
 
-def test_a_run_outlives_who_reads_its_output(start: Any, tmp_path: Path) -> None:
+def test_run_outlives_the_reader_of_its_output(start: Any, tmp_path: Path) -> None:
     process = start(TALKS, tmp_path / "end", stderr=subprocess.PIPE)
     until(process.stdout, "step 1")
     process.stdout.close()
@@ -247,7 +247,7 @@ def test_a_run_ends_without_a_list_of_leaks(start: Any, ends: bool) -> None:
     assert ("leaked" in errors) is not ends
 
 
-def test_a_table_that_nobody_reads_is_no_error(start: Any) -> None:
+def test_table_on_a_closed_pipe_is_no_error(start: Any) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     process = start(SAYS, stdout=writer, stderr=subprocess.PIPE)

@@ -122,7 +122,7 @@ def test_temperature_0_takes_the_likeliest_token(runs: Path) -> None:
     assert (rollout.temperature, rollout.top_k) == (1.0, 1)
 
 
-def test_an_evaluation_samples_as_validations_do_unless_told_otherwise(runs: Path) -> None:
+def test_evaluation_samples_like_validations_by_default(runs: Path) -> None:
     file = runs / "mine" / "config.json"
     config = json.loads(file.read_text())
     config["rollout"]["validation"] = {"temperature": 0.3}
@@ -134,7 +134,7 @@ def test_an_evaluation_samples_as_validations_do_unless_told_otherwise(runs: Pat
     assert (sampling.temperature, sampling.top_p) == (0.7, 0.5)
 
 
-def test_files_and_overrides_are_told_apart(runs: Path) -> None:
+def test_files_are_distinguished_from_overrides(runs: Path) -> None:
     data = [DATA, "rollout.top_p=0.5", "more.jsonl"]
     config = read_evaluate_config(data, {"checkpoint": "mine", "runs_dir": runs, "seed": None})
     assert config.data == (Path(DATA), Path("more.jsonl"))
@@ -160,7 +160,7 @@ def test_files_and_overrides_are_told_apart(runs: Path) -> None:
         ({"checkpoint": "mine", "name": "a/b"}, "name"),
     ],
 )
-def test_what_is_refused(runs: Path, given: dict, message: str) -> None:
+def test_invalid_subjects_are_refused(runs: Path, given: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_subject(EvaluateConfig(**given, runs_dir=runs))
 

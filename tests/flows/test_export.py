@@ -32,7 +32,7 @@ def export(*args: str | Path) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_both_kinds_at_once(run_dir: Path, tmp_path: Path) -> None:
+def test_export_writes_both_kinds_at_once(run_dir: Path, tmp_path: Path) -> None:
     rows, trace = tmp_path / "rows.parquet", tmp_path / "trace.json"
     status, output = export(run_dir, rows, "--trace", trace)
     assert status == 0, output
@@ -70,7 +70,7 @@ def test_a_steps_page_has_its_requests(run_dir: Path, tmp_path: Path) -> None:
     assert page_of(html)["stays"] == []
 
 
-def test_what_is_refused(run_dir: Path, tmp_path: Path) -> None:
+def test_impossible_exports_are_refused(run_dir: Path, tmp_path: Path) -> None:
     status, output = export(run_dir)
     assert (status, "--trace FILE.json" in output) == (2, True)
     status, output = export(run_dir, "--trace", tmp_path / "none" / "trace.json")

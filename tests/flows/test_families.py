@@ -99,7 +99,7 @@ def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_what_comes_out_is_what_was_trained(name: str, tmp_path: Path) -> None:
+def test_exported_model_is_the_trained_one(name: str, tmp_path: Path) -> None:
     kind, shape, changes = RUNS[name]
     start, reward = tmp_path / "start", tmp_path / "score.py"
     make_start(start, kind, shape)

@@ -101,7 +101,7 @@ def test_a_trainer_that_is_killed_and_a_change_of_placement(config: Path, split:
     assert_same(run_dir, split)
 
 
-def test_one_gpu_is_enough(config: Path, split: Path) -> None:
+def test_run_needs_only_one_gpu(config: Path, split: Path) -> None:
     start(config, "name=one", "rollout.num_engines=1", num_gpus=1).finish()
     assert_same(split.parent / "one", split)
 

@@ -60,7 +60,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_no_path_answers_who_does_not_know_it(path: str) -> None:
+async def test_no_path_answers_without_the_password(path: str) -> None:
     for headers in WRONG:
         assert await status(path, **headers) == 401
     assert await status(path, **basic(PASSWORD)) == 200
@@ -109,7 +109,7 @@ def test_without_a_password_it_does_not_start(
         ("mine", "", "refrain:mine"),
     ],
 )
-def test_it_is_prefects_unless_another_is_set(
+def test_password_is_prefects_unless_set(
     prefects: str, own: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ASKED, prefects)

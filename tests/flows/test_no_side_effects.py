@@ -147,9 +147,7 @@ def nothing(_: Path) -> None:
         (other_config, "config.json is not valid JSON"),
     ],
 )
-def test_overwrite_deletes_runs_alone(
-    place: Path, there: Callable[[Path], None], said: str
-) -> None:
+def test_overwrite_deletes_only_runs(place: Path, there: Callable[[Path], None], said: str) -> None:
     there(place)
     code, output = unchanged(place, "train", place / "train.yaml", "--overwrite")
     assert (code, said in output) == (2, True), output

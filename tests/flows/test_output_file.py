@@ -60,7 +60,7 @@ def test_files_of_runs_checkpoints_and_models_are_kept(tmp_path: Path) -> None:
     check_output(run_dir / "new.json", JSON)
 
 
-def test_no_directory_and_no_pipe_that_nobody_reads(tmp_path: Path) -> None:
+def test_directories_and_unread_pipes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a directory"):
         check_output(tmp_path, JSON)
     with pytest.raises(ValueError, match="there is no such directory"):

@@ -156,7 +156,7 @@ def store(run):
     store.close()
 
 
-async def test_a_draft_model_goes_on_where_it_was(run, store, monkeypatch):
+async def test_draft_model_profile_continues_where_it_was(run, store, monkeypatch):
     store.check_facts(FACTS, 2)
     wanted = {m for _, m in draft_model_points(run, "small", FACTS)}
     verified = {m for _, m in drafting_points(run, 2, FACTS) if m.kind is PointKind.VERIFY}
@@ -196,7 +196,7 @@ async def test_a_draft_model_is_measured_as_a_run_has_it(run):
 
 
 @pytest.mark.parametrize("tp_degree", [2, 4])
-async def test_verification_and_lookups_go_on_whatever_the_tp_degree(run, store, tp_degree):
+async def test_verification_and_lookups_continue_at_any_tp_degree(run, store, tp_degree):
     num_points = await measure_drafting.fn(run, tp_degree)
     kinds = Counter(m.kind for _, m in store.measured())
     assert kinds[PointKind.DRAFT] == (kinds[PointKind.VERIFY] if tp_degree == 2 else 0)
@@ -217,7 +217,7 @@ async def test_a_profile_has_the_kv_cache_of_each_tp_degree(run, monkeypatch):
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_killed_profile_goes_on_and_measures_nothing_twice(tmp_path):
+def test_killed_profile_continues_and_measures_nothing_twice(tmp_path):
     args = ["profile", "--model", DEMO / "model", "--runs-dir", tmp_path, "--name", "small"]
     args += [*SMALL, "--draft-model", f"small={DEMO / 'drafter'}"]
     first = Command(*args)
@@ -284,7 +284,7 @@ def test_pictures_and_words_of_a_profile(tmp_path):
     ]
 
 
-def test_drafting_that_never_pays_is_said_so():
+def test_drafting_that_never_pays_is_reported():
     class CostlyDrafter(AffineMachine):
         def draft_s(self, drafter: str, batch: int, window: int) -> float:
             return 1e3 * super().draft_s(drafter, batch, window)

@@ -54,7 +54,7 @@ async def test_an_engine_of_one_gpu_has_the_shard(config: ProfileConfig) -> None
         assert (more_s > 0) == (point.tp_degree == 2)
 
 
-def test_one_gpu_is_enough(config: ProfileConfig) -> None:
+def test_shards_need_only_one_gpu(config: ProfileConfig) -> None:
     assert [one.num_gpus for one in gpus_wanted(config)] == [1]
     engines = config.model_copy(update={"shards": None})
     assert [one.num_gpus for one in gpus_wanted(engines)] == [2]

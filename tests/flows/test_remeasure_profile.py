@@ -60,7 +60,7 @@ async def killed_after(num_points: int, config: ProfileConfig, patch: pytest.Mon
     assert (config.run_dir / PROFILE_FILE).read_text() == BEFORE
 
 
-async def test_what_was_measured_is_not_measured_again(
+async def test_measured_points_are_not_measured_again(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await killed_after(4, config, monkeypatch)
@@ -77,7 +77,7 @@ async def test_what_was_measured_is_not_measured_again(
     assert (await measure_again(config))[0] == whole
 
 
-async def test_other_settings_begin_anew(
+async def test_other_settings_restart_the_measurement(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await killed_after(4, config, monkeypatch)
@@ -86,7 +86,7 @@ async def test_other_settings_begin_anew(
     assert whole == again
 
 
-async def test_another_driver_begins_anew(
+async def test_another_driver_restarts_the_measurement(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await killed_after(4, config, monkeypatch)
@@ -101,7 +101,7 @@ async def test_another_driver_begins_anew(
     assert report.profile.versions == {"driver": "new"}
 
 
-def test_one_that_is_in_use_is_left_alone(config: ProfileConfig) -> None:
+def test_profile_of_a_live_run_is_not_changed(config: ProfileConfig) -> None:
     lock = claim_run_dir(config, resume=True)
     with pytest.raises(ValueError, match="used by a live run"), open_profile(config, True):
         pass

@@ -44,7 +44,7 @@ def test_epochs_are_compared_in_tables_a_file_and_a_picture(tmp_path: Path) -> N
     assert json.loads(told.output)["name"] == "report"
 
 
-def test_one_epoch_has_nothing_to_return_to(tmp_path: Path) -> None:
+def test_report_needs_two_epochs(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "young", range(1, 4))
     done = CliRunner().invoke(main, ["report", str(run_dir)])
     assert (done.exit_code, "needs at least two" in done.output) == (2, True)

@@ -65,7 +65,7 @@ def test_states(runs: Path) -> None:
     }
 
 
-def test_all_runs_in_a_table(runs: Path) -> None:
+def test_table_lists_all_runs(runs: Path) -> None:
     table = refrain("runs", "--runs-dir", runs)
     assert table.splitlines()[1].startswith("killed"), "the oldest run is not first"
     assert row_of(table, "killed")[:6] == [
@@ -77,7 +77,7 @@ def test_all_runs_in_a_table(runs: Path) -> None:
     assert row_of(table, "interrupted")[3:6] == ["0/4", "2", "-"]
 
 
-def test_a_live_run_is_running_whatever_it_left_before(runs: Path) -> None:
+def test_live_run_is_running_despite_earlier_summaries(runs: Path) -> None:
     for name in ("killed", "done", "broken"):
         with FileLock(runs / name / LOCK_FILE):
             assert is_live(runs / name)
@@ -85,7 +85,7 @@ def test_a_live_run_is_running_whatever_it_left_before(runs: Path) -> None:
         assert not is_live(runs / name)
 
 
-def test_a_live_runs_wall_time_goes_on(runs: Path) -> None:
+def test_wall_time_of_a_live_run_grows(runs: Path) -> None:
     with FileLock(runs / "killed" / LOCK_FILE):
         assert read_run(runs / "killed").wall_s(1e9 + 25.0) == 85.0
     assert read_run(runs / "killed").wall_s(1e9 + 25.0) == 70.0
@@ -102,7 +102,7 @@ def test_looking_keeps_no_run_from_starting(tmp_path: Path) -> None:
         claim_run_dir(config, resume=True).release()
 
 
-def test_a_damaged_summary_is_told_and_hides_nothing(runs: Path) -> None:
+def test_damaged_summary_is_reported_and_hides_nothing(runs: Path) -> None:
     (runs / "done" / SUMMARY_FILE).write_text('{"steps": 4,')
     table = refrain("runs", "--runs-dir", runs)
     assert row_of(table, "done")[2:4] == ["finished", "4/4"]
@@ -112,7 +112,7 @@ def test_a_damaged_summary_is_told_and_hides_nothing(runs: Path) -> None:
     assert read_run(runs / "older").state is RunState.STOPPED
 
 
-def test_a_config_of_another_version_is_told(runs: Path) -> None:
+def test_config_of_another_version_is_reported(runs: Path) -> None:
     (runs / "done" / CONFIG_FILE).write_text('{"name": "done", "dragon": 1}')
     (runs / "killed" / CONFIG_FILE).write_text("{")
     table = refrain("runs", "--runs-dir", runs)
@@ -140,7 +140,7 @@ def test_no_runs_yet(tmp_path: Path) -> None:
     assert (done.exit_code, "--runs-dir" in done.output) == (2, True)
 
 
-def test_one_run_in_full(runs: Path) -> None:
+def test_show_prints_one_run_in_full(runs: Path) -> None:
     make_checkpoint(runs / "killed", 2)
     shown = refrain("show", "killed", "--runs-dir", runs)
     assert "killed: stopped, resumable" in shown
@@ -168,7 +168,7 @@ def test_crashes_that_a_run_went_on_after_are_shown(runs: Path) -> None:
     assert CRASHES_FILE in refrain("show", "killed", "--runs-dir", runs)
 
 
-def test_what_was_changed_when_a_run_was_resumed_is_shown(runs: Path) -> None:
+def test_changes_on_resume_are_shown(runs: Path) -> None:
     config = read_run(runs / "killed").config
     assert config is not None
     rollout = config.rollout.model_copy(update={"num_engines": 3})

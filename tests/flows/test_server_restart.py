@@ -50,7 +50,7 @@ print("states", _result(look()))
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_server_of_the_runs_own_that_is_killed_is_there_again(tmp_path: Path) -> None:
+def test_killed_server_of_the_run_restarts(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     done = subprocess.run(
         [sys.executable, "-c", KILLED_TWICE, str(tmp_path)],
@@ -79,7 +79,7 @@ def test_a_run_waits_less_long_for_a_server_of_its_own(
         assert os.environ["PREFECT_CLIENT_MAX_RETRIES"] == retries
 
 
-def test_its_death_is_told_with_advice() -> None:
+def test_server_death_is_reported_with_advice() -> None:
     async def flow() -> None:
         raise httpx.ConnectError("All connection attempts failed")
 

@@ -224,7 +224,7 @@ def test_every_tp_degree_has_its_own_kv_cache(directory):
     assert "230,000 tokens each" in succeed(*args).output
 
 
-def test_leaving_the_profile_is_said_in_one_line(directory):
+def test_extrapolation_is_reported_in_one_line(directory):
     write_profile(directory / "p.json")
     inside = Trace(changed(prompt_tokens=[3, 3, 4, 4]).drop_columns(["prompt_token_ids"]), "t")
     write_trace(inside, "short.parquet")
@@ -272,14 +272,14 @@ def test_an_exported_run_simulates_as_the_run(directory):
         (("mine", "no/where.parquet"), "no/where.parquet: there is no such directory"),
     ],
 )
-def test_what_cannot_be_exported_is_said(directory, args, message):
+def test_impossible_exports_are_reported(directory, args, message):
     write_store(directory / "runs/mine/refrain.duckdb")
     result = CliRunner().invoke(main, ["export", *args])
     assert result.exit_code == 2
     assert f"error: {message}" in result.output
 
 
-def test_a_trace_of_nobody_is_compared_with_nothing():
+def test_trace_without_source_has_no_comparison():
     found = simulated("trace.parquet", *H100)
     assert not [name for name in found["figures"] if "error" in name]
     assert "measured_s" not in found["rows"][0]
@@ -293,7 +293,7 @@ def test_drafting_pays_when_it_is_accepted():
     assert wrong["figures"]["even_ngram_4_speedup"] < 1.0
 
 
-def test_a_draft_model_costs_more_than_a_look_up():
+def test_draft_model_costs_more_than_a_lookup():
     policies = ("--policies", "even+ngram:4,even+qwen2.5-0.5b:4", "--acceptance", "0.8")
     found = simulated("trace.parquet", *H100, *policies)
     assert found["figures"]["even_qwen2_5_0_5b_4_speedup"] < 1.0
@@ -325,7 +325,7 @@ def test_a_paper_with_one_setting_has_plain_figures():
     assert other["figures"] != found["figures"]
 
 
-def test_the_help_tells_the_defaults_of_the_layout():
+def test_help_shows_the_layout_defaults():
     text = " ".join(succeed("--help").output.split())
     for option, field in (
         ("--tp", "tp_degree"),

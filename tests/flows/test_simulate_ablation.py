@@ -74,7 +74,7 @@ def test_the_figures_have_their_names():
     assert {row.get("over") for row in found["rows"]} >= {None, BASELINE}
 
 
-def test_who_asks_for_steps_gets_these_alone():
+def test_only_requested_steps_are_simulated():
     assert "overlapping" not in refrain("--steps", "5")
 
 
@@ -111,7 +111,7 @@ def rows(rates, moved=3):
     return found
 
 
-def test_what_falls_short_is_said_and_what_does_not_is_not():
+def test_only_shortfalls_are_reported():
     # Baseline, three parts, alternation alone, LPT, four overlapping: each plain, then drafting.
     paper = rows([100, 143, 158, 240, 120, 110, 120, 150, 125, 155, 130, 160, 140, 170])
     assert shortfalls(paper) == []

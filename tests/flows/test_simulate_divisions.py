@@ -51,7 +51,7 @@ def test_every_division_has_a_row_and_the_fastest_is_recommended() -> None:
     assert simulated(T, *DIVIDED) == found
 
 
-def test_it_says_that_it_is_a_simulation_and_why() -> None:
+def test_divisions_are_labelled_as_a_simulation() -> None:
     said = succeed(T, *DIVIDED, *ONE_SET).output
     assert said.startswith(
         "SIMULATION of trace.parquet: 4 H100, engines of TP 1; rollouts: formula"
@@ -72,7 +72,7 @@ def test_memory_decides_with_the_time() -> None:
     assert "no division fits: use more GPUs" in said
 
 
-def test_a_run_that_was_trained_says_how_long_training_takes(directory: Path) -> None:
+def test_trained_run_provides_the_training_time(directory: Path) -> None:
     run_dir = directory / "runs" / "mine"
     store = write_store(run_dir / "refrain.duckdb")
     assert trained_token_s(store) is None
@@ -110,7 +110,7 @@ def test_a_run_that_was_trained_says_how_long_training_takes(directory: Path) ->
         ((T, "--divide", "2", "--tp", "4", *FORMULA), "2 GPUs are too few for an engine of TP 4"),
     ],
 )
-def test_what_is_refused(args: tuple[str, ...], message: str) -> None:
+def test_invalid_divisions_are_refused(args: tuple[str, ...], message: str) -> None:
     result = refrain(*args)
     assert result.exit_code == 2, result.output
     assert message in result.output

@@ -65,11 +65,11 @@ def test_the_figures_have_their_names(tmp_path):
     assert "to TP 8 with" in text
 
 
-def test_who_asks_for_steps_gets_these_alone():
+def test_only_requested_steps_are_simulated():
     assert "uniform lengths" not in refrain("--steps", "2")
 
 
-def test_all_that_is_printed_is_looked_at():
+def test_all_printed_figures_are_compared():
     assert PAT_SWITCHING.points == POINTS
     assert PAT_SWITCHING.best == BEST
     assert BEST in PAT_SWITCHING.parts
@@ -77,7 +77,7 @@ def test_all_that_is_printed_is_looked_at():
 
 
 @pytest.mark.slow
-def test_what_falls_short_is_said_and_what_does_not_is_not():
+def test_only_shortfalls_are_reported():
     study = study_switching(replace(SMALL, points=(A40, BEST), changes=()), 0, lambda _: None)
     short = shortfalls(study)
     assert [line.split(":")[0] for line in short] == [

@@ -82,11 +82,11 @@ def test_the_figures_have_their_names(tmp_path, monkeypatch):
     assert "2.0-2.4" in text
 
 
-def test_who_asks_for_steps_gets_these_alone():
+def test_only_requested_steps_are_simulated():
     assert "plan:" not in refrain("--steps", "5")
 
 
-def test_what_falls_short_is_said_and_what_does_not_is_not():
+def test_only_shortfalls_are_reported():
     found = simulate_speculation(
         replace(SMALL.speculation, specs=(DAPO,)), SMALL.layout, 0, lambda _: None
     )

@@ -28,7 +28,7 @@ def run_dir(tmp_path: Path) -> Path:
     return directory
 
 
-def test_its_answer_is_a_table_or_csv(run_dir: Path) -> None:
+def test_sql_answers_with_a_table_or_csv(run_dir: Path) -> None:
     table = CliRunner().invoke(main, ["sql", str(run_dir), QUERY])
     assert [line.split() for line in table.output.splitlines()] == [
         ["step", "num"],
@@ -54,7 +54,7 @@ def test_two_columns_of_one_name_are_both_shown(run_dir: Path) -> None:
     assert written[:2] == [",".join(names), "1,2,1,2"]
 
 
-def test_what_data_says_does_not_reach_the_terminal(run_dir: Path) -> None:
+def test_control_characters_in_data_are_escaped(run_dir: Path) -> None:
     """The data has escape sequences, right-to-left text, line breaks and a cell of 10 MB."""
     query = (
         "SELECT chr(27) || '[2J' || chr(8238) || chr(10) || 'é' AS \"\x1b[31mred\", "
@@ -101,7 +101,9 @@ def test_a_terminal_that_cannot_show_a_letter_shows_its_number(
         ("mine", ["SELECT ['290000-01-01'::DATE] AS late"], "late has a date that cannot be shown"),
     ],
 )
-def test_what_is_wrong_is_refused(run_dir: Path, run: str, arguments: list[str], said: str) -> None:
+def test_invalid_queries_are_refused(
+    run_dir: Path, run: str, arguments: list[str], said: str
+) -> None:
     result = CliRunner().invoke(main, ["sql", str(run_dir.parent / run), *arguments])
     assert result.exit_code == 2
     assert said in result.output

@@ -125,7 +125,7 @@ class _Owner:
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-async def test_what_must_leave_the_gpus_is_saved_before(
+async def test_trainer_saves_before_leaving_its_gpus(
     leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer that must leave the GPUs saves before the engines enter. Otherwise it saves a step

@@ -79,7 +79,7 @@ async def parts_of(run_id: Any) -> list[Any]:
     return sorted(found, key=lambda run: run.name)
 
 
-async def test_each_is_there_once_and_as_it_ended() -> None:
+async def test_each_subflow_is_shown_once_as_it_ended() -> None:
     whole, calls = made_by(call_numbered)
     run_id = await tried_twice(whole)
     assert calls == [1, 2, 3, 2, 3, 4]
@@ -89,7 +89,7 @@ async def test_each_is_there_once_and_as_it_ended() -> None:
     assert [run.run_count for run in parts] == [1, 2, 2, 1]
 
 
-async def test_each_is_there_once_when_a_flow_goes_on_by_itself() -> None:
+async def test_each_subflow_is_shown_once_after_auto_resume() -> None:
     """The flow repeats steps within one run, as after a crash."""
     calls: list[int] = []
 
@@ -135,7 +135,7 @@ async def test_without_their_numbers_they_are_mixed_up() -> None:
     assert names != ["part 1", "part 2", "part 3", "part 4"] or calls != [1, 2, 3, 2, 3, 4]
 
 
-async def test_a_retry_goes_on_where_there_is_something(tmp_path: Path) -> None:
+async def test_retry_continues_a_begun_subflow(tmp_path: Path) -> None:
     found: list[tuple[bool, bool]] = []
 
     @flow

@@ -263,7 +263,7 @@ def test_the_last_checkpoint_is_a_hugging_face_model(whole_run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_fewer_engines(refrain: Any, whole_run: Path, tmp_path: Path) -> None:
+def test_run_resumes_with_fewer_engines(refrain: Any, whole_run: Path, tmp_path: Path) -> None:
     """Kill a run in a rollout. Resume it with one engine less, another timeout, less memory and one
     epoch more. All its tokens must equal those of the uninterrupted run."""
     command = refrain("train", write_config(tmp_path, num_epochs=1))
@@ -283,7 +283,7 @@ def test_a_run_goes_on_with_fewer_engines(refrain: Any, whole_run: Path, tmp_pat
     assert len((run_dir / "changes.jsonl").read_text().splitlines()) == 4
 
 
-def test_a_run_killed_anywhere_goes_on(refrain: Any, whole_run: Path, tmp_path: Path) -> None:
+def test_run_killed_anywhere_resumes(refrain: Any, whole_run: Path, tmp_path: Path) -> None:
     """Kill a pipelined run in a rollout, and then in training between two epochs. Delete its
     checkpoints, so that it must resume from their copies. It must end with complete data, and the
     samples of step 1 must equal those of the uninterrupted run."""

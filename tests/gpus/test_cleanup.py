@@ -48,7 +48,7 @@ def others():
     other.wait()
 
 
-def test_all_that_is_marked_ends_and_nothing_else(others):
+def test_only_marked_processes_end(others):
     started("this one")
     assert len(marked("this one")) == 3
     CleanupActor().end(Marked("this one", "node", ()))
@@ -57,7 +57,7 @@ def test_all_that_is_marked_ends_and_nothing_else(others):
     assert others.poll() is None
 
 
-def test_what_does_not_end_is_told_by_name(monkeypatch):
+def test_process_that_does_not_end_is_named(monkeypatch):
     """A process that waits for a GPU inside the kernel cannot be killed."""
     parent = started("stuck")
     monkeypatch.setattr(cleanup, "END_S", 0.2)

@@ -79,7 +79,7 @@ failures = st.sampled_from([None, None, "leave", "enter"])
     first=st.sampled_from(Role),
     seed=st.integers(0, 999),
 )
-def test_never_two_owners_and_nobody_waits_for_ever(jobs, slow_s, fails_in, first, seed):
+def test_gpus_never_have_two_owners(jobs, slow_s, fails_in, first, seed):
     random = Random(seed)
 
     async def all_jobs():
@@ -102,7 +102,7 @@ def test_never_two_owners_and_nobody_waits_for_ever(jobs, slow_s, fails_in, firs
     run_virtual(all_jobs())
 
 
-def test_they_change_hands_only_when_they_must():
+def test_gpus_change_hands_only_when_needed():
     async def steps():
         turns, _, memory = made()
         for role in (ENGINES, ENGINES, TRAINER, TRAINER):
@@ -114,7 +114,7 @@ def test_they_change_hands_only_when_they_must():
     run_virtual(steps())
 
 
-def test_after_a_failure_they_are_nobodys():
+def test_gpus_have_no_owner_after_a_failure():
     async def steps():
         turns, _, memory = made(fails_in=(None, "enter"))
         with pytest.raises(RuntimeError, match="the trainer died in enter"):
@@ -129,7 +129,7 @@ def test_after_a_failure_they_are_nobodys():
     run_virtual(steps())
 
 
-def test_without_owners_nobody_waits():
+def test_turns_without_owners_do_not_wait():
     async def steps():
         turns = Turns({}, ENGINES)
         async with turns.of(TRAINER), turns.of(ENGINES):

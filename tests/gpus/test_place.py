@@ -29,7 +29,7 @@ from tests.inference.real import CONFIG
         (0, "b", {"b"}, 0.0, "the node of its GPUs is dead"),
     ],
 )
-def test_why_it_is_gone(num_gpus, node_id, lost, unplaced_s, why):
+def test_why_unplaced_names_the_reason(num_gpus, node_id, lost, unplaced_s, why):
     told = why_unplaced(num_gpus, node_id, lost, unplaced_s)
     assert told.endswith(why)
     assert bool(told) is bool(why)
@@ -101,7 +101,7 @@ async def engine_of(cluster, num_gpus=1, gpus=None):
     return engine
 
 
-async def test_one_whose_node_is_lost_waits_a_while_for_room_and_is_gone(cluster):
+async def test_engine_of_a_lost_node_is_gone_eventually(cluster):
     engine = await engine_of(cluster)
     restart = asyncio.create_task(engine.start())
     await asyncio.sleep(0.05)
@@ -120,7 +120,7 @@ async def test_one_whose_node_is_lost_waits_a_while_for_room_and_is_gone(cluster
         await engine.park()
 
 
-async def test_one_that_finds_room_elsewhere_is_not(cluster):
+async def test_engine_that_finds_room_elsewhere_is_kept(cluster):
     engine = await engine_of(cluster)
     restart = asyncio.create_task(engine.start())
     cluster.alive["b"] = cluster.placed = False
@@ -137,7 +137,7 @@ async def test_one_that_finds_room_elsewhere_is_not(cluster):
     assert cluster.given_back == 1
 
 
-async def test_one_that_waits_for_nodes_to_come_is_not(cluster):
+async def test_engine_that_waits_for_new_nodes_is_kept(cluster):
     """It has waited long when another node dies. Its time for finding room begins only then."""
     engine = RayEngine(3, CONFIG.engine, num_gpus=1)
     cluster.placed = False
@@ -157,7 +157,7 @@ class Held:
     node_id = "b"
 
 
-async def test_one_of_a_pool_is_gone_with_the_node_of_its_gpus(cluster):
+async def test_pooled_engine_is_gone_with_its_node(cluster):
     engine = await engine_of(cluster, 0, Held)
     assert cluster.options["node_id"] == "b"
     cluster.alive["b"] = False
@@ -166,7 +166,7 @@ async def test_one_of_a_pool_is_gone_with_the_node_of_its_gpus(cluster):
         await engine.start()
 
 
-async def test_one_that_fails_where_it_is_has_died_and_no_more(cluster):
+async def test_engine_that_fails_in_place_has_only_died(cluster):
     engine = await engine_of(cluster)
     cluster.error = ActorGone("rollout engine 3", "failed in start: ActorDiedError")
     with pytest.raises(EngineDied) as raised:
@@ -175,7 +175,7 @@ async def test_one_that_fails_where_it_is_has_died_and_no_more(cluster):
     await engine.shutdown()
 
 
-async def test_one_without_gpus_may_be_anywhere(cluster):
+async def test_engine_without_gpus_may_be_anywhere(cluster):
     engine = await engine_of(cluster, 0)
     assert cluster.options["num_gpus"] == 0
     cluster.alive["b"] = False

@@ -47,14 +47,14 @@ def test_as_a_step_by_step_decoder_has_it(lengths, max_num_seqs, prompt_tokens):
 
 @given(some_lengths, st.integers(1, 40))
 @settings(deadline=None)
-def test_it_falls_with_the_engines(lengths, max_num_seqs):
+def test_estimate_falls_with_more_engines(lengths, max_num_seqs):
     times = [estimate(np.array(lengths), n, max_num_seqs=max_num_seqs) for n in range(1, 30)]
     # With many requests, the estimate merges ends and so rounds the batch.
     slack = 1.01 if len(lengths) > 64 else 1 + 1e-9
     assert all(b <= a * slack for a, b in itertools.pairwise(times))
 
 
-def test_what_the_cache_does_not_hold_waits():
+def test_responses_beyond_the_cache_wait():
     # Eight requests of 100 tokens have a mean context of 50.
     lengths, held = np.full(8, 100), 8 * 50
     free_s = estimate(lengths, 1, prompt_tokens=0)
@@ -76,7 +76,7 @@ def test_speculation_takes_fewer_and_dearer_steps():
     assert drafting == pytest.approx(150 * 0.02 * 1.05)
 
 
-def test_what_a_pass_gains_may_differ_between_responses():
+def test_tokens_per_pass_may_differ_between_responses():
     latency, lengths = DraftingLatency(step_s=0.02), np.array([[300, 300], [100, 100], [80, 80]])
     same = np.full(lengths.shape, 2.0)
     assert estimate_rollout_s(

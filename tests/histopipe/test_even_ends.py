@@ -70,7 +70,7 @@ def test_the_longest_have_few_others_beside_them():
     assert len(end_together(["a", "b"], {}, 1, **AT_ONCE)) == 2
 
 
-def test_engines_fill_up_to_the_end_of_the_longest_alone():
+def test_engines_fill_up_to_the_longest_response():
     # Until the longest prompt ends, an engine can finish 80 (20K - 500) / (16 * 500) = 195 short
     # ones, or 48 if a step costs as much as 20 requests.
     lengths = [20_000.0] + 63 * [500.0]

@@ -73,7 +73,7 @@ def test_an_outlier_of_a_short_group_goes_to_the_engine_busy_for_longest():
     assert policy().decide(view) == [Migrate(sample("0-0"), 6)]
 
 
-def test_how_long_an_engine_is_busy_is_told_by_passes():
+def test_busy_time_follows_passes():
     """Two prompts have the same length, but one is well drafted: its engine ends first."""
     passes = {"3-0": 32.0, "3-1": 320.0}
     plan = plan_of()
@@ -180,7 +180,7 @@ def test_the_share_of_deferring_groups_is_rounded_up(defer_share, kind):
     assert isinstance(move, kind)
 
 
-def test_who_was_asked_in_vain_is_asked_again_and_who_moved_is_not():
+def test_only_requests_that_stayed_are_proposed_again():
     migration, id = policy(), sample("0-0")
     before = view_of({0: {id: 999}, 6: BUSY})
     assert migration.decide(before) == migration.decide(before) == [Migrate(id, 6)]
@@ -255,7 +255,7 @@ def test_deciding_that_nothing_moves_is_quick():
     assert seconds < 5e-4
 
 
-def test_what_is_proposed_leaves_no_trace_until_it_is_noted():
+def test_proposal_leaves_no_trace_until_noted():
     decider = policy()
     last = view_of({6: {sample("3-0"): 999}, 0: {sample("0-0"): 111}}, num_deferrable=9)
     once = decider.propose(last)

@@ -117,7 +117,7 @@ def test_dealt_by_passes_engines_have_the_same_passes():
     assert spread(deal_groups(list(history), medians, 2)) > 5
 
 
-def test_prompts_are_ranked_by_passes_and_plans_say_them():
+def test_plans_rank_prompts_by_passes():
     history = mixed(12)
     expected = fit_passes(history)
     short, long = rank_prompts(list(history), history, 2, expected)

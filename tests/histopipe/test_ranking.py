@@ -47,5 +47,5 @@ def test_growth_is_the_75th_percentile_of_the_growths_and_at_least_the_minimum()
 @pytest.mark.parametrize(
     ("num_engines", "num_groups"), [(1, 1), (2, 2), (7, 2), (12, 3), (32, 8), (64, 16), (512, 16)]
 )
-def test_one_group_for_every_four_engines(num_engines, num_groups):
+def test_four_engines_share_one_group(num_engines, num_groups):
     assert default_num_groups(num_engines) == num_groups

@@ -63,7 +63,7 @@ def test_classes_that_were_never_tried_go_with_those_that_were():
     )
 
 
-def test_one_factor_that_tells_right_from_wrong_is_found():
+def test_acceptance_learns_the_deciding_factor():
     """Drafts after a long match are accepted, those after a short match rejected. Untried classes
     with the same factors are predicted alike."""
     factors = evidence_factors()[1]
@@ -78,7 +78,7 @@ def test_one_factor_that_tells_right_from_wrong_is_found():
     assert acceptance.shares[classes[untried[~long[untried]]]].mean() < 0.2
 
 
-def test_what_was_learnt_is_carried_on():
+def test_acceptance_state_is_restored():
     one, other = Acceptance(), Acceptance()
     observe(one, 3, 1, 50)
     other.restore(json.loads(json.dumps(one.state())))
@@ -89,7 +89,7 @@ def test_what_was_learnt_is_carried_on():
         other.restore({"num_right": [1.0], "num_tried": [1.0]})
 
 
-def test_what_was_seldom_tried_is_not_given_up():
+def test_rarely_tried_classes_get_higher_estimates():
     """Of two classes with the same share, the one with fewer trials gets the higher estimate."""
     acceptance = Acceptance()
     for _ in range(500):
@@ -103,7 +103,7 @@ def test_what_was_seldom_tried_is_not_given_up():
     assert acceptance.by_class.max() <= 1.0
 
 
-def test_it_follows_a_policy_that_moves():
+def test_acceptance_follows_a_changing_policy():
     acceptance = Acceptance()
     observe(acceptance, 1, 1, 2000)
     assert acceptance.by_class[3] > 0.99

@@ -156,7 +156,7 @@ def test_a_damaged_index_is_refused(drafter, tmp_path):
     assert drafter.take_counts().num_damaged == 1
 
 
-def test_all_drafts_together_stay_within_the_step(drafter):
+def test_drafts_stay_within_the_step_budget(drafter):
     engine = Engine(drafter, {"x": NEW[0], "xyz": NEW[0]})
     engine.step(["x", "xyz"], max_draft_tokens=3)
     assert [len(engine.drafts[id]) for id in ("x", "xyz")] == [2, 1]
@@ -196,7 +196,7 @@ def test_siblings_draft_where_there_is_no_history(tmp_path):
     assert not changed[:NUM_EVIDENCE].any()
 
 
-def test_one_that_begins_with_what_it_learnt_drafts_alike(drafter, tmp_path):
+def test_restored_drafter_drafts_alike(drafter, tmp_path):
     def made():
         return HistoryDrafter(tmp_path, AIMD(), Gate(Linear(token=0.4)), max_num_requests=4)
 
@@ -255,7 +255,7 @@ def test_none_of_it_where_prompts_share_nothing(tmp_path):
     assert engine.num_passes["x"] == len(NEW[0])
 
 
-def test_what_others_draft_badly_is_asked_ever_less(tmp_path, monkeypatch):
+def test_bad_shared_index_is_queried_less_often(tmp_path, monkeypatch):
     """After each two tokens, the prompt's own history has the right next token, and the shared
     index always a wrong one."""
     response = list(range(1, 400))
@@ -301,7 +301,7 @@ def test_a_request_begins_before_its_index_is_open(tmp_path):
     assert engine.num_drafted["x"] > 0
 
 
-def test_what_a_sample_draws_is_drafted(tmp_path):
+def test_drafter_predicts_the_token_a_sample_draws(tmp_path):
     """Ten continuations are equally frequent. The noise of each sample determines which one it
     draws, so a drafter that knows the sample key drafts it."""
     rng, tokens = np.random.default_rng(0), np.arange(20)
@@ -325,7 +325,7 @@ def test_what_a_sample_draws_is_drafted(tmp_path):
     assert num_right[False] < 60
 
 
-def test_an_index_opened_for_nobody_is_not_that_of_the_next_epoch(tmp_path):
+def test_unused_opened_index_is_not_reused_next_epoch(tmp_path):
     path = index_path(tmp_path, KEYS[1])
     drafter = HistoryDrafter(tmp_path, AIMD(), Gate(None), 4)
     for responses in (OLD, [NEW[0]]):

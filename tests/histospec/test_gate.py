@@ -99,7 +99,7 @@ def test_a_shrunken_batch_is_looked_at_at_once():
     assert gate.looks(50)
 
 
-def test_another_one_goes_on_where_it_was():
+def test_restored_gate_continues_where_it_was():
     times = Linear(token=9.0)
     gate, other = Gate(times), Gate(times)
     for _ in range(40):

@@ -101,7 +101,7 @@ def test_where_drafting_is_dear_few_steps_draft():
     assert looks[1:].max() < 60
 
 
-def test_a_look_that_compiles_or_is_interrupted_is_not_what_looks_take():
+def test_draft_times_ignore_compilation_and_interruptions():
     times = DraftTimes()
     assert times.of(128) == 0.0
     times.learn(128, 2.0)

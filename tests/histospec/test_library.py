@@ -32,7 +32,7 @@ def wanted(step=1):
     return dict.fromkeys(KEYS, step)
 
 
-def test_what_is_there_is_not_missing(tmp_path, filled):
+def test_existing_indexes_are_not_missing(tmp_path, filled):
     assert filled.missing(wanted()) == []
     assert draft(open_index(index_path(tmp_path, KEYS[0]), KEYS[0]), [1, 2, 3], 2) == [4, 5]
     counts = filled.counts()
@@ -76,7 +76,7 @@ def test_damage_in_mid_run_is_noticed(tmp_path, filled):
     assert filled.missing(wanted()) == [KEYS[0]]
 
 
-def test_what_returns_last_is_compressed_then_goes(tmp_path):
+def test_histories_returning_last_are_compressed_then_deleted(tmp_path):
     size, cold = _size(tmp_path / "one"), _cold_size(tmp_path / "cold")
     small = library(tmp_path / "many", max_bytes=2 * size + 3 * cold // 2)
     small.add([history(key, step) for step, key in enumerate(KEYS[:3], 1)])
@@ -92,7 +92,7 @@ def test_what_returns_last_is_compressed_then_goes(tmp_path):
     assert counts.num_indexes == 2
 
 
-def test_what_is_wanted_is_whole_whatever_returns_last(tmp_path):
+def test_needed_indexes_are_uncompressed(tmp_path):
     size, cold = _size(tmp_path / "one"), _cold_size(tmp_path / "cold")
     small = library(tmp_path / "many", max_bytes=2 * size + 5 * cold)
     small.add([history(key, step) for step, key in enumerate(KEYS, 1)])
@@ -110,7 +110,7 @@ def test_what_is_wanted_is_whole_whatever_returns_last(tmp_path):
     assert set(_files(small)) >= {f"{key}.index" for key in returning}
 
 
-def test_what_is_built_anew_for_the_next_step_is_whole(tmp_path):
+def test_rebuilt_indexes_of_the_next_step_are_uncompressed(tmp_path):
     """It stays uncompressed even though later histories are in the library."""
     size, cold = _size(tmp_path / "one"), _cold_size(tmp_path / "cold")
     small = library(tmp_path / "many", max_bytes=size + 7 * cold // 2)
@@ -162,7 +162,7 @@ def test_threads_build_what_one_does(tmp_path):
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_half_of_the_room_is_half_of_the_histories(tmp_path, shuffled):
+def test_half_the_space_holds_half_the_histories(tmp_path, shuffled):
     keys = [f"{n:032x}" for n in range(40)]
     small = library(tmp_path / "many", max_bytes=20 * _size(tmp_path / "one"))
     order, last, hits = Random(0), {}, 0

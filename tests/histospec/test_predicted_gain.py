@@ -29,6 +29,6 @@ def test_answers_that_come_again_are_drafted_and_new_ones_are_not():
     assert new.where_dear == pytest.approx(1.0, abs=0.05)
 
 
-def test_one_answer_foretells_nothing():
+def test_single_responses_predict_no_gain():
     assert predict_gain([responses(1, num=1)], CONFIG) is None
     assert predict_gain([], CONFIG) is None

@@ -205,7 +205,7 @@ def test_lockstep_equals_the_replay(prompt, history, responses, policy):
 
 
 @pytest.mark.parametrize("token", [0.0, 0.3, 0.8, 2.0])
-def test_what_ships_equals_the_replay_under_the_same_gate(token, tmp_path):
+def test_shipped_drafter_equals_the_replay(token, tmp_path):
     """Five prompts have four samples each. A fifth of their tokens differ from the history, and one
     prompt has no history."""
     rng, table, config = np.random.default_rng(1), IndexTable(), DraftingConfig()

@@ -107,7 +107,7 @@ def test_two_epochs_are_kept_and_nothing_twice(tmp_path):
         assert held(tmp_path) == (sorted(2 * expected), 0)
 
 
-def test_what_is_too_old_is_not_taken_in(tmp_path):
+def test_old_responses_are_not_added(tmp_path):
     shared = library(tmp_path, epoch_steps=2)
     shared.add([history(9, 1)])
     shared.add([history(4, 2), history(6, 3)])
@@ -122,7 +122,7 @@ def test_a_prompt_of_many_long_responses_leaves_room_for_others(tmp_path):
     assert held(tmp_path)[0] == [1] * 5 + [2] * 5
 
 
-def test_all_files_together_have_so_many_tokens(tmp_path):
+def test_files_keep_to_the_token_limit(tmp_path):
     shared = library(tmp_path, max_tokens=480)
     for step in range(1, 60):
         shared.add([history(step, step)])
@@ -150,7 +150,7 @@ def test_only_the_last_files_of_about_its_size_are_merged(sizes, num_new, most):
         assert sizes[-1 - num] > MERGED * total or total + sizes[-1 - num] > most
 
 
-def test_a_token_is_written_a_few_times_however_many_there_are(tmp_path, monkeypatch):
+def test_each_token_is_written_a_few_times(tmp_path, monkeypatch):
     shared = library(tmp_path, max_tokens=10**7)
     num_written = 0
     write = SharedLibrary._write
@@ -167,7 +167,7 @@ def test_a_token_is_written_a_few_times_however_many_there_are(tmp_path, monkeyp
     assert len(SharedReader(tmp_path).read()[0]) <= 5
 
 
-def test_a_restart_goes_on_with_the_files(tmp_path):
+def test_restart_continues_with_the_files(tmp_path):
     library(tmp_path).add([history(1, 1)])
     again = library(tmp_path)
     again.add([history(2, 2)])
@@ -195,7 +195,7 @@ def test_a_loss_costs_what_was_lost(tmp_path, loss):
     assert held(tmp_path) == ([2, 2], 0)
 
 
-def test_a_reader_maps_what_is_new_and_knows_when_there_is_something(tmp_path):
+def test_reader_maps_new_files_when_they_appear(tmp_path):
     shared, reader = library(tmp_path), SharedReader(tmp_path)
     assert not reader.changed()
     shared.add([history(1, 1, num_responses=50)])
@@ -220,13 +220,13 @@ def test_none_is_written_where_none_is_wanted(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_all_of_it_is_deleted_with_the_indexes(tmp_path):
+def test_shared_files_are_deleted_with_the_indexes(tmp_path):
     library(tmp_path / "history").add([history(1, 1)])
     delete_indexes(tmp_path / "history")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_file_has_no_more_than_its_part(tmp_path):
+def test_single_file_keeps_to_its_part(tmp_path):
     shared = library(tmp_path, max_tokens=4000)
     for step in range(1, 120):
         shared.add([history(step, step)])

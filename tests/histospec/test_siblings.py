@@ -128,7 +128,7 @@ def test_the_first_token_is_drafted_from_the_prompts_tail():
     assert draft(index, one, two) == [([], 0), ([30, 31, 32], 7)]
 
 
-def test_in_lockstep_nobody_is_ahead():
+def test_samples_in_lockstep_cannot_draft():
     index, prompt = SiblingIndex(), [1, 2, 3]
     rows = [Row(index, "a", prompt) for _ in range(3)]
     for token in (4, 5, 6):
@@ -141,7 +141,7 @@ def test_in_lockstep_nobody_is_ahead():
     assert draft(index, *rows) == [([7, 8], 6), ([], 0), ([7, 8], 6)]
 
 
-def test_a_row_finds_what_it_said_before_but_not_its_own_end():
+def test_row_matches_its_earlier_text_only():
     index = SiblingIndex()
     row = Row(index, "a", [])
     row.tokens += [1, 2, 3, 4, 5, 1, 2, 3]

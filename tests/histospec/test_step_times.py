@@ -50,7 +50,7 @@ def predict(times, batch, context, rows, tokens):
     return float(times.step_s(batch, context, np.array([rows]), np.array([tokens]))[0])
 
 
-def test_it_finds_the_machine_it_runs_on():
+def test_step_times_converge_to_the_machine():
     times = MeasuredStepTimes()
     run(times, np.random.default_rng(0), 800, truth=DEAR)
     for batch, rows, tokens in ((256, 0, 0), (256, 200, 900), (8, 8, 60), (1, 0, 0)):
@@ -60,7 +60,7 @@ def test_it_finds_the_machine_it_runs_on():
         )
 
 
-def test_it_follows_a_machine_that_gets_slower():
+def test_step_times_follow_a_slower_machine():
     times, rng = MeasuredStepTimes(), np.random.default_rng(1)
     run(times, rng, 300, truth=DEAR)
     run(times, rng, 1500, truth=2.0 * DEAR)
@@ -85,7 +85,7 @@ def draft_always(times, rng, num_passes, truth, now_s=0.0):
     return plain_s / (now_s - began_s)
 
 
-def test_what_a_pass_without_drafts_takes_stays_known():
+def test_passes_without_drafts_stay_measured():
     """The machine becomes a third slower while all passes draft. Passes that are due without drafts
     take a 16th of the time, and the model learns the slowdown from them. It also estimates its
     error."""
@@ -117,7 +117,7 @@ def test_without_a_share_no_pass_is_due():
     assert draft_always(times, np.random.default_rng(6), 200, TRUE) == 0.0
 
 
-def test_what_was_learnt_is_carried_on():
+def test_step_times_state_is_restored():
     one, other = MeasuredStepTimes(), MeasuredStepTimes()
     run(one, np.random.default_rng(3), 200)
     other.restore(json.loads(json.dumps(one.state())))
@@ -131,7 +131,7 @@ def least_s(times, context, tokens):
     return LEAST_SHARE * full_s / FULL_BATCH * tokens
 
 
-def test_what_is_not_known_is_tried_and_what_is_known_is_not_belittled():
+def test_unknown_costs_are_optimistic_and_known_ones_exact():
     fresh, learnt = MeasuredStepTimes(), MeasuredStepTimes()
     fresh_s = predict(fresh, 64, 6400.0, 60, 300) - predict(fresh, 64, 6400.0, 0, 0)
     assert least_s(fresh, 100.0, 300) <= fresh_s < 2 * least_s(fresh, 100.0, 300)
@@ -203,7 +203,7 @@ def test_drafts_are_never_taken_to_be_free(batch):
     assert drafts_s > 0.0
 
 
-def test_costs_are_told_once_they_are_learnt():
+def test_costs_are_reported_once_learnt():
     times, rng = MeasuredStepTimes(), np.random.default_rng(0)
     run(times, rng, WARM_UP_STEPS - 1)
     assert times.costs == ()
@@ -219,7 +219,7 @@ def test_costs_are_told_once_they_are_learnt():
     )
 
 
-def test_passes_are_told_apart_and_what_prompts_take_left_out():
+def test_passes_are_distinguished_and_prompt_costs_excluded():
     times = MeasuredStepTimes()
     times.coefficients = np.array([1.0, 0.0, 0.0, 0.0, 0.5, 0.0, 1.0])
     for began_s, ended_s, *held in (
@@ -244,7 +244,7 @@ def test_a_pass_is_read_from_the_tokens_of_its_requests():
     assert held.tolist() == [1.0, 2.0, 0.0, 65.0, 46.0, 1.0, 3.0]
 
 
-def test_a_pass_after_drafts_tells_nothing_of_passes_without():
+def test_pass_after_drafts_is_not_counted_as_draftless():
     """It takes longer, because it also handles the tokens of the pass before."""
     times, rng, now_s = MeasuredStepTimes(plain_share=1 / 128), np.random.default_rng(7), 0.0
     run(times, rng, 300)

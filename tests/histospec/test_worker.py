@@ -34,7 +34,7 @@ def aside(call, *args):
 
 
 @pytest.mark.parametrize("num_cpus", [1, 1000, None])
-def test_it_keeps_to_few_cores_at_low_priority(num_cpus):
+def test_worker_uses_few_cores_at_low_priority(num_cpus):
     def kept():
         num_threads = keep_to(num_cpus)
         cores = os.sched_getaffinity(threading.get_native_id())
@@ -151,7 +151,7 @@ async def test_every_node_has_every_file(tmp_path, monkeypatch):
     assert workers.trouble == []
 
 
-async def test_what_is_there_is_not_copied_again(tmp_path):
+async def test_existing_files_are_not_copied_again(tmp_path):
     nodes = [tmp_path / name for name in "ab"]
     workers = workers_of(*nodes)
     await workers.ensure(dict.fromkeys(KEYS, 1), read)
@@ -195,7 +195,7 @@ async def test_marks_of_an_earlier_run_mean_nothing(tmp_path):
     assert workers.counts().num_copied == len(KEYS)
 
 
-async def test_a_node_that_fails_costs_its_copies_alone(tmp_path):
+async def test_failed_node_loses_only_its_copies(tmp_path):
     nodes = [tmp_path / name for name in "abc"]
     workers = workers_of(*nodes)
     workers._actors[1].fails = {"take"}
@@ -227,7 +227,7 @@ async def test_copies_stay_within_the_room(tmp_path):
         assert held <= len(KEYS) * size // 2
 
 
-async def test_an_earlier_runs_files_are_deleted_on_every_node_and_nobody_elses(tmp_path):
+async def test_only_files_of_an_earlier_run_are_deleted(tmp_path):
     await workers_of(tmp_path).ensure(dict.fromkeys(KEYS, 1), read)
     (tmp_path / "thesis.tex").touch()
     make = partial(HistoryWorker, tmp_path, DraftingConfig(), 0, 1, 2)

@@ -84,7 +84,7 @@ def no_rows(_):
     raise AssertionError("read rows although no history is missing")
 
 
-async def test_a_worker_that_hangs_is_started_again_and_holds_up_nobody(held):
+async def test_hung_worker_restarts_without_delaying_others(held):
     hung, other = held._actors
     hung.fails = NoAnswer("history worker 0", "gave no answer")
     assert await held.ensure({KEYS[0]: 1, f"{1:08x}": 1}, no_rows) == 1

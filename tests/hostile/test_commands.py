@@ -60,6 +60,6 @@ REFUSED = Answer(2, "error: nowhere/file does not exist\n", 0.0)
         (Answer(None, "", 9.0, hung=True), [], "it hangs"),
     ],
 )
-def test_what_is_wrong_is_seen(answer: Answer, changed: list[str], said: str | None) -> None:
+def test_judge_detects_bad_answers(answer: Answer, changed: list[str], said: str | None) -> None:
     found = list(complaints(CASE, answer, changed))
     assert said is None if not found else said and said in found[0]

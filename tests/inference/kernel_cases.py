@@ -53,7 +53,7 @@ def test_every_token_of_100_000_rows(tile):
     ids=str,
 )
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(64, 1000), (1, 50), (17, 1)])
-def test_every_token_whatever_the_step(num_rows, vocab_size, changes):
+def test_kernel_draws_every_token_in_any_step(num_rows, vocab_size, changes):
     step = make_step(num_rows, num_rows, vocab_size, **changes)
     for tile in (
         {"rows_at_once": 4, "block": 256},
@@ -79,7 +79,7 @@ def test_another_noise_would_be_noticed():
 @pytest.mark.parametrize(
     ("most_drafts", "widths"), [(0, {1}), (4, {1, 2, 4, 8}), (15, {1, 2, 4, 8, 16})]
 )
-def test_what_is_warmed_is_what_steps_call(monkeypatch, most_drafts, widths):
+def test_warmup_compiles_the_kernels_of_steps(monkeypatch, most_drafts, widths):
     """Kernels are compiled for the next power of two of the rows per request."""
     warmed = []
 

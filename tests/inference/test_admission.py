@@ -54,7 +54,7 @@ def admitted_of(*of):
     return [admitted(Running(request, 3, 1.0), CONFIG.engine, print) for request in of]
 
 
-async def test_all_are_known_before_the_core_is_told_of_one(llm):
+async def test_all_requests_are_registered_before_the_core_starts(llm):
     known = []
     llm.engine_core.on_add = lambda: known.append(len(llm.output_processor.request_states))
     await admit(llm, admitted_of(FIRST, SECOND))
@@ -62,7 +62,7 @@ async def test_all_are_known_before_the_core_is_told_of_one(llm):
     assert llm.engine_core.told == [("add", str(FIRST.id)), ("add", str(SECOND.id))]
 
 
-async def test_one_that_is_withdrawn_on_its_way_does_not_stay_in_the_core(llm):
+async def test_request_withdrawn_in_transit_leaves_the_core(llm):
     """The core must receive it all the same: the rest of the batch waits for it."""
     known = llm.output_processor.request_states
     llm.engine_core.on_add = lambda: known.pop(str(SECOND.id), None)
@@ -71,7 +71,7 @@ async def test_one_that_is_withdrawn_on_its_way_does_not_stay_in_the_core(llm):
     assert llm.engine_core.told == [*added, ("abort", str(SECOND.id))]
 
 
-def test_what_was_generated_before_is_part_of_the_prompt():
+def test_generated_tokens_are_part_of_the_prompt():
     before = Generated([8, 9], [-0.1, -0.2], (VersionSpan(2, 2),))
     moved = replace(FIRST, generated=before, kv=SavedKV("there", 4, 1))
     (request,) = admitted_of(moved)
@@ -115,7 +115,7 @@ def test_stop_strings_go_along_with_where_a_response_begins(split):
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_engines_and_drafters_trust_code_as_they_are_told_and_read_no_pickles(trusted):
+def test_engines_trust_code_as_configured_without_pickles(trusted):
     model = CONFIG.model.model_copy(update={"trust_remote_code": trusted})
     config = CONFIG.model_copy(update={"model": model})
     args = engine_args(config.engine, 0, on_cpu=True)

@@ -24,7 +24,7 @@ def test_a_batch_begins_when_its_last_request_comes(sizes, random, data):
     assert sorted(begun) == sorted((batch, number) for batch, number, _ in coming)
 
 
-def test_those_that_come_after_others_had_to_begin_still_wait_for_each_other():
+def test_late_requests_still_wait_for_each_other():
     arrivals = Arrivals()
     assert arrivals.begin_with("first", "a", 3) == []
     assert arrivals.begin_at_once() == ["first"]

@@ -72,7 +72,7 @@ def test_an_epsilon_is_refused_only_where_it_matters() -> None:
     assert max(effect) < checks_of("right")[0].rounding
 
 
-def test_rounding_alone_is_within_the_bounds_however_short_the_sequence() -> None:
+def test_rounding_is_within_bounds_for_short_sequences() -> None:
     """Right weights pass, wherever we cut the recorded sequences."""
     case = RECORDED["right"]
     for length in (2, 3, 5, 9, 17, 40, 90):
@@ -94,7 +94,7 @@ def test_a_shift_that_is_smaller_than_rounding_is_refused() -> None:
     assert not all(check.holds for check in checks)
 
 
-def test_in_float32_the_bound_is_of_the_order_of_additions_alone() -> None:
+def test_float32_bound_covers_only_addition_order() -> None:
     canary = Canary((1, 2, 3), (-1.0, -2.0), (-1.0, -2.0))
     (check,) = check_canaries([canary], [[-1.0005, -2.0]], "float32")
     assert check.holds
@@ -102,7 +102,7 @@ def test_in_float32_the_bound_is_of_the_order_of_additions_alone() -> None:
     assert not check.holds
 
 
-def test_a_trainer_that_rounds_too_coarsely_checks_nothing_and_says_so() -> None:
+def test_coarse_rounding_disables_the_check_with_a_warning() -> None:
     coarse = -1.0 - 2 * MAX_ROUNDING
     canary = Canary((1, 2, 3), (-1.0, -1.0), (coarse, coarse))
     (check,) = check_canaries([canary], [[-1.0, -1.0]], "bfloat16")
@@ -173,7 +173,7 @@ def test_pieces_of_a_long_canary_pass_with_room() -> None:
         assert check.error < 0.85 * check.max_error
 
 
-def test_what_differs_behind_a_long_window_alone_is_refused() -> None:
+def test_difference_behind_a_long_window_is_refused() -> None:
     """Negative control: the mean over the whole canary hides the difference in rounding."""
     canary, engine = long_one(changed=0.15)
     assert all(check.holds for check in check_canaries([canary], [engine], "bfloat16"))

@@ -254,24 +254,24 @@ def of_both(*tables: Mapping[str, T]) -> list[tuple[str, T]]:
 
 
 @pytest.mark.parametrize(("place", "names"), of_both(ATTRIBUTES, live_contract.ATTRIBUTES))
-def test_its_attributes_are_there(place: str, names: set[str]) -> None:
+def test_vllm_classes_have_the_used_attributes(place: str, names: set[str]) -> None:
     source = Source.of(place)
     assert names <= source.attributes | source.functions.keys()
 
 
 @pytest.mark.parametrize(("place", "known"), of_both(FUNCTIONS, live_contract.FUNCTIONS))
-def test_its_functions_take_what_they_are_given(place: str, known: dict[str, list[str]]) -> None:
+def test_vllm_functions_take_the_given_arguments(place: str, known: dict[str, list[str]]) -> None:
     functions = Source.of(place).functions
     for name, arguments in known.items():
         assert functions[name][: len(arguments)] == arguments, name
 
 
 @pytest.mark.parametrize(("file", "names"), of_both(NAMES, live_contract.NAMES))
-def test_its_names_are_there(file: str, names: set[str]) -> None:
+def test_vllm_modules_have_the_used_names(file: str, names: set[str]) -> None:
     assert names <= names_in(file)
 
 
-def test_what_it_warns_of_at_each_update_is_what_is_left_out() -> None:
+def test_filtered_reload_warning_is_the_one_vllm_logs() -> None:
     from engines.inference.weights.transfer import NOTHING_LOADED
 
     warned = [
@@ -306,7 +306,7 @@ def test_a_scheduler_of_ones_own_is_made_as_its_class_was() -> None:
     assert ast.unparse(base) == "Scheduler"
 
 
-def test_what_a_scheduler_cuts_of_a_steps_tokens_has_no_log_probabilities() -> None:
+def test_tokens_cut_by_the_scheduler_have_no_logprobs() -> None:
     """vLLM takes log-probabilities for the tokens that `_update_request_with_output` returns."""
     update = next(
         node
@@ -331,7 +331,7 @@ def test_a_front_end_hands_outputs_and_errors_to_whoever_was_given_with_a_reques
     assert len(uses) >= 3
 
 
-def test_what_a_step_puts_out_of_log_probabilities_can_be_joined() -> None:
+def test_logprobs_of_steps_can_be_joined() -> None:
     """We join the fields by position, so their order must stay."""
     lists = Source.of("v1/outputs.py:LogprobsLists").node
     assert [ast.unparse(base) for base in lists.bases] == ["NamedTuple"]

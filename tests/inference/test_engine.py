@@ -103,7 +103,7 @@ async def test_migration_changes_no_token(engines, learner, prompts, on_one_engi
         ]
 
 
-async def test_what_is_told_of_a_running_request_is_how_its_response_begins(
+async def test_reported_tokens_are_a_prefix_of_the_response(
     engines, learner, prompts, on_one_engine
 ):
     """The engine core buffers tokens between reports, so a copy may be shorter, but never wrong."""
@@ -128,7 +128,7 @@ async def test_what_is_told_of_a_running_request_is_how_its_response_begins(
         assert len(generated.inference_logprobs) == len(generated.token_ids)
 
 
-async def test_what_is_withdrawn_at_once_is_given_back_and_the_others_go_on(
+async def test_withdrawn_requests_return_and_the_others_continue(
     engines, learner, prompts, on_one_engine
 ):
     """A batch begins when all its requests arrived, even if some were withdrawn by then."""
@@ -300,9 +300,7 @@ async def test_drafts_change_no_token(engines, learner, prompts, on_one_engine, 
     assert outcome.shares[1].drafting.num_without_index == len(todo)
 
 
-async def test_what_prompts_share_changes_no_token(
-    engines, learner, prompts, on_one_engine, history_dir
-):
+async def test_shared_index_changes_no_token(engines, learner, prompts, on_one_engine, history_dir):
     """Draft for prompts without history from the responses of other prompts.
 
     Then damage the shared files, and delete them.
@@ -334,7 +332,7 @@ async def test_what_prompts_share_changes_no_token(
     assert outcome.shares[1].drafting.num_drafting_steps == 0
 
 
-async def test_what_its_start_has_made_is_never_looked_through_for_garbage(engines):
+async def test_garbage_collection_skips_objects_of_the_start(engines):
     """A full garbage collection would pause a step by 0.2 s now and then."""
     num_frozen, enabled = await engines[0].actor.__ray_call__.remote(_garbage)
     assert num_frozen > 100_000

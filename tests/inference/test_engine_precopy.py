@@ -47,7 +47,7 @@ def delete_parts(moved: Sequence[RolloutRequest]) -> None:
         path.unlink()
 
 
-async def test_what_was_saved_ahead_goes_along(engines, tp2, weights, long_prompts):
+async def test_precopied_kv_moves_with_its_requests(engines, tp2, weights, long_prompts):
     """Requests move from TP 1 to TP 2, and from TP 2 to TP 1."""
     await load([*engines, tp2], weights)
     expected = await generate(engines[0], long_prompts)
@@ -116,7 +116,9 @@ async def test_blocks_that_became_others_are_not_taken(engines, tp2, weights, lo
     assert_as_before(finished, expected)
 
 
-async def test_those_that_stay_go_on_and_are_saved_again(engines, tp2, weights, long_prompts):
+async def test_requests_that_stay_continue_and_are_precopied_again(
+    engines, tp2, weights, long_prompts
+):
     source, target = engines[1], tp2
     await load([source, target], weights)
     expected = await generate(source, long_prompts)

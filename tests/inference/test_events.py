@@ -56,7 +56,7 @@ async def test_events_hold_no_tokens(engine):
     assert events.finished[0].token_digest != events.finished[1].token_digest
 
 
-async def test_what_was_not_received_is_told_again(engine):
+async def test_unacknowledged_rollouts_are_reported_again(engine):
     """The engine repeats rollouts until the caller acknowledges them."""
     events, rows = await engine.next_events(0)
     again, same_rows = await engine.next_events(0)
@@ -68,7 +68,7 @@ async def test_what_was_not_received_is_told_again(engine):
     assert await engine.next_events(2) == (replace(again, finished=()), None)
 
 
-def test_a_request_that_comes_with_tokens_goes_on_behind_them():
+def test_request_with_tokens_continues_after_them():
     request = requests([(5, 6, 7)])[0]
     moved = Running(request, 3, 1.0).continued_by(finished(request, [8, 9]).generated)
     whole = finished(moved, [10]).generated
@@ -130,7 +130,7 @@ def failed(error, cause):
         (failed(KeyError(), TypeError("odd output")), "odd output"),
     ],
 )
-async def test_what_fails_after_the_final_output_is_told_at_once(final, told):
+async def test_failure_after_the_final_output_is_reported_immediately(final, told):
     """Otherwise the driver would wait for the request until `rollout.stall_timeout_s`."""
     engine = Speaks(final)
     await engine.submit(requests([(5, 6, 7)])[:1])
@@ -148,7 +148,7 @@ async def test_a_request_that_is_here_is_not_taken_again():
     assert [request.name for request in engine.admitted] == [str(first.id)]
 
 
-async def test_a_final_output_is_told_as_finished():
+async def test_final_output_is_reported_as_finished():
     engine = Speaks(final_of(output_of([8, 9])))
     await engine.submit(requests([(5, 6, 7)])[:1])
     events, _ = await asyncio.wait_for(engine.next_events(0), 5)

@@ -85,7 +85,7 @@ def without_file(weights: PolicyWeights) -> PolicyWeights:
     return replace(weights, source=replace(weights.source, path=weights.source.path.with_name("0")))
 
 
-async def test_they_come_without_the_file_and_are_those_of_the_file(pair, prompts):
+async def test_handed_weights_equal_those_of_the_file(pair, prompts):
     """Handed weights need no file, and give the same tokens as the file."""
     for _ in range(2):
         weights = await pair.hand_over(prompts[:4], "counted")
@@ -103,7 +103,7 @@ async def test_they_come_without_the_file_and_are_those_of_the_file(pair, prompt
 
 
 @pytest.mark.parametrize("how", ["lost", "late"])
-async def test_what_was_lost_or_came_too_late_is_refused(pair, prompts, how):
+async def test_lost_or_late_updates_are_refused(pair, prompts, how):
     """The engine refuses weights if one update was lost or late. Then it loads the file."""
     weights = await pair.hand_over(prompts[:4], how)
     assert weights.not_handed == ()
@@ -122,7 +122,7 @@ async def test_what_was_lost_or_came_too_late_is_refused(pair, prompts, how):
         ("silent", "gave no answer to take_handed in 5 s", 5.0),
     ],
 )
-async def test_who_takes_none_is_named_and_takes_the_file(pair, prompts, how, why, limit_s):
+async def test_engine_that_refuses_weights_loads_the_file(pair, prompts, how, why, limit_s):
     """The result names an engine that fails or does not answer. It loads the file."""
     weights = await pair.hand_over(prompts[:4], how, limit_s)
     (said,) = weights.not_handed
@@ -135,7 +135,7 @@ async def test_who_takes_none_is_named_and_takes_the_file(pair, prompts, how, wh
     assert await pair.engine.load_weights(without_file(again)) < FLOAT32_TOLERANCE
 
 
-async def test_who_dies_meanwhile_is_named_and_takes_the_file(pair, prompts):
+async def test_engine_that_dies_loads_the_file(pair, prompts):
     """The result names an engine that dies. After its restart it loads the file."""
     weights = await pair.hand_over(prompts[:4], "killed")
     (said,) = weights.not_handed

@@ -87,6 +87,6 @@ def test_fused_it_would_be_another_kernel():
 
 
 @pytest.mark.parametrize(("ragged", "width"), [(False, 1), (True, 32)])
-def test_what_puts_the_parts_together_compiles_too(ragged, width):
+def test_accept_kernel_compiles(ragged, width):
     """The `accept` kernel, which combines the parts of the vocabulary, compiles too."""
     assert machine_code(90, accept, RAGGED=ragged, REQUESTS=1, WIDTH=width, PARTS=128)

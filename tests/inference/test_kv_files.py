@@ -90,7 +90,7 @@ def write_in_parts(directory, rank, own, blocks, num_tokens, num_early):
 
 @settings(max_examples=60, deadline=None)
 @given(degrees, degrees, degrees, st.data())
-def test_what_one_layout_saved_another_one_loads(
+def test_layouts_load_kv_of_other_layouts(
     tmp_path_factory, tp_degree, saved_tp_degree, num_heads, data
 ):
     directory = tmp_path_factory.mktemp("kv")
@@ -146,7 +146,7 @@ def load(path, like, name="x", num_blocks=2, identity=IDENTITY):
     KVFiles().copy_heads(path.parent, identity, name, 0, WHOLE, like, to)
 
 
-def test_what_does_not_fit_is_not_loaded(saved):
+def test_unfit_kv_files_are_not_loaded(saved):
     good = caches(2)
     load(saved, good)
     bad: list[dict[str, Any]] = [
@@ -274,7 +274,7 @@ async def withdraw(saving: KVSaving, *, copies: bool = False) -> dict[RequestId,
         return await saving.save(dict.fromkeys(IDS, 7), 3, copies=copies)
 
 
-async def test_what_all_ranks_have_is_saved_and_deleted_with_the_weights(shared_memory):
+async def test_kv_of_all_ranks_is_saved_until_cleared(shared_memory):
     llm = FakeLLM()
     saving = KVSaving(llm, 2)
     first, second = await asyncio.gather(withdraw(saving), withdraw(saving))
@@ -289,7 +289,7 @@ async def test_what_all_ranks_have_is_saved_and_deleted_with_the_weights(shared_
     assert not list(shared_memory.iterdir())
 
 
-async def test_what_cannot_be_saved_is_counted_and_the_engine_goes_on(shared_memory, caplog):
+async def test_unsaved_kv_is_counted_and_the_engine_continues(shared_memory, caplog):
     llm = FakeLLM(error="no space")
     saving = KVSaving(llm, 2)
     assert await withdraw(saving) == {}
@@ -301,7 +301,7 @@ async def test_what_cannot_be_saved_is_counted_and_the_engine_goes_on(shared_mem
     assert llm.steps == ["pause", "save_kv", "resume", "pause", "resume"]
 
 
-async def test_what_is_saved_ahead_is_part_of_the_next_withdrawal(shared_memory, monkeypatch):
+async def test_precopied_kv_is_part_of_the_next_withdrawal(shared_memory, monkeypatch):
     assert shared_memory.exists()
     llm, ahead = FakeLLM(), []
     saving = KVSaving(llm, 2)
@@ -361,7 +361,7 @@ async def test_ranks_are_asked_for_their_loads_once_some_came():
     assert llm.steps == ["take_kv_loads"]
 
 
-async def test_the_engine_goes_on_whatever_happens(shared_memory):
+async def test_engine_continues_after_any_failure(shared_memory):
     assert shared_memory.exists()
     llm = FakeLLM()
     with suppress(KeyError):

@@ -58,11 +58,11 @@ KILLED = """\
         ("", ""),
     ],
 )
-def test_the_error_is_the_last_that_tells_a_cause(text, error):
+def test_error_is_the_last_one_with_a_cause(text, error):
     assert find_error(text) == error
 
 
-def test_vllms_own_errors_tell_no_cause():
+def test_vllm_errors_have_no_cause():
     assert not tells_cause("EngineCore encountered an issue. See stack trace (above) for the ...")
     assert not tells_cause("Engine core initialization failed. See root cause above.")
     assert tells_cause("ValueError: head_dim 48")
@@ -83,6 +83,6 @@ def fail_into(file: str) -> str:
     return last_error()
 
 
-def test_it_is_read_from_the_processes_own_standard_error(tmp_path):
+def test_error_is_read_from_standard_error(tmp_path):
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(fail_into, [str(tmp_path / "worker.err")]) == "ValueError: head_dim 48"

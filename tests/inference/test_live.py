@@ -80,7 +80,7 @@ def from_the_start(live: Any, text: list[int], num: int, key: int = 5) -> list[i
     return tokens
 
 
-def test_a_sequence_that_was_set_back_goes_on_as_if_never_wrong(do):
+def test_rolled_back_sequence_continues_correctly(do):
     def work(live):
         right = from_the_start(live, PROMPT, 60)
         wrong = [*right[:20], 7, 8, 9]
@@ -105,7 +105,7 @@ def test_a_sequence_that_was_set_back_goes_on_as_if_never_wrong(do):
     assert do(work) > 5
 
 
-def test_what_is_heard_before_the_first_step_is_of_its_text(do):
+def test_tokens_before_the_first_step_extend_the_text(do):
     """Tokens that arrive before the first step extend the sequence's text."""
 
     def work(live):
@@ -166,7 +166,7 @@ def test_drafts_are_never_found_in_the_prefix_cache(do):
     assert do(work) == len(PROMPT) // BLOCK
 
 
-def test_sequences_that_rest_and_leave_no_memory_are_told_of(do):
+def test_paused_sequences_that_fill_memory_are_reported(do):
     """Paused sequences fill the memory: `CacheFull`. After one closes, others go on."""
 
     def work(live):

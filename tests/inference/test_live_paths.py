@@ -90,7 +90,7 @@ def drawn_by_all(live: Any, names: list[str], num: int) -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-def test_one_that_waits_is_admitted_by_vllm_while_others_go_on(do):
+def test_vllm_admits_waiting_sequences_while_others_continue(do):
     """vLLM admits a waiting sequence once a place is free. The others keep decoding."""
 
     def work(live):
@@ -184,7 +184,7 @@ def test_more_new_tokens_than_a_step_takes_are_computed_in_several(do):
     do(work)
 
 
-def test_a_sequence_goes_on_to_the_end_of_the_context(do):
+def test_sequence_continues_to_the_context_limit(do):
     def work(live):
         num = LENGTH - len(PROMPT) - 1
         right = from_the_start(live, PROMPT, num)

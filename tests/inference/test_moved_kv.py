@@ -57,7 +57,7 @@ def zero_first_blocks(moved: Sequence[RolloutRequest]) -> None:
         save_file(tensors, path, metadata)
 
 
-async def test_what_is_in_the_prefix_cache_is_not_loaded(engines, tp2, weights, long_prompts):
+async def test_blocks_in_the_prefix_cache_are_not_loaded(engines, tp2, weights, long_prompts):
     """The files' first blocks are zeroed, so loading them would change tokens."""
     source, target = engines[0], tp2
     await load([source, target], weights)
@@ -89,7 +89,7 @@ def of_other_weights(moved: Sequence[RolloutRequest]) -> None:
         path.write_bytes(path.read_bytes().replace(before, after))
 
 
-async def test_files_that_are_gone_or_damaged_are_computed_again(
+async def test_missing_or_damaged_kv_files_are_recomputed(
     engines, tp2, weights, long_requests, without_switch
 ):
     source, target = engines[0], tp2

@@ -66,7 +66,7 @@ def steps_of_requests(draw: st.DrawFn) -> list[tuple[float, list[Output]]]:
 
 
 @given(steps_of_requests(), st.sets(st.sampled_from(["r0", "r1"])))
-def test_every_token_is_told_once_in_order_and_in_time(steps, streamed):
+def test_every_token_is_reported_once_in_order(steps, streamed):
     put_out, told, ended = defaultdict(list), defaultdict(list), set()
     clock, last_report_s = Clock(), 0.0
     buffer = OutputBuffer(clock)
@@ -90,7 +90,7 @@ def test_every_token_is_told_once_in_order_and_in_time(steps, streamed):
     assert told == put_out
 
 
-def test_between_reports_nothing_is_told():
+def test_unfinished_requests_wait_for_the_next_report():
     """Unfinished requests are reported only every `REPORT_S`, finished ones at once."""
     clock = Clock()
     buffer = OutputBuffer(clock)
@@ -102,7 +102,7 @@ def test_between_reports_nothing_is_told():
         assert [told.request_id for told in buffer.outputs_after([], ())] == ["b"]
 
 
-def test_what_comes_with_the_first_token_is_told_at_the_end():
+def test_fields_of_the_first_output_are_reported_last():
     """Fields of a request's first output are part of its merged output."""
     buffer = OutputBuffer(Clock())
     first = output("a", [1], prefill_stats="cached", events=[1])
@@ -115,7 +115,7 @@ def test_what_comes_with_the_first_token_is_told_at_the_end():
     assert one.events == [1, 2]
 
 
-def test_a_request_that_was_taken_out_is_not_told_of():
+def test_withdrawn_request_is_not_reported():
     clock = Clock()
     buffer = OutputBuffer(clock)
     buffer.outputs_after([output("a", [1]), output("b", [2])], ())
@@ -125,7 +125,7 @@ def test_a_request_that_was_taken_out_is_not_told_of():
     assert one.request_id == "b"
 
 
-def test_without_log_probabilities_there_are_none():
+def test_outputs_without_logprobs_stay_without():
     buffer = OutputBuffer(Clock())
     buffer.outputs_after([Output("a", [1])], ())
     (one,) = buffer.outputs_after([Output("a", [2], finished=True)], ())

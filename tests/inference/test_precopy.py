@@ -60,7 +60,7 @@ def rank(tmp_path):
     return Rank(tmp_path)
 
 
-def test_what_came_since_is_copied_to_the_next_part(rank):
+def test_new_blocks_are_copied_to_the_next_part(rank):
     """Each copy saves only blocks that are new since the last one, in a new part."""
     rank.write(1, 3, 5)
     rank.write(2, 7)
@@ -72,7 +72,7 @@ def test_what_came_since_is_copied_to_the_next_part(rank):
     assert rank.take(a=[3, 5, 8], b=[7, 2]) == {}
 
 
-def test_one_that_has_lost_its_blocks_has_no_copies(rank):
+def test_request_that_lost_its_blocks_has_no_copies(rank):
     """A preempted request may get the same blocks again, after another request wrote to them."""
     rank.write(1, 3, 5)
     rank.begin(a=[3, 5], b=[3, 5])
@@ -80,7 +80,7 @@ def test_one_that_has_lost_its_blocks_has_no_copies(rank):
     assert rank.take(a=[3, 5], b=[3, 5]) == {"b": [1, 1]}
 
 
-def test_one_that_loses_its_blocks_in_the_middle_of_the_copy_has_none(rank, monkeypatch):
+def test_losing_blocks_during_the_copy_discards_it(rank, monkeypatch):
     go_on, write = Event(), early_module.write_blocks
 
     def late(*args, **kwargs):
@@ -108,7 +108,7 @@ def test_copies_of_other_blocks_are_not_taken(rank):
     assert rank.take(a=[3, 7]) == {"a": [1, 2]}
 
 
-def test_what_is_not_whole_is_not_taken(rank, monkeypatch):
+def test_unfinished_copies_are_not_used(rank, monkeypatch):
     """A copy that has not ended is not used, and leaves an empty file."""
 
     def never(*_, goes_on, **__):
@@ -123,7 +123,7 @@ def test_what_is_not_whole_is_not_taken(rank, monkeypatch):
     assert list(rank.directory.iterdir()) == [path]
 
 
-def test_without_room_it_goes_on_without(rank, monkeypatch, caplog):
+def test_failed_copy_is_logged_and_retried(rank, monkeypatch, caplog):
     """A failed copy is logged. The next copy saves the same blocks."""
 
     def full(*_, **__):
@@ -153,7 +153,7 @@ class Blocks:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_what_is_taken_is_what_the_requests_had(tmp_path_factory, data):
+def test_copies_equal_the_blocks_of_their_requests(tmp_path_factory, data):
     """Requests begin (some share blocks), grow, end, are preempted and return, in any order."""
     rank, blocks = Rank(tmp_path_factory.mktemp("kv")), Blocks()
 

@@ -46,7 +46,7 @@ HAS_SHARED_MEMORY = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="ha
 
 
 @HAS_SHARED_MEMORY
-def test_what_an_engine_keeps_in_memory_and_in_tmp_goes_when_it_is_killed(tmp_path: Path) -> None:
+def test_killed_engine_leaves_no_files(tmp_path: Path) -> None:
     given = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
     environment = given | {"TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", ENGINE, str(tmp_path)]

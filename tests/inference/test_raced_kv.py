@@ -52,7 +52,7 @@ async def race(
 
 
 @pytest.mark.parametrize("from_tp", [1, 2])
-async def test_they_go_along_and_no_token_changes(
+async def test_raced_kv_moves_along_and_no_token_changes(
     engines, tp2, weights, long_requests, without_switch, from_tp
 ):
     """Keys and values go along from TP 1 and TP 2, and no token changes."""
@@ -77,7 +77,7 @@ async def test_wrong_ones_would_show(engines, weights, long_requests, without_sw
     assert_most_differ(there, without_switch)
 
 
-async def test_what_was_saved_ahead_stays_for_those_that_leave(engines, tp2, weights, long_prompts):
+async def test_races_keep_precopies_for_a_switch(engines, tp2, weights, long_prompts):
     """Requests may be raced while their pool prepares a switch of its TP degree."""
     origin = engines[0]
     await load([*engines, tp2], weights)
@@ -111,7 +111,7 @@ def _from(num_tokens: int):
     return on_actor
 
 
-async def test_those_of_short_ones_stay(engines, weights, long_requests):
+async def test_short_requests_race_without_kv(engines, weights, long_requests):
     """Only requests with at least `race_kv_tokens` tokens take keys and values along."""
     origin = engines[0]
     await load(engines[:1], weights)

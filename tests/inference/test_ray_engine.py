@@ -70,7 +70,7 @@ async def test_an_engine_without_a_new_token_for_too_long_is_dead():
     assert engine._actor.num_calls > 2
 
 
-async def test_an_engine_that_goes_on_now_and_then_is_not():
+async def test_slow_but_moving_engine_is_not_dead():
     engine = await engine_of(Actor(*(progress(i // 3) for i in range(1000))))
     await listen(engine, 3 * STALL_S)
 
@@ -97,7 +97,7 @@ async def test_an_engine_without_requests_may_be_silent():
         (ValueError("head_dim 48"), "KeyError: other", "head_dim 48", "failed: head_dim 48"),
     ],
 )
-async def test_a_failure_is_told_with_its_root(error, last_error, told, root):
+async def test_failure_names_its_root_cause(error, last_error, told, root):
     failed = ActorError("engine 3", f"failed: {error}", error)
     engine = await engine_of(Actor(failed, last_error=last_error))
     with pytest.raises(EngineDied) as raised:
@@ -114,7 +114,7 @@ async def test_a_death_without_a_word_has_no_root():
     assert raised.value.root == ""
 
 
-async def test_what_was_learnt_is_with_the_next_one(monkeypatch):
+async def test_new_actor_gets_the_drafting_state(monkeypatch):
     """A new actor gets the drafting state of the last one.
 
     After a resume this is the state from the database, after a death the last one reported.

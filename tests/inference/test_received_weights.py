@@ -128,7 +128,7 @@ async def test_weights_wake_for_the_hand_over_and_the_cache_for_the_canary(engin
             await hand(engine, version)
 
 
-async def test_what_was_broken_off_is_abandoned_before_the_file(engine):
+async def test_interrupted_hand_over_ends_before_the_file_loads(engine):
     """The engine ends an interrupted hand-over before it loads the file."""
     await engine.sleep()
     await hand(engine, 1, to_the_end=False)
@@ -142,7 +142,7 @@ async def test_what_was_broken_off_is_abandoned_before_the_file(engine):
     ]
 
 
-async def test_what_was_broken_off_is_abandoned_before_another(engine):
+async def test_interrupted_hand_over_ends_before_another_begins(engine):
     """The engine ends an interrupted hand-over before it begins another."""
     await engine.sleep()
     await hand(engine, 1, to_the_end=False)
@@ -165,7 +165,7 @@ async def test_others_are_not_taken_for_them(engine, asleep_between):
     assert LOADED[1] in engine._llm.told
 
 
-async def test_they_are_there_once(engine):
+async def test_handed_weights_serve_one_load(engine):
     """Handed weights serve one load. A second load of the same version reads the file."""
     await engine.sleep()
     await hand(engine, 1)
@@ -206,7 +206,7 @@ def send(client: EnginesOfTrainer) -> None:
     client.finish_weight_update()
 
 
-def test_all_are_told_the_same_and_all_handles_arrive():
+def test_all_engines_receive_the_same_handles():
     handles = {0: Handle(), 3: Handle()}
     send(client := EnginesOfTrainer(HandOver(handles, 1.0), 7))
     assert not client.failures
@@ -218,7 +218,7 @@ def test_all_are_told_the_same_and_all_handles_arrive():
     assert pickle.loads(base64.b64decode(update["ipc_handles_pickled"])) == HANDLES
 
 
-def test_who_fails_or_is_silent_is_named_and_left_out_of_the_rest():
+def test_failed_or_silent_engines_are_named_and_skipped():
     from ray.exceptions import ActorDiedError, RayTaskError
 
     failed = RayTaskError("update_weights", "", ValueError("no such GPU"))
@@ -233,6 +233,6 @@ def test_who_fails_or_is_silent_is_named_and_left_out_of_the_rest():
     assert all([m for m, *_ in handles[i].told] == CALLS[:3] for i in (1, 2, 3))
 
 
-def test_without_engines_nobody_waits():
+def test_hand_over_without_engines_does_not_wait():
     send(client := EnginesOfTrainer(HandOver({}, 1.0), 7))
     assert not client.failures

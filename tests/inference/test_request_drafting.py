@@ -138,7 +138,7 @@ def test_a_drafter_computes_a_long_prompt_beside_its_verifier(oracle):
 
 
 @pytest.mark.parametrize("setting", [COUPLED, DECOUPLED])
-def test_what_has_come_is_verified(oracle, setting):
+def test_arrived_drafts_are_verified(oracle, setting):
     verifier = Verifier(setting)
     verifier.drafting.connect({"small": oracle.address})
     draft = verifier.step([], wait_for=3)
@@ -241,7 +241,7 @@ def test_messages_that_cannot_be_read_or_be_right_are_passed_over():
     assert decode_feedback(b"\xc1") is None
 
 
-def test_what_a_drafter_far_behind_did_not_hear_is_told_anew():
+def test_drafter_that_fell_behind_is_reopened():
     """The queue holds a thousand messages, and here there are more."""
     port = free_port()
     verifier = Verifier(DECOUPLED, max_tokens=10_000)
@@ -259,7 +259,7 @@ def test_what_a_drafter_far_behind_did_not_hear_is_told_anew():
     late.stop()
 
 
-def test_a_drafter_that_begins_anew_hears_of_everything(oracle):
+def test_restarted_drafter_receives_all_requests(oracle):
     verifier = Verifier(COUPLED)
     verifier.drafting.connect({"small": oracle.address})
     draft = verifier.step(verifier.step([], wait_for=3), wait_for=3)
@@ -271,7 +271,7 @@ def test_a_drafter_that_begins_anew_hears_of_everything(oracle):
     other.stop()
 
 
-def test_what_has_ended_is_closed(oracle):
+def test_streams_of_ended_requests_are_closed(oracle):
     """The drafter closes the stream of a request that has ended."""
     verifier = Verifier(COUPLED)
     verifier.drafting.connect({"small": oracle.address})
@@ -295,7 +295,7 @@ def test_no_draft_goes_beyond_the_last_token(oracle):
     assert oracle.counts.num_drafted == 1
 
 
-def test_its_own_text_drafts_where_that_is_asked_for():
+def test_ngram_setting_drafts_from_the_own_text():
     drafting = RequestDrafting(0, VOCAB_SIZE)
     drafting.begin("r", DraftSetting("ngram", 4), sample_key=1, max_tokens=60)
     text = np.array([1, 2, 3, 4, 5, 6, 9, 1, 2, 3], np.int32)
@@ -345,7 +345,7 @@ def test_drafts_that_are_dropped_count_as_none(oracle):
     assert drafting.progress() == before
 
 
-def test_the_draft_that_is_worth_more_is_verified_and_tells_of_the_other():
+def test_draft_with_more_expected_tokens_is_verified():
     """The draft with more expected tokens is verified.
 
     Where both drafts agree, verification also shows whether the other draft was right.
@@ -377,7 +377,7 @@ def test_the_draft_that_is_worth_more_is_verified_and_tells_of_the_other():
     assert (request.accuracy.num_right, request.accuracy.num_tried) == (3, 4)
 
 
-def test_what_others_were_right_in_is_what_a_request_begins_with():
+def test_request_starts_with_the_accuracy_of_others():
     drafting = RequestDrafting(0, VOCAB_SIZE)
     text, worth = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3], []
     for id in ("one", "other"):

@@ -48,7 +48,7 @@ def found_in_parts(stops: StopStrings, tokens: Sequence[int], cuts: Sequence[int
     ("decode", "size"), [(of_bytes, len(VOCABULARY)), (of_pieces, len(PIECES))]
 )
 @given(data=st.data())
-def test_it_ends_where_the_text_first_has_one_whatever_comes_at_once(decode, size, data):
+def test_response_ends_at_the_first_stop_string(decode, size, data):
     strings = data.draw(st.lists(st.text("ab é", min_size=1, max_size=5), min_size=1, max_size=3))
     tokens = data.draw(st.lists(st.integers(0, size - 1), max_size=30))
     cuts = data.draw(st.lists(st.integers(0, 30)))

@@ -179,7 +179,7 @@ async def test_taken_before_it_began(engines, weights, long_requests, without_sw
     assert_as_before(await generate(engines[0], moved), without_switch)
 
 
-async def test_one_that_is_moved_on_before_it_ran_keeps_what_it_came_with(
+async def test_request_moved_before_running_keeps_its_kv(
     engines, tp2, weights, long_requests, without_switch
 ):
     """A paused engine passes requests on with the keys and values that they came with."""
@@ -203,7 +203,9 @@ async def test_one_that_is_moved_on_before_it_ran_keeps_what_it_came_with(
     await finished_on(source, len(long_requests) - len(moved))
 
 
-async def test_those_that_stay_go_on(engines, tp2, weights, long_requests, without_switch):
+async def test_remaining_requests_continue_after_a_withdrawal(
+    engines, tp2, weights, long_requests, without_switch
+):
     """After a withdrawal, the source goes on with its other requests."""
     source, target = engines[1], tp2
     await load([source, target], weights)

@@ -63,7 +63,7 @@ def opened(id: str, **given) -> Opened:
     )
 
 
-def test_a_message_that_was_lost_ends_the_drafts_of_its_request_alone():
+def test_lost_message_ends_only_drafts_of_its_request():
     drafter = Drafter()
     drafter.receive(b"one", Feedback(opened=[opened("a"), opened("b")]))
     drafter.receive(b"two", Feedback(opened=[opened("a")]))
@@ -81,7 +81,7 @@ def test_a_message_that_was_lost_ends_the_drafts_of_its_request_alone():
     }
 
 
-def test_an_engine_that_begins_anew_leaves_nothing_open():
+def test_restarted_engine_leaves_no_open_sequences():
     drafter = Drafter()
     drafter.receive(b"one", Feedback(opened=[opened("a")]))
     drafter.receive(b"two", Feedback(opened=[opened("a")]))
@@ -91,7 +91,7 @@ def test_an_engine_that_begins_anew_leaves_nothing_open():
     assert drafter._live.texts == {}
 
 
-def test_what_it_has_no_rows_or_room_for_has_no_drafts():
+def test_tokens_and_lengths_beyond_limits_get_no_drafts():
     """The policy's vocabulary may have more rows than the drafter's, because of padding."""
     drafter = Drafter()
     beyond = drafter._config.max_model_len
@@ -113,7 +113,7 @@ def test_what_it_has_no_rows_or_room_for_has_no_drafts():
     assert {id for _, id in drafter.texts} == {"ends"}
 
 
-def test_a_token_that_nobody_asked_for_is_taken_back():
+def test_unrequested_token_is_rolled_back():
     """vLLM continues a preempted sequence even if it has drafted enough already."""
     drafter = Drafter()
     drafter.receive(b"one", Feedback(opened=[opened("rests"), opened("goes on")]))

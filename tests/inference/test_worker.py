@@ -114,18 +114,18 @@ def test_a_step_without_drafts_is_a_plain_one(drafts, has_inner_state, prepared)
     assert runner.speculative_config == "speculation"
 
 
-def test_what_the_last_step_took_can_be_saved(worker):
+def test_requests_of_the_last_step_can_be_saved(worker):
     assert step(worker, a=5, b=3) == {"a": (5, [0]), "b": (3, [1])}
 
 
-def test_one_that_was_left_out_alone_was_preempted(worker):
+def test_request_left_out_of_a_step_was_preempted(worker):
     """A step that runs other requests and leaves one out has preempted it."""
     step(worker, a=5, b=3)
     assert step(worker, b=1).keys() == {"b"}
     assert step(worker).keys() == {"b"}
 
 
-def test_a_step_that_takes_nobody_preempts_nobody(worker):
+def test_empty_step_preempts_no_request(worker):
     """vLLM runs such a step to report finished requests while the engine is paused."""
     before = step(worker, a=5, b=3)
     assert step(worker) == before
@@ -133,7 +133,7 @@ def test_a_step_that_takes_nobody_preempts_nobody(worker):
     assert step(worker, b=1).keys() == {"b"}
 
 
-def test_those_with_so_many_tokens_here_are_saved(worker):
+def test_only_long_requests_are_saved(worker):
     """Only requests with at least the wanted number of computed tokens are saved."""
     step(worker, a=5, b=3, c=1)
     wanted = {"a": 5, "b": 4, "d": 1}
@@ -143,7 +143,7 @@ def test_those_with_so_many_tokens_here_are_saved(worker):
 
 
 @pytest.mark.parametrize("lost", [{"finished": {"a"}}, {"preempted": {"a"}}, {"resumed": {"a"}}])
-def test_who_has_lost_blocks_is_told_before_the_step_that_uses_them(worker, connector, lost):
+def test_lost_blocks_are_reported_before_their_reuse(worker, connector, lost):
     step(worker, a=5, b=3)
     assert not connector.lost
     update = worker.model_runner._update_states

@@ -62,7 +62,7 @@ def test_compose_files_fit_the_compose_specification(name: str) -> None:
     check_schema("--builtin-schema", "vendor.compose-spec", CLUSTER / name)
 
 
-def test_what_compose_publishes_is_on_loopback_by_default() -> None:
+def test_compose_publishes_on_loopback_by_default() -> None:
     services = yaml.safe_load((CLUSTER / "compose.yaml").read_text())["services"]
     ports = [port for service in services.values() for port in service.get("ports", ())]
     assert len(ports) == 2
@@ -317,7 +317,7 @@ def test_scripts_parse(script: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["RAY_HEAD", "PREFECT_API_URL", "MLFLOW_TRACKING_URI"])
-def test_the_worker_says_what_it_lacks(missing: str) -> None:
+def test_worker_script_names_missing_variables(missing: str) -> None:
     environment = {
         "PATH": os.environ["PATH"],
         "RAY_HEAD": "nowhere:1",

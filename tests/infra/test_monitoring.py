@@ -102,7 +102,7 @@ def test_files_lie_where_they_are_mounted_from_and_looked_for() -> None:
     assert str(Path(home).parent) == provider["options"]["path"]
 
 
-def test_the_dashboard_asks_the_datasource_that_there_is() -> None:
+def test_dashboard_uses_the_provided_datasource() -> None:
     (source,) = read("datasource.yaml")["datasources"]
     assert source["url"] == "http://prometheus:9090"
     text = (MONITORING / "dashboard.json").read_text()
@@ -141,7 +141,7 @@ def test_metrics_are_some_that_vllm_and_ray_have(metric: str) -> None:
     assert f'"{own}"' in sources
 
 
-def test_docs_say_how_it_is_started() -> None:
+def test_docs_explain_how_to_start_monitoring() -> None:
     text = (REPOSITORY / "docs" / "cluster.md").read_text()
     assert "compose.monitoring.yaml" in text
     assert "monitoring/pod-monitor.yaml" in text

@@ -78,7 +78,7 @@ def test_the_first_python_that_runs_and_is_allowed(
 
 
 @pytest.mark.parametrize("version", ["(3, 10)", "(3, 14)", ""])
-def test_uv_gets_one_where_there_is_none(checkout: Path, version: str) -> None:
+def test_uv_installs_a_missing_python(checkout: Path, version: str) -> None:
     done = set_up(checkout, python3=python(version), uv=UV)
     assert done.returncode == TAKEN, done.stderr
     assert "--python 3.11 .venv" in done.stderr.strip().splitlines()[-1]
@@ -90,7 +90,7 @@ def test_uv_itself_comes_from_the_registry(checkout: Path) -> None:
     assert "--target .venv/bootstrap uv" in done.stderr
 
 
-def test_without_any_it_says_what_to_install(checkout: Path) -> None:
+def test_setup_without_python_explains_what_to_install(checkout: Path) -> None:
     done = set_up(checkout, python3=python("(3, 10)"))
     assert done.returncode == 2
     assert "install Python 3.11, 3.12 or 3.13, or uv" in done.stderr
@@ -98,7 +98,7 @@ def test_without_any_it_says_what_to_install(checkout: Path) -> None:
 
 @pytest.mark.parametrize("variant", ["cpu", "gpu"])
 @pytest.mark.parametrize("minor", [11, 12, 13])
-def test_one_list_is_for_every_python(variant: str, minor: int) -> None:
+def test_requirements_fit_every_python(variant: str, minor: int) -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert SpecifierSet(project["requires-python"]).contains(f"3.{minor}.5")
     text = (REPOSITORY / "infra" / "requirements" / f"{variant}.txt").read_text()

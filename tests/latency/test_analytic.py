@@ -122,7 +122,7 @@ def test_tp_helps_large_batches_on_nvlink_and_less_on_pcie():
     assert gains["A40"] < gains["H100"] - 1
 
 
-def test_communication_costs_grow_with_the_group_and_vanish_alone():
+def test_communication_grows_with_the_group_from_zero():
     latency = AnalyticLatency(LLAMA, A40)
     costs = [latency.collective_s(tp, 128) for tp in (1, 2, 4, 8)]
     assert costs[0] == 0.0

@@ -89,7 +89,7 @@ def test_extrapolation_is_marked(batch, length):
 
 
 @given(st.integers(1, 600), st.integers(1, 32768))
-def test_what_is_not_beyond_is_reached_though_it_be_less(batch, length):
+def test_reaches_ignores_lower_bounds(batch, length):
     estimate = EXACT.decode_estimate(1, batch, batch * length)
     reaches = EXACT.reaches(1, batch, batch * length)
     assert reaches == (not estimate.extrapolated) or length < min(LENGTHS)
@@ -153,7 +153,7 @@ def test_a_profile_survives_json():
     assert Profile.model_validate_json(profile.model_dump_json()) == profile
 
 
-def test_what_is_missing_is_named():
+def test_missing_points_are_named():
     with pytest.raises(ValueError, match="toy on made up has no decode points"):
         FittedLatency(profile_of([]))
     with pytest.raises(ValueError, match="no decode points at tp_degree 8; known: 1, 2"):

@@ -83,7 +83,7 @@ def test_more_to_do_takes_longer(latency, requests):
     assert finish_s(latency, 2, requests) >= finish_s(latency, 2, whole) * (1 - 1e-6)
 
 
-def test_what_is_left_by_hand():
+def test_remaining_requests_equal_sums_by_hand():
     """A step takes 11 ms, so 0.11 s are 10 steps. Look in the middle of a segment and at an end."""
     latency = LinearLatency(step_s=0.011)
     fast, slow = Unfinished(7, 40, tokens_per_pass=2.0), Unfinished(5, 30)
@@ -146,6 +146,6 @@ def test_few_questions():
     assert forecast_s == pytest.approx(decode(AFFINE, 1, rounded, 256), rel=0.005)
 
 
-def test_it_is_fast():
+def test_forecast_is_fast():
     requests = many(256)
     assert min(timeit.repeat(lambda: finish_s(FITTED, 1, requests), number=5, repeat=5)) / 5 < 4e-3

@@ -55,7 +55,7 @@ def test_a_vocabulary_that_is_not_divided_evenly_is_padded():
         ({"num_key_value_heads": 6}, 4, r"does not divide num_key_value_heads \(6\)"),
     ],
 )
-def test_what_has_no_shard_is_refused(changes, tp_degree, message):
+def test_models_without_shards_are_refused(changes, tp_degree, message):
     with pytest.raises(ValueError, match=message):
         shard_config(LLAMA_CONFIG | changes, tp_degree)
 
@@ -91,7 +91,7 @@ def test_a_shard_and_its_all_reduces_take_what_all_ranks_take(hardware, tp_degre
         assert with_all_reduces(measured, whole).seconds > seconds
 
 
-def test_one_rank_and_drafting_have_no_all_reduce():
+def test_single_rank_and_drafting_have_no_all_reduce():
     whole = whole_latency(LLAMA_CONFIG, "H100")
     alone = ProfilePoint(kind=PointKind.DECODE, batch=4, context_tokens=100, seconds=0.01)
     drafting = ProfilePoint(

@@ -28,7 +28,7 @@ def check(kind: str, targets: Any, **changes: Any) -> tuple[str, ...]:
     ("kind", "targets"),
     [("qwen3_moe", "all-linear"), ("mixtral", "all-linear"), ("llama", (*ENDS, "q_proj"))],
 )
-def test_what_is_merged_and_read_back_right_passes(kind: str, targets: Any) -> None:
+def test_correctly_merged_adapters_pass(kind: str, targets: Any) -> None:
     assert check(kind, targets) == ()
 
 
@@ -44,7 +44,7 @@ def test_what_is_merged_and_read_back_right_passes(kind: str, targets: Any) -> N
         ("llama4_text", "all-linear", {}, r"fails with adapters .* leave out router: .*=\[down"),
     ],
 )
-def test_what_is_not_is_refused_by_the_layers_name(
+def test_wrongly_merged_adapters_are_refused_by_layer(
     kind: str, targets: Any, changes: dict, said: str
 ) -> None:
     with pytest.raises(ValueError, match=f"trainer.lora.target_modules: .*{said}"):

@@ -141,7 +141,7 @@ def test_overlong_punishment_equals_the_cases_of_the_paper(lengths: list[int], b
     np.testing.assert_allclose(punished, [case(length) for length in lengths], atol=1e-12)
 
 
-def test_no_buffer_punishes_nobody() -> None:
+def test_zero_buffer_gives_no_punishment() -> None:
     off = overlong_punishments([1, 50], max_tokens=50, buffer_tokens=0, penalty=1.0)
     assert off.tolist() == [0.0, 0.0]
 

@@ -41,7 +41,7 @@ def test_a_types_row_has_its_settings(name: str) -> None:
         assert same, f"{name}: {column} is {value}"
 
 
-def test_what_types_pick_is_in_the_table() -> None:
+def test_table_lists_the_settings_of_types() -> None:
     head, *rows = table("type")
     assert [row[0] for row in rows] == list(SETTINGS)
     assert set().union(*SETTINGS.values()) <= set(head)
@@ -55,7 +55,7 @@ def test_each_type_has_a_section_with_its_paper_and_its_peers(name: str) -> None
     assert "veRL" in section
 
 
-def test_every_setting_is_on_the_page_and_every_name_there_is_one() -> None:
+def test_page_names_exactly_the_settings() -> None:
     head, *_ = table("type")
     of_any = [CODE.findall(row[0])[0] for row in table("setting")[1:]]
     assert {*head[1:], *of_any} - {"minibatches"} == AlgorithmConfig.model_fields.keys() - {"type"}

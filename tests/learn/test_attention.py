@@ -88,7 +88,7 @@ def packed(model: PreTrainedModel, samples: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", [*SHAPES, *FEATURES])
-def test_hidden_states_and_gradients_are_those_of_each_sample_alone(kind: str) -> None:
+def test_packed_samples_compute_as_separate_ones(kind: str) -> None:
     model = model_of(kind)
     samples = [torch.randint(1, 64, (length,)) for length in LENGTHS]
     alone = torch.cat(
@@ -150,7 +150,7 @@ class Attention(torch.nn.Module):
         ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "a mask of its own"),
     ],
 )
-def test_what_attention_does_not_know_is_refused(given: dict[str, Any], message: str) -> None:
+def test_unknown_attention_arguments_are_refused(given: dict[str, Any], message: str) -> None:
     mask = RowMask(SampleBounds.of([3, 1], torch.device("cpu")))
     heads = [torch.randn(1, 2, 4, 8)] * 3
     harmless = {"dropout": 0.0, "is_causal": True, "position_ids": torch.zeros(1), "other": None}

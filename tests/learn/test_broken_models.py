@@ -72,7 +72,7 @@ def save(kind: str, path: Path, tied: bool = False, **how: Any) -> Path:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_what_transformers_saved_is_not_refused(kind: str, tied: bool, tmp_path: Path) -> None:
+def test_models_saved_by_transformers_are_accepted(kind: str, tied: bool, tmp_path: Path) -> None:
     assert check(save(kind, tmp_path / "model", tied)) == ()
 
 

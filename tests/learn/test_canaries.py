@@ -28,15 +28,13 @@ MakeConfig = Callable[..., TrainConfig]
         ({"windows": [None, 6000], "window_type": "full", "is_chunked": True}, 6000),
     ],
 )
-def test_it_is_longer_than_what_the_configuration_names(
-    model: dict[str, Any], longest: int
-) -> None:
+def test_canary_exceeds_the_configured_lengths(model: dict[str, Any], longest: int) -> None:
     assert LongCanaries(model, 10**6).num_tokens == longest + BEYOND_TOKENS
     # An engine needs room for the token that it generates, too.
     assert LongCanaries(model, 1000).num_tokens == 999
 
 
-def test_text_that_is_too_short_goes_on_without_copies_of_itself() -> None:
+def test_short_text_continues_without_repeats() -> None:
     given = np.random.default_rng(1).integers(1000, size=(3, 50)).tolist()
     long, behind = LongCanaries({}, 1000).take(given)
     assert (len(long), len(behind)) == (999, 128)
@@ -47,7 +45,7 @@ def test_text_that_is_too_short_goes_on_without_copies_of_itself() -> None:
     assert again.tolist() == long.tolist(), "ranks must take the same canary"
 
 
-def test_they_are_due_at_the_start_and_seldom_later() -> None:
+def test_canaries_are_due_rarely_after_the_start() -> None:
     rollouts = read_rollouts(make_batch())
     num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     canaries = LongCanaries({}, max_model_len=64)
@@ -67,7 +65,7 @@ def test_they_are_due_at_the_start_and_seldom_later() -> None:
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [64, 100, 256])
-def test_one_lies_behind_a_long_one(
+def test_canary_follows_a_long_one_in_its_row(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, micro_batch_tokens: int
 ) -> None:
     learner = Learner(make_config(micro_batch_tokens=micro_batch_tokens))

@@ -41,7 +41,7 @@ def test_state_comes_back(tmp_path: Path) -> None:
     assert state.file_bytes == {"model/file": 7}
 
 
-def test_one_that_is_there_is_on_the_disk_whole(tmp_path, monkeypatch) -> None:
+def test_visible_checkpoint_is_complete_on_disk(tmp_path, monkeypatch) -> None:
     disk = Disk(monkeypatch)
     for content in ("weights", "others"):
         write(tmp_path, 3, content)

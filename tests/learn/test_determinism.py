@@ -94,7 +94,7 @@ def test_noise_and_memory_are_named(change: Any, message: str) -> None:
         check_steady(policy, torch.float32)
 
 
-def test_a_rope_that_looks_at_the_whole_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rope_that_depends_on_the_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of("llama")
     rope: Any = policy.get_submodule("model.model.rotary_emb")
     turn = rope.forward

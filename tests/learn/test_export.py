@@ -134,7 +134,7 @@ def test_the_config_names_the_data_type_that_was_written(
     assert "config.json" not in manifest["copied"]
 
 
-def test_what_transformers_loads_is_what_was_trained(make_config: MakeConfig, start: Path) -> None:
+def test_transformers_loads_the_trained_weights(make_config: MakeConfig, start: Path) -> None:
     """transformers would round the float32 weights if the config still named bfloat16."""
     file = start / "model.safetensors"
     rounded = {name: one.bfloat16() for name, one in load_file(file).items()}

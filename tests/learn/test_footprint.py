@@ -82,7 +82,7 @@ def footprint(num_ranks: int = 4, tokens: int = 16_384, checkpointing: bool = Tr
     return trainer_footprint(QWEN3_8B, Training(num_ranks, tokens, 8192, checkpointing, **more))
 
 
-def test_what_each_setting_saves() -> None:
+def test_settings_save_the_expected_memory() -> None:
     assert footprint(8).state_bytes == footprint(4).state_bytes / 2
     assert footprint(tokens=8192).kept_bytes == footprint().kept_bytes / 2
     assert footprint(checkpointing=False).bytes > footprint().bytes + 100e9
@@ -91,7 +91,7 @@ def test_what_each_setting_saves() -> None:
     assert "of the reference model" in str(footprint(has_reference=True))
 
 
-def test_an_8b_model_fits_on_4_gpus_of_80_gb_and_on_none_alone() -> None:
+def test_8b_model_needs_four_80_gb_gpus() -> None:
     assert footprint().bytes < 72e9
     assert footprint(1).bytes > 131e9
 

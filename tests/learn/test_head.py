@@ -72,7 +72,7 @@ def test_a_head_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_heads_are_checked_by_their_configuration_alone(name: str) -> None:
+def test_heads_are_checked_by_their_configuration(name: str) -> None:
     check_head(model_of(name).config)
 
 

@@ -6,7 +6,7 @@ import torch
 from engines.learn.host_copies import HostCopies
 
 
-def test_what_comes_back_is_what_left():
+def test_restored_tensors_equal_offloaded_ones():
     weights = torch.randn(17, 5)
     part = weights[3:9, 1:]
     moments = torch.randn(3).to(torch.bfloat16)
@@ -30,7 +30,7 @@ def test_host_memory_is_taken_once():
     assert kept[0] == kept[1] == kept[2]
 
 
-def test_an_optimiser_goes_on_with_its_tensors():
+def test_optimiser_continues_with_its_tensors():
     def updates(leave):
         torch.manual_seed(0)
         layer = torch.nn.Linear(8, 8)

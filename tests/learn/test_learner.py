@@ -156,7 +156,7 @@ def test_a_learner_takes_no_weights_that_were_damaged(make_config: MakeConfig) -
     Learner(config).restore(path)
 
 
-def test_a_full_disk_leaves_the_checkpoints_there_are(make_config: MakeConfig) -> None:
+def test_full_disk_keeps_existing_checkpoints(make_config: MakeConfig) -> None:
     learner = started(make_config())
     learner.train_step(make_batch())
     first = learner.save(1, {})

@@ -60,7 +60,7 @@ def test_the_export_is_whole_and_the_adapter_is_pefts(make_config: MakeConfig) -
     np.testing.assert_allclose(found, expected_logprobs(adapted), atol=1e-5)
 
 
-def test_checkpoints_hold_adapters_alone_and_a_run_goes_on_from_them(
+def test_run_resumes_from_checkpoints_of_adapters(
     make_config: MakeConfig,
 ) -> None:
     config = make_config({"kl_coefficient": 0.1}, lora=LORA, learning_rate=1e-2)

@@ -201,7 +201,7 @@ def test_far_ratios_and_their_gradients_are_bounded(log_ratio: float) -> None:
     assert torch.isfinite(bounded_ratios(new)).all()
 
 
-def test_a_dual_clip_bounds_the_loss_of_bad_tokens_alone() -> None:
+def test_dual_clip_bounds_only_bad_tokens() -> None:
     new = torch.tensor([1.0, 2.0, 2.0], requires_grad=True)
     advantages = torch.tensor([-0.5, -0.5, 0.5])
     losses = clipped_policy_losses(new, advantages, **CLIP, dual_clip=3.0)

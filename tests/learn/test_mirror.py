@@ -82,9 +82,7 @@ def test_a_damaged_copy_is_named_and_leaves_nothing(mirror: Mirror, tmp_path: Pa
     assert latest_checkpoint(tmp_path / "own") is None
 
 
-def test_a_bit_that_was_flipped_is_fetched_anew_and_found_in_a_copy(
-    mirror: Mirror, tmp_path: Path
-) -> None:
+def test_flipped_bits_are_detected_and_refetched(mirror: Mirror, tmp_path: Path) -> None:
     own = write(tmp_path / "own", 3)
     mirror.put(own, keep=2)
     flip(own / "model" / "file", 5)
@@ -184,7 +182,7 @@ def test_a_copy_that_fails_is_tried_again(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_copy_that_hangs_holds_up_nobody(
+def test_hung_copy_does_not_block_the_run(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_failures: list
 ) -> None:
     monkeypatch.setattr("engines.learn.mirror.ANSWER_S", 5.0)

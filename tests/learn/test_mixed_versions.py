@@ -167,7 +167,7 @@ def test_filtered_responses_are_in_no_denominator(
     assert plain.weights_buffer() != learner.weights_buffer()
 
 
-def test_a_batch_that_teaches_nothing_leaves_the_weights_alone(make_config: MakeConfig) -> None:
+def test_batch_without_signal_leaves_weights_unchanged(make_config: MakeConfig) -> None:
     learner = started(make_config({"overlong_filtering": True}), "pipelined", 3)
     before = learner.weights_buffer()
     batch = change(make_batch(policy_version=3), lambda _: {"truncated": True})

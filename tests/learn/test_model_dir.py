@@ -64,7 +64,7 @@ def test_a_good_directory_passes(copy: Path) -> None:
         (no_tokenizer, "holds no tokenizer"),
     ],
 )
-def test_a_bad_directory_is_named_with_a_way_to_mend_it(
+def test_bad_directory_is_named_with_its_fix(
     copy: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     damage(copy)

@@ -97,6 +97,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ("def compute_advantage(a, b): return float('nan')", "is nan: return a finite number"),
     ],
 )
-def test_what_it_gives_must_be_of_use(trained: Callable, text: str, message: str) -> None:
+def test_invalid_results_of_own_functions_are_refused(
+    trained: Callable, text: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         trained(text)

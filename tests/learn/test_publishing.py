@@ -63,7 +63,7 @@ def made(num: int, size: int, alive: list) -> Iterator[tuple[str, Tensor]]:
         del tensor
 
 
-def test_one_tensor_is_there_at_a_time(files: VersionFiles) -> None:
+def test_publishing_holds_one_tensor_at_a_time(files: VersionFiles) -> None:
     alive: list[int] = []
     shapes = {f"t{i}": (1000,) for i in range(8)}
     whole = WholeTensors(shapes, made(8, 1000, alive), torch.bfloat16)
@@ -72,7 +72,7 @@ def test_one_tensor_is_there_at_a_time(files: VersionFiles) -> None:
     assert [found[f"t{i}"][0].item() for i in range(8)] == list(range(8))
 
 
-def test_each_goes_on_when_it_is_written_and_the_file_is_there_after_the_last(
+def test_tensors_are_passed_on_once_written(
     files: VersionFiles,
 ) -> None:
     shapes = {f"t{i}": (4,) for i in range(3)}

@@ -9,7 +9,7 @@ from engines.store.tables import REWARDS
 
 
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(1, 60), st.integers(1, 60))
-def test_what_is_missing_is_made_up_for(useful: int, dull: int, wanted: int, batch: int) -> None:
+def test_missing_prompts_are_replaced(useful: int, dull: int, wanted: int, batch: int) -> None:
     drawn = useful + dull
     num = num_to_draw(useful, drawn, wanted, batch)
     assert 0 <= num <= batch
@@ -20,7 +20,7 @@ def test_what_is_missing_is_made_up_for(useful: int, dull: int, wanted: int, bat
         assert num * useful >= missing * drawn > (num - 1) * useful
 
 
-def test_half_of_a_batch_teaches_nothing() -> None:
+def test_refill_for_a_half_useless_batch() -> None:
     assert num_to_draw(34, 64, 64, 64) == 57
     assert num_to_draw(0, 64, 64, 64) == 64
     assert num_to_draw(63, 121, 64, 64) == 2

@@ -80,7 +80,7 @@ def test_tokens_that_are_masked_are_refused() -> None:
         mask_of(causal_mask_function, 40, attention_mask=given)
 
 
-def test_a_mask_that_looks_ahead_is_refused() -> None:
+def test_mask_that_sees_the_future_is_refused() -> None:
     with pytest.raises(ValueError, match="llama makes a mask that is neither causal nor"):
         mask_of(bidirectional_mask_function, 40)
 

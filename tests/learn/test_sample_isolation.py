@@ -98,7 +98,7 @@ def test_samples_of_hybrid_models_have_rows_of_their_own(kind: str) -> None:
     assert all(np.abs(f - e).max() > 1e-2 for f, e in zip(others, expected[1:], strict=True))
 
 
-def test_a_temperature_by_the_place_in_the_row_has_samples_alone() -> None:
+def test_position_dependent_temperature_needs_separate_rows() -> None:
     """The temperature acts from position `floor_scale` on, beyond the samples that the check tries.
     So the check goes by the setting."""
     policy = policy_of("llama4_text", attn_temperature_tuning=True, floor_scale=8192)
@@ -170,7 +170,7 @@ def learner_of(
     return learner
 
 
-def test_a_hybrid_model_is_trained_as_if_its_samples_were_alone(
+def test_hybrid_model_trains_as_with_separate_samples(
     make_config: MakeConfig, model_dir: Path, tmp_path: Path
 ) -> None:
     one, other = (
@@ -184,7 +184,7 @@ def test_a_hybrid_model_is_trained_as_if_its_samples_were_alone(
     assert first["actor/rollout_logprob_diff"] < 1e-5
 
 
-def test_a_model_of_attention_alone_packs(make_config: MakeConfig) -> None:
+def test_attention_only_model_packs_samples(make_config: MakeConfig) -> None:
     learner = Learner(make_config())
     learner.restore(None)
     assert learner.notes == ()

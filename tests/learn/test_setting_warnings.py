@@ -13,7 +13,7 @@ def warnings_of(**given: object) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_a_type_picks_can_act(name: str) -> None:
+def test_settings_picked_by_a_type_have_an_effect(name: str) -> None:
     assert warnings_of(algorithm={"type": name}) == []
 
 

@@ -50,7 +50,7 @@ def published(weights: PolicyWeights) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(weights.source.path)
 
 
-async def test_in_the_engines_turn_it_holds_no_core_and_goes_on_bit_for_bit(
+async def test_trainer_sleeps_and_continues_bit_for_bit(
     make_config: Callable[..., TrainConfig],
 ) -> None:
     alone = Learner(make_config())

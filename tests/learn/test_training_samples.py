@@ -85,7 +85,7 @@ def test_tokens_are_as_old_as_the_step_that_drew_their_sample_admits(
         check_versions(rollout, VERSION, max_staleness)
 
 
-def test_what_is_too_old_is_named() -> None:
+def test_sample_with_old_tokens_is_named() -> None:
     versions, origins = [[6, 7], [5, 7]], [VERSION + 1, VERSION + 1]
     with pytest.raises(
         StalenessError, match=r"sample 11 of prompt prompt1, planned for step 8"
@@ -125,7 +125,7 @@ def test_dynamic_sampling_leaves_out_groups_of_equal_rewards() -> None:
     assert trained(samples_of(rollouts)[0]) == [0, 1, 2]
 
 
-def test_a_length_alone_does_not_make_a_group_useful() -> None:
+def test_lengths_do_not_make_a_group_useful() -> None:
     rollouts = make_rollouts([[7] * 10], rewards=[[1.0, 1.0]])
     rollouts[0].group_lengths[:] = [10, 1]
     punished = {"overlong_buffer_tokens": 4}

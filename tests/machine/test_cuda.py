@@ -41,7 +41,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @COMPILER
-def test_the_driver_says_what_it_serves(driver: Any) -> None:
+def test_driver_reports_what_it_offers(driver: Any) -> None:
     driver(13000)
     seen = see_cuda()
     assert (seen.library, seen.answered, seen.cuda_version) == (True, True, (13, 0))
@@ -93,7 +93,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_the_cuda_build_works_on_gpus_alone(no_gpu: pytest.MonkeyPatch) -> None:
+def test_cuda_build_works_only_on_gpus(no_gpu: pytest.MonkeyPatch) -> None:
     import torch
 
     no_gpu.setattr(torch.version, "cuda", "13.0")

@@ -56,7 +56,7 @@ def test_a_run_by_hand() -> None:
     assert need(2, 3).trainer_bytes == 16 * GB + 3 * CPU_PROCESS_BYTES
 
 
-def test_what_no_host_has_room_for_is_refused_with_figures() -> None:
+def test_runs_too_large_for_hosts_are_refused() -> None:
     whole = need(64, 1, 10**6)
     require_room(whole, whole.bytes / 0.94)
     with pytest.raises(

@@ -24,7 +24,7 @@ def faults(**changes: Any) -> list[tuple[str, Verdict, str]]:
     return [(f.what, f.verdict, f"{f.found} | {f.fix}") for f in found if f.verdict != Verdict.OK]
 
 
-def test_machines_with_nothing_to_mend() -> None:
+def test_healthy_machines_have_no_findings() -> None:
     assert faults() == []
     assert faults(**CPU) == []
     lines = {finding.what: finding.found for finding in findings(gpu_machine(**CPU))}
@@ -66,7 +66,7 @@ def test_why_the_cuda_build_has_no_gpu(seen: CudaInfo, words: list[str]) -> None
     assert faults(cuda=seen, cluster="head:6379") == [], "GPUs of a cluster are on other nodes"
 
 
-def test_gpus_that_can_be_used_are_no_fault_unless_torch_says_so() -> None:
+def test_usable_gpus_are_fine_unless_torch_fails() -> None:
     assert why_no_gpu("13.0", READY) is None
     assert why_no_gpu("12.8", cuda(cuda_version=(12, 9))) is None
     assert why_no_gpu("13.0", cuda(visible="1")) is None

@@ -37,7 +37,7 @@ def test_through_host_memory_engines_write_at_once():
     assert seconds == pytest.approx((250 + 100) / 50)
 
 
-def test_what_is_saved_ahead_is_not_waited_for():
+def test_precopied_tokens_are_not_waited_for():
     costs = costs_on_a40(kv_bytes_per_token=100.0, link_bytes_per_s=50.0)
     seconds = costs.move_s(2, 4, [[1.0], [2.0, 3.0]], [[3.0, 1.0], [2.0]])
     assert seconds == pytest.approx(100 / 50)
@@ -49,7 +49,7 @@ def test_what_is_saved_ahead_is_not_waited_for():
         assert replace(costs, **otherwise).ahead_s(2, [[1.0], [2.0, 3.0]]) == 0.0
 
 
-def test_what_switches_took_takes_the_place_of_what_they_are_taken_to():
+def test_measured_switch_times_replace_assumed_ones():
     told = costs_on_a40(wake_s=0.5, link_bytes_per_s=2e9)
     assert told.as_measured(SwitchCounts()) == told
     seen = SwitchCounts((0.1, 9.0, 0.2), (1e9,))

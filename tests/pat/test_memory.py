@@ -43,7 +43,7 @@ caches = st.floats(0, 60).map(lambda gb: gb * GB)
 
 
 @given(weights, caches, st.sampled_from([(2, 4), (2, 8), (1, 2, 4, 8)]))
-def test_kept_where_there_is_room_loaded_where_there_is_less(weight_bytes, kv, degrees):
+def test_weights_stay_only_if_memory_allows(weight_bytes, kv, degrees):
     kept, loaded = (
         gpu_footprint(weight_bytes, degrees, kv, resident=resident).bytes
         for resident in (True, False)
@@ -63,7 +63,7 @@ def plan(weight_bytes, degrees, kv, usable, parked="auto"):
     return plan_parked_weights(parked, weight_bytes, degrees, kv, usable / USABLE_SHARE)
 
 
-def test_a_refusal_has_figures_and_says_how_to_mend_it():
+def test_refusal_has_figures_and_a_fix():
     with pytest.raises(ValueError, match="tp_degrees") as refusal:
         plan_parked_weights("auto", LLAMA.weight_bytes, (2, 4, 8), 60 * GB, A40.memory_bytes)
     assert str(refusal.value) == (
@@ -80,7 +80,7 @@ def test_a_host_without_memory_is_refused():
         require_host_memory(1 * GB, (1, 2), 0.25 * GB, 2, 6 * GB)
 
 
-def test_what_waiting_engines_cost_on_the_papers_machines():
+def test_standby_costs_on_the_machines_of_pat():
     (tp4, tp8) = compare_standby(LLAMA, A40, (2, 4, 8))
     assert tp8.resident_bytes == pytest.approx(16.06e9 / 8 + 1.2e9, rel=0.01)
     assert (tp4.resident_share + tp8.resident_share) == pytest.approx(0.18, abs=0.01)

@@ -86,7 +86,7 @@ def test_a_higher_quantile_is_longer(lengths, so_far, quantile):
     assert high >= low
 
 
-def test_beyond_the_longest_a_share_of_what_there_is():
+def test_remaining_beyond_the_longest_is_a_share():
     history = {"prompt-0": LengthHistory(100.0, 110)}
     shares = [estimate(history, {0: num}, quantile=0.5)[0] / num for num in (200, 400, 800, 1600)]
     assert all(share > 0.05 for share in shares)
@@ -168,7 +168,7 @@ def test_steady_estimates_keep_their_order_as_others_end():
 
 
 @given(known, generated_of, st.randoms(use_true_random=False))
-def test_who_is_long_is_so_wherever_the_requests_are(history, generated, random):
+def test_estimates_ignore_the_order_of_requests(history, generated, random):
     ids = [request(index) for index in generated]
     shuffled = random.sample(ids, len(ids))
     num_of = dict(zip(ids, generated.values(), strict=True))

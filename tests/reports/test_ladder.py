@@ -68,7 +68,7 @@ def test_batches_are_those_of_the_profile(max_batch, shown):
     assert sorted({rung.batch for rung in rungs}) == shown
 
 
-def test_the_table_says_which_drafter_does_not_pay():
+def test_table_marks_drafters_that_do_not_pay():
     console = Console(width=80, file=StringIO(), record=True)
     console.print(ladder_table(ladder_rungs(profile_with(Machine(share=1.0), "small", "ngram"))))
     lines = console.export_text().splitlines()

@@ -55,7 +55,7 @@ def page(plan=PLAN, batch=BATCH, config=CONFIG, savings=None):
     return step_page(config, plan, batch, REPORT, 32, "RECORD", savings)
 
 
-def test_the_page_says_what_was_planned_and_what_happened():
+def test_page_shows_the_plan_and_its_result():
     text = page()
     for words in (
         "# Step 7 of 32, epoch 2 of 1",
@@ -75,7 +75,7 @@ def test_the_page_says_what_was_planned_and_what_happened():
     assert "HistoPipe" not in text
 
 
-def test_the_page_says_when_engines_are_expected_to_end():
+def test_page_shows_expected_ends_of_engines():
     ending = PLAN.model_copy(update={"expected_s": 11.04, "equal_s": 1234.5})
     expected = "engines are expected to end after 11.0 s"
     assert f"{expected}, with equal passes after 1,234.5 s" in page(plan=ending)
@@ -85,7 +85,7 @@ def test_the_page_says_when_engines_are_expected_to_end():
     assert "expected to end" not in page()
 
 
-def test_the_page_says_what_each_technique_did():
+def test_page_shows_the_effect_of_each_technique():
     assert (
         "drafting: 800 of 1,200 forward passes saved (3.00 tokens a pass), 80% of drafts accepted; "
         "drafting took 10.0% of the engines' time"
@@ -106,7 +106,7 @@ def test_the_page_says_what_each_technique_did():
     assert "nothing was drafted" in page(batch=undrafted)
 
 
-def test_the_page_says_what_each_technique_saved():
+def test_page_shows_the_savings_of_each_technique():
     assert "saved" not in page().split("## What each technique did")[1].split("\n", 2)[0]
     assert "## What each technique saved" not in page()
     each = (Saving(Technique.DRAFTING, 1.0, 0.25),)
@@ -118,7 +118,7 @@ def test_the_page_says_what_each_technique_saved():
     assert "Predicted" not in unknown
 
 
-def test_the_record_is_a_link_where_there_is_a_server():
+def test_page_links_to_mlflow_server_if_any():
     linked = record_link("http://127.0.0.1:5000/", "runs", "3", "abc")
     assert (
         "](http://127.0.0.1:5000/#/experiments/3/runs/abc?workflowType=machine_learning)" in linked
@@ -146,7 +146,7 @@ def test_moves_are_rows_in_order_of_time():
     assert [(row["kind"], row["at_s"]) for row in rows] == [("migrated", 1.0), ("deferred", 2.5)]
 
 
-def test_the_page_says_which_engines_are_gone():
+def test_page_shows_lost_engines():
     (share,) = BATCH.shares
     gone = share.model_copy(update={"engine": 3, "gone": True, "num_restarts": 1})
     text = page(batch=BATCH.model_copy(update={"shares": (share, gone)}))

@@ -29,7 +29,7 @@ def test_a_long_curve_is_averaged_into_its_columns() -> None:
     assert reward_curve([0.25, 0.5]) == "0.250 ▁█ 0.500"
 
 
-def test_what_a_live_run_does(tmp_path) -> None:
+def test_live_view_shows_the_current_phase(tmp_path) -> None:
     run_dir = make_run(tmp_path, "live", (0.5, 0.75), progress(rolling=ROLLING, started_s=1e9))
     console = Console(width=140, markup=False, record=True)
     console.print(live_view(read_run(run_dir), 1e9 + 5.0))

@@ -196,7 +196,7 @@ def test_a_switch_is_seen_and_a_gpu_counts_once(tmp_path):
         assert not coloured(quiet, ACTIVITIES[activity].colour).any()
 
 
-def test_what_lies_outside_the_window_is_not_drawn(tmp_path):
+def test_spans_outside_the_window_are_not_drawn(tmp_path):
     """Spans that are cut to the window give the same bytes."""
     draw_timeline(TIMELINE, tmp_path / "whole.png", "title")
     cut = tuple(

@@ -31,7 +31,7 @@ def embedded(text: str) -> dict:
     return json.loads(found)
 
 
-def test_what_comes_from_data_cannot_leave_its_place():
+def test_data_is_escaped_in_the_page():
     text = page(RecordedTimeline(SWITCHED, 0.0), [request(NASTY, 0, 0.0, 5.0)], title=NASTY)
     plain = page(RecordedTimeline(SWITCHED, 0.0), [request("p", 0, 0.0, 5.0)])
     assert embedded(text)["prompts"] == [NASTY]

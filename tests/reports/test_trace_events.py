@@ -39,7 +39,7 @@ def of_kind(events: dict, kind: str) -> list[dict]:
     return [event for event in events["traceEvents"] if event["ph"] == kind]
 
 
-def test_each_span_is_there_once_with_its_whole_length() -> None:
+def test_each_span_appears_once_with_its_length() -> None:
     spans = of_kind(trace_events([FIRST, SECOND]), "X")
     assert [(s["pid"], s["name"], s["ts"], s["dur"]) for s in spans] == [
         (0, "sync train/1", 0, 500_000),
@@ -48,7 +48,7 @@ def test_each_span_is_there_once_with_its_whole_length() -> None:
     ]
 
 
-def test_a_span_that_goes_on_ends_with_what_is_known() -> None:
+def test_open_span_ends_with_the_timeline() -> None:
     *_, last = of_kind(trace_events([FIRST]), "X")
     assert last["dur"] == 3_000_000
 
@@ -85,6 +85,6 @@ def test_timelines_are_kept_and_read_in_order_of_time(tmp_path: Path) -> None:
     assert read_timelines(tmp_path / "none") == []
 
 
-def test_it_is_json() -> None:
+def test_trace_is_json() -> None:
     assert json.loads(json.dumps(trace_events([FIRST, SECOND], [ROLLOUT])))
     assert trace_events([])["traceEvents"] == []

@@ -132,7 +132,7 @@ def rare(cases: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "body"), [*FORGED.items(), *rare(FORGED_TOO)])
-def test_what_a_scorer_forges_harms_nobody_else(tmp_path, name, body):
+def test_forged_replies_do_not_affect_other_responses(tmp_path, name, body):
     """The scorer forges replies for the second of three responses. The others keep their scores."""
     body = f"if solution_str == '1':\n    {body}\nreturn 1"
     config = write(tmp_path, body, on_error="zero", timeout_s=3.0)
@@ -159,7 +159,7 @@ def test_a_pickle_from_a_scorer_runs_nothing(tmp_path):
     assert not mark.exists()
 
 
-def test_what_comes_late_reaches_no_other_chunk(tmp_path):
+def test_late_output_does_not_reach_other_chunks(tmp_path):
     """A thread of the scorer writes garbage after its call has returned a score."""
     late = "threading.Timer(0.2, write, [b'garbage\\n']).start()"
     one = ScorerProcess(write(tmp_path, f"{late}\nreturn float(solution_str)"))
@@ -220,7 +220,7 @@ BAD = {
 }
 
 
-def test_what_no_record_can_hold_fails_by_its_rule(tmp_path):
+def test_unstorable_results_follow_on_error(tmp_path):
     """With `on_error: zero`, a bad result scores 0, the record names the reason, and it does not
     hold the bad value."""
     results = ", ".join(f"lambda: {result}" for result in ["1", *BAD, "1"])
@@ -246,7 +246,7 @@ def test_nothing_is_unpickled_from_a_scorer():
         assert "multiprocessing" not in source
 
 
-def test_what_a_scorer_is_given_is_what_the_rows_hold(tmp_path):
+def test_scorer_receives_the_values_of_rows(tmp_path):
     """Values of each type of Parquet and JSON arrive unchanged."""
     given = {
         "plain": [None, True, 1, 2**80, 0.5, "text", "\ud800", "line\nline", {}, []],

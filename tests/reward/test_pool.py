@@ -88,7 +88,7 @@ async def test_a_users_error_arrives_as_it_is(tokenizer_path, tmp_path, monkeypa
         await pool.shutdown()
 
 
-def test_the_actor_tells_how_far_it_is(tokenizer_path):
+def test_actor_reports_its_progress(tokenizer_path):
     actor = pool.RewardActor(ModelConfig(path=tokenizer_path), BuiltinReward())
     for num_done in (0, 4, 8):
         assert actor.num_done() == num_done, "a call decodes two responses and scores two"

@@ -96,7 +96,7 @@ def test_a_call_that_fails_leaves_nothing_running(tmp_path, mark, then):
     assert marked(mark) == []
 
 
-def test_what_is_closed_leaves_nothing_running(tmp_path, mark):
+def test_closed_process_leaves_nothing_running(tmp_path, mark):
     process = ScorerProcess(starter(tmp_path, mark, "return 1"))
     assert process.score([CALL]) == [(1.0, {})]
     wait_until(lambda: len(marked(mark)) == 4, "all four run")

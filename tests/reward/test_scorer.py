@@ -60,7 +60,7 @@ def test_builtin_scorers():
     ]
 
 
-def test_a_builtin_comparison_without_end_scores_nothing_and_says_so(tmp_path, monkeypatch):
+def test_endless_builtin_comparison_scores_zero_with_a_reason(tmp_path, monkeypatch):
     path = tmp_path / "slow.py"
     path.write_text(f"import time\ndef compute_score{SIGNATURE}: time.sleep(60)\n")
     monkeypatch.setattr("engines.answers.builtin.__file__", str(path))
@@ -99,7 +99,7 @@ def flaky(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "how", ["raise OSError('503')", "os._exit(3)", "return float('nan')", "return 'good'"]
 )
-def test_what_fails_is_scored_again_alone_and_the_record_says_how_often(flaky, tmp_path, how):
+def test_failed_responses_are_retried_and_counted(flaky, tmp_path, how):
     config = flaky({"1": 2, "3": 1}, how, on_error="retry")
     scored = score(config, [make_response(str(i), i) for i in range(5)])
     assert scored == [
@@ -109,7 +109,7 @@ def test_what_fails_is_scored_again_alone_and_the_record_says_how_often(flaky, t
         assert (tmp_path / "tries-4").read_text() == "x", "a scored response is not scored again"
 
 
-def test_what_hangs_is_scored_again(flaky):
+def test_hung_scoring_is_retried(flaky):
     config = flaky({"1": 1}, "import time; time.sleep(60)", on_error="retry", timeout_s=0.5)
     scored = score(config, [make_response(str(i), i) for i in range(3)])
     assert scored == [(1.0, {}), (1.0, {"num_retries": 1}), (1.0, {})]
@@ -122,7 +122,7 @@ def test_retries_have_an_end_and_name_the_response(flaky):
 
 
 @pytest.mark.parametrize("how", ["raise OSError('503')", "os._exit(3)"])
-def test_on_error_zero_scores_nothing_and_says_why(flaky, how):
+def test_on_error_zero_scores_zero_with_a_reason(flaky, how):
     config = flaky({"1": 9}, how, on_error="zero")
     scored = score(config, [make_response(str(i), i) for i in range(3)])
     reason = "OSError: 503" if "raise" in how else "the scorer ended its process (exit code 3)"
@@ -152,7 +152,7 @@ def test_scores_keep_their_order(user_file, define, num_processes):
 
 
 @pytest.mark.parametrize("data_source", ["mine", "refrain/arithmetic"])
-def test_it_tells_how_far_it_is(user_file, data_source):
+def test_scorer_reports_its_progress(user_file, data_source):
     config = BuiltinReward() if data_source == "refrain/arithmetic" else user_file("return 1")
     responses = [make_response(index=i, data_source=data_source) for i in range(7)]
     with scoring(config, 2) as scorer:
@@ -181,7 +181,7 @@ def test_a_plain_function_may_use_asyncio_itself(user_file):
 @pytest.mark.parametrize(
     ("result", "score"), [(1, 1.0), (True, 1.0), (-0.5, -0.5), ({"score": 2, "acc": True}, 2.0)]
 )
-def test_what_counts_as_a_score(result, score):
+def test_valid_results_count_as_scores(result, score):
     import numpy as np
 
     assert checked_score(result)[0] == score
@@ -193,7 +193,7 @@ def test_what_counts_as_a_score(result, score):
     "result",
     [math.nan, math.inf, None, "1.0", [1.0], 1j, {}, {"acc": 1}, {"score": None}, {"score": "1"}],
 )
-def test_what_does_not(result):
+def test_invalid_results_are_refused(result):
     with pytest.raises(ValueError, match="the scorer returned"):
         checked_score(result)
 

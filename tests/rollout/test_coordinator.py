@@ -208,7 +208,7 @@ async def test_stages_follow_one_another():
     assert {r.generated.spans[0].policy_version for r in seen} == {0, 1, 2}
 
 
-async def test_an_engine_is_asked_again_when_what_it_told_is_dealt_with():
+async def test_engine_events_are_requested_after_handling_the_last():
     """While the store is slow, the engine is not asked for more events: they do not pile up."""
     engine, ticks = FakeEngine(0), []
     coordinator = Coordinator([engine], (), 3)

@@ -137,7 +137,7 @@ def test_a_plan_of_a_layout_that_is_no_more_is_spread():
     assert submitted(engines, "q")[0][0] == 1
 
 
-def test_a_pool_goes_on_from_there_and_comes_back():
+def test_pool_switches_from_its_first_layout_and_returns():
     engines = fleet(wake_s=0.002)
     policy = BeginIn(2, moves=[(0.02, Reshape(0, 4))])
     recorder, outcomes = in_turn(engines, works := works_of(2), policy)
@@ -155,7 +155,7 @@ def test_no_layout_changes_while_another_stage_is_under_way():
     assert begun_on(engines, 1) == begun_on(engines, 2) == LAYOUTS[1]
 
 
-def test_what_cannot_be_is_left_as_it_is():
+def test_impossible_first_layouts_are_ignored():
     """There is no layout of TP degree 3, and no pool 5."""
     for move in (Reshape(0, 3), Reshape(5, 2)):
         engines, policy = fleet(), BeginIn()
@@ -165,7 +165,7 @@ def test_what_cannot_be_is_left_as_it_is():
         assert begun_on(engines, 1) == LAYOUTS[1]
 
 
-def test_each_pool_begins_as_it_is_told():
+def test_each_pool_begins_in_its_chosen_layout():
     other = Pool(1, {1: (7, 8), 2: (9,)})
     engines = fleet(pools=(POOL, other))
     work = [on(i, f"p{i}", LONG) for i in (0, 1, 2, 3, 7, 8)]

@@ -71,7 +71,7 @@ deaths = st.lists(
     slow_s=st.sampled_from([0.0, 0.01]),
     loses=st.booleans(),
 )
-def test_whoever_dies_the_trainer_is_alone_and_nothing_is_lost(seed, lengths, kill, slow_s, loses):
+def test_trainer_owns_gpus_after_any_death(seed, lengths, kill, slow_s, loses):
     engines = fleet(POOLS, wake_s=slow_s, loses_weights=loses)
     works = works_of(lengths, Random(seed))
     recorder, _ = in_turn(

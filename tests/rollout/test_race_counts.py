@@ -10,7 +10,7 @@ def finished(name, engine, token_ids):
     return Rollout(request(name, 9), generated, FinishReason.STOP, engine, 0.0, 1.0)
 
 
-def test_what_a_race_costs():
+def test_wasted_tokens_of_a_race_are_counted():
     races, id = Races(), request("a", 9).id
     races.begin(id, 0, 1, 100)
     races.begin(id, 1, 2, 150)
@@ -42,7 +42,7 @@ def test_copies_that_move_and_meet():
     assert (races.num_raced, races.num_won, races.wasted_tokens) == (2, 0, 45)
 
 
-def test_a_copy_that_is_left_alone_is_raced_no_more():
+def test_last_copy_is_not_raced_any_more():
     races, id = Races(), request("a", 9).id
     races.begin(id, 0, 1, 100)
     races.leave(id, 0, 140)

@@ -67,7 +67,7 @@ def test_keys_and_values_go_along_within_a_node(nodes):
     assert engines[0].calls.count("copy") == len(set(same[1:]))
 
 
-def test_a_copy_that_leads_may_be_left_alone():
+def test_origin_may_concede_to_a_leading_copy():
     """The origin concedes: its engine drops the request, and the copy has won."""
     engines = [FakeEngine(0), FakeEngine(1)]
     works = [[(0, request("p0", LONG)), (0, request("p1", LONG))]]
@@ -195,7 +195,7 @@ def test_a_raced_request_neither_migrates_nor_is_deferred():
     [(0, "p0", 10), (1, "p0", 10), (1, "gone", 0)],
     ids=["where it is", "at the next stage", "none"],
 )
-def test_a_race_that_cannot_be_is_none(at, prompt, num_tokens):
+def test_impossible_races_are_ignored(at, prompt, num_tokens):
     engines = [FakeEngine(0), FakeEngine(1)]
     works = [work(step, [LONG, SHORT]) for step in (1, 2)]
     policies = race_at(num_tokens, at, prompt=prompt)
@@ -236,7 +236,7 @@ def test_a_death_in_the_middle_of_a_race_loses_and_doubles_nothing(dying, method
 
 
 @pytest.mark.parametrize("dying", [(0,), (1,), (0, 1), (0, 1, 2)])
-def test_copies_that_die_are_dropped_and_the_last_one_goes_on_elsewhere(dying):
+def test_last_copy_of_a_race_moves_after_deaths(dying):
     """At tick 15, engines 0 and 1 have copies of p0, engine 2 has none."""
     engines = [FakeEngine(i, die_at_tick=15 + 3 * i if i in dying else None) for i in range(3)]
     works = [[(0, request("p0", LONG)), (1, request("p1", LONG)), (2, request("p2", LONG))]]

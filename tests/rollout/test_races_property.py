@@ -40,7 +40,7 @@ class AnyMoves:
     spare=st.none() | st.integers(0, 4),
     lost=st.sets(st.integers(0, 20), max_size=3),
 )
-def test_whatever_races_and_dies_every_sample_finishes_once(
+def test_any_races_and_deaths_finish_every_sample_once(
     seed, lengths, deaths, dies_in, late, spare, lost
 ):
     engines = [

@@ -44,7 +44,7 @@ def undisturbed(works, **options):
     return scene.recorder.tokens()
 
 
-def test_its_requests_go_to_the_others_and_it_comes_no_more():
+def test_requests_of_a_lost_engine_move_to_others():
     works = [work(1, [LONG, LONG, 9, 17])]
     scene = Scene(works, {1: 0.006})
     (outcome,) = scene.roll_out()
@@ -95,7 +95,7 @@ def test_a_stage_that_was_planned_for_it_begins_on_the_others():
 @pytest.mark.parametrize(
     ("of_next", "num"), [([SHORT], 1), ([60], 1), ([60, SHORT], 2)], ids=["idle", "busy", "heir"]
 )
-def test_an_engine_that_has_gone_on_comes_back_to_the_stage(of_next, num):
+def test_engine_returns_to_an_earlier_stage(of_next, num):
     """Engine 0 already has the weights of the next stage when engine 1 is lost. It must return for
     the requests of engine 1."""
     works = [work(1, [SHORT, LONG]), work(2, of_next)]
@@ -118,7 +118,7 @@ def test_no_engine_comes_back_for_nothing():
     assert versions == ["train/1", "train/2", "train/3", "train/1"]
 
 
-def test_what_an_engine_came_back_for_is_not_left_to_the_stage_that_it_came_from():
+def test_returned_engine_defers_no_requests():
     """Engine 0 returned from stage 2 to stage 1. No engine has stage 2 ahead, so none can take a
     deferred request."""
     works = [work(1, [SHORT, LONG]), work(2, [SHORT, SHORT])]
@@ -146,7 +146,7 @@ def test_the_last_ones_death_ends_every_stage_by_name_and_those_to_come():
     assert recorder.said == ["rollout engine 0 died: no room; going on with 1 of 2 engines"]
 
 
-def test_an_engine_is_gone_between_stages():
+def test_engine_is_lost_between_stages():
     """Loading weights finds the engine dead."""
 
     async def run():
@@ -166,7 +166,7 @@ def test_an_engine_is_gone_between_stages():
     assert engines[1].calls.count("load_weights") == 2
 
 
-def test_one_that_is_found_gone_when_the_stage_is_over_is_told_of_by_the_next(monkeypatch):
+def test_next_stage_reports_engines_lost_after_the_last(monkeypatch):
     monkeypatch.setattr(fakes, "PLACE_S", 5.0)
 
     async def run():
@@ -186,7 +186,7 @@ def test_one_that_is_found_gone_when_the_stage_is_over_is_told_of_by_the_next(mo
     ]
 
 
-def test_a_pool_that_is_found_gone_from_its_base_up_leaves_all_to_an_engine_elsewhere():
+def test_lost_pool_leaves_its_requests_to_another_engine():
     """Engines 0 to 3 are parked and already known to be lost when the first serving one dies."""
     engines, policy = fleet(), At((0.010, Reshape(0, 2)))
 

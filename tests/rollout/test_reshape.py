@@ -31,7 +31,7 @@ from tests.rollout.pools import (
 
 
 @pytest.mark.parametrize("move_kv", [True, False])
-def test_a_pool_goes_on_in_another_layout(move_kv):
+def test_pool_continues_in_another_layout(move_kv):
     engines, policy = fleet(), At((0.010, Reshape(0, 2, move_kv)))
     recorder, (outcome,) = roll_out(engines, [TAIL], [policy])
     assert_well(recorder, [TAIL], engines)
@@ -55,7 +55,7 @@ def test_a_pool_goes_on_in_another_layout(move_kv):
 
 
 @pytest.mark.parametrize("move_kv", [True, False])
-def test_what_moves_is_saved_while_it_goes_on(move_kv):
+def test_kv_is_saved_while_requests_continue(move_kv):
     """The new engines prepare to load the saved KV before the old ones give requests up."""
     engines, policy = fleet(), At((0.010, Reshape(0, 2, move_kv)))
     called = []
@@ -73,7 +73,7 @@ def test_what_moves_is_saved_while_it_goes_on(move_kv):
     assert methods == (WAY if move_kv else WAY[2:])
 
 
-def test_others_are_heard_while_keys_and_values_are_saved():
+def test_engines_report_while_kv_is_saved():
     """Engines in the pool and beside it still report finished requests, and moves still happen."""
     moved = Migrate(request("p9", 50).id, 3)
     engines, policy = fleet(), At((0.010, Reshape(0, 2)), (0.015, moved))
@@ -118,7 +118,7 @@ def test_a_switch_is_prepared_once():
     assert [engine.calls.count("precopy") for engine in engines[:4]] == [1, 1, 0, 1]
 
 
-def test_what_a_switch_took_is_told():
+def test_duration_of_a_switch_is_recorded():
     """Parking takes 3 ms and waking 5 ms, of which 1 ms of saving does not count. The second switch
     takes 5 ms and 3 ms. The two engines loaded keys and values at 2 GB/s and 1 GB/s."""
     engines = fleet(wake_s=0.003)
@@ -134,7 +134,7 @@ def test_what_a_switch_took_is_told():
     assert sorted(outcome.switches.link_bytes_per_s) == pytest.approx([1e9, 2e9])
 
 
-def test_what_a_switch_took_is_not_known_when_an_engine_died_in_it():
+def test_switch_with_a_death_has_no_duration():
     engines = fleet(wake_s=0.003)
     recorder, (outcome,) = roll_out(engines, [TAIL], [At((0.010, Reshape(0, 2)))], [(4, "wake")])
     assert_well(recorder, [TAIL], engines)
@@ -167,7 +167,7 @@ def test_several_switches_up_and_down():
     assert [engines[index].tp_degree for index in places] == [4, 2, 1, 4]
 
 
-def test_what_finishes_meanwhile_counts_where_it_was():
+def test_requests_finished_during_a_switch_count_at_origin():
     engines, policy = fleet(), At((0.010, Reshape(0, 4)))
     engines[0].late = True
     recorder, _ = roll_out(engines, [TAIL], [policy])
@@ -180,7 +180,7 @@ def test_what_finishes_meanwhile_counts_where_it_was():
 
 
 @pytest.mark.parametrize("wake_s", [0.0, 0.015])
-def test_what_has_finished_is_not_begun_again(wake_s):
+def test_finished_requests_are_not_started_again(wake_s):
     """Engine 0 reports that p0 finished after its pool is back in its base, or while it wakes."""
     engines = fleet(wake_s=wake_s)
     finish_late(engines[0], 0.050)
@@ -203,7 +203,7 @@ def test_a_finished_request_ends_its_copy_in_the_pool():
     assert outcome.moves.wasted_tokens > 5
 
 
-def test_no_stage_begins_before_all_of_the_last_one_is_told():
+def test_stage_waits_for_late_reports_of_the_last():
     """Engine 4 finished requests before the pool returned to its base, but reports them late."""
     engines = fleet()
     works = [[on(i, f"p{i}", n) for i, n in enumerate([60, 50, 30, 30])], [on(0, "q", 9, 2)]]
@@ -218,7 +218,7 @@ def test_no_stage_begins_before_all_of_the_last_one_is_told():
 @pytest.mark.parametrize(
     "move", [Reshape(0, 1), Reshape(0, 3), Reshape(1, 2)], ids=["the same", "no layout", "no pool"]
 )
-def test_a_move_that_cannot_be_is_none(move):
+def test_impossible_moves_are_ignored(move):
     engines = fleet()
     recorder, (outcome,) = roll_out(engines, [TAIL], [At((0.01, move))])
     assert_well(recorder, [TAIL], engines)
@@ -288,7 +288,7 @@ def test_drafting_and_counts_go_with_the_requests():
     assert [share.drafting.num_steps > 0 for share in outcome.shares][:6] == [True] * 6
 
 
-def test_saved_kv_is_for_the_switch_alone():
+def test_saved_kv_serves_only_the_switch():
     """A request that migrates, is raced or is deferred after the switch moves without it."""
     engines = fleet(wake_s=0.004)
     policies = [
@@ -335,7 +335,7 @@ def test_a_pool_that_is_done_begins_the_next_stage():
 
 @pytest.mark.parametrize("keep_parked_current", [True, False])
 @pytest.mark.parametrize("loses_weights", [True, False])
-def test_weights_are_there_or_are_loaded(keep_parked_current, loses_weights):
+def test_missing_weights_are_loaded(keep_parked_current, loses_weights):
     if keep_parked_current and loses_weights:
         pytest.skip("parked engines that lose their weights cannot keep them current")
     engines = fleet(loses_weights=loses_weights)
@@ -405,7 +405,7 @@ def test_copies_that_come_to_one_pool_are_one():
 
 
 @pytest.mark.parametrize(("drafting", "winner"), [(SLOW, 6), (FAST, 7)])
-def test_a_race_goes_on_over_a_switch(drafting, winner):
+def test_race_continues_over_a_switch(drafting, winner):
     engines = fleet()
     works = [[on(0, "p0", 60), on(1, "p1", 70), on(7, "p7", 70)]]
     policies = [MoveAt("p0", 5, lambda id: Race(id, 7, drafting)), At((0.012, Reshape(0, 4)))]

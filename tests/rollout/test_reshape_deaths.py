@@ -85,7 +85,7 @@ def test_requests_wait_for_a_base_that_is_dead_too():
     assert outcome.finished_s > 0.065
 
 
-def test_what_had_finished_on_an_engine_that_dies_parked_is_done_again():
+def test_unreported_requests_of_a_dead_parked_engine_rerun():
     engines = fleet()
     engines[0].late, engines[0].die_at_tick = True, 12
     recorder, _ = roll_out(engines, [TAIL], [At((0.0095, Reshape(0, 4)))])
@@ -110,7 +110,7 @@ def test_an_engine_on_standby_that_keeps_dying_fails_the_stage_that_comes_by_nam
 
 
 @pytest.mark.parametrize("parked", [[5], [4, 6]])
-def test_what_dies_parked_is_started_when_the_others_have_nothing_to_do(parked):
+def test_dead_parked_engine_restarts_when_others_are_idle(parked):
     """The engines on its GPUs park meanwhile. The next stage waits until they are back."""
     engines = fleet(wake_s=0.003)
     for index in parked:
@@ -134,7 +134,7 @@ def test_what_dies_parked_is_started_when_the_others_have_nothing_to_do(parked):
     assert len(switches) == 1
 
 
-def test_nobody_wakes_beside_what_a_dead_engine_has_left():
+def test_engines_wait_for_processes_of_a_dead_one():
     """Engine 0 dies while it parks, and killing its processes takes long. Engine 6 must wait."""
     engines = fleet()
     ended_s = []

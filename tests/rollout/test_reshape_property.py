@@ -123,7 +123,7 @@ dies_in = st.lists(st.tuples(st.integers(0, 10), st.sampled_from(METHODS)), max_
     wake_s=0.01,
     sync_s=0.0,
 )
-def test_whatever_moves_and_dies_every_sample_finishes_once(
+def test_any_moves_and_deaths_finish_every_sample_once(
     seed, lengths, deaths, dies_in, late, spare, keep, lost, wake_s, sync_s
 ):
     engines = fleet(POOLS, wake_s=wake_s, sync_s=sync_s, loses_weights=not keep)
@@ -211,7 +211,9 @@ NODES = ((0, 1, 2, 3, 4, 5, 6), (7, 8, 9), (10,))
     wake_s=0.0,
     sync_s=0.0,
 )
-def test_the_same_with_nodes_that_are_gone(seed, lengths, lost_at_ms, keep, spare, wake_s, sync_s):
+def test_any_lost_nodes_finish_every_sample_once(
+    seed, lengths, lost_at_ms, keep, spare, wake_s, sync_s
+):
     """Up to two of three nodes are lost. Their engines are found dead one by one."""
     engines = fleet(POOLS, wake_s=wake_s, sync_s=sync_s, loses_weights=not keep)
     works, random = works_of(lengths, Random(seed)), Random(seed)

@@ -56,7 +56,7 @@ async def roll_out(policy, *, in_thread):
     assert len(recorder.finished[1]) == 2
 
 
-async def test_the_loop_goes_on_while_a_policy_thinks():
+async def test_event_loop_runs_while_a_policy_decides():
     beside, within = Thinker(), Thinker()
     await roll_out(beside, in_thread=True)
     await roll_out(within, in_thread=False)
@@ -71,7 +71,7 @@ async def test_an_error_of_a_policy_is_the_stages(in_thread):
         await roll_out(Thinker(ZeroDivisionError("of the policy")), in_thread=in_thread)
 
 
-async def test_one_that_never_ends_is_named(monkeypatch):
+async def test_policy_that_never_ends_is_named(monkeypatch):
     monkeypatch.setattr(slow_policy, "DECIDE_TIMEOUT_S", 0.02)
     with pytest.raises(TimeoutError, match=r"Thinker took more than 0.02 s .* pat.tp_degrees"):
         await roll_out(Thinker(), in_thread=True)

@@ -47,7 +47,7 @@ async def test_overlapping_stages_have_the_tokens_of_stages_one_by_one():
     assert together.tokens() == alone.tokens()
 
 
-async def test_a_deferred_request_goes_on_in_the_next_stage():
+async def test_deferred_request_continues_in_the_next_stage():
     recorder = Recorder([FakeEngine(0), FakeEngine(1)])
     await recorder.coordinator.start()
     policy = MoveAt("p1", 10, lambda id: Defer(id, 0))
@@ -181,7 +181,7 @@ async def test_a_stage_without_requests_of_its_own_takes_its_weights_for_deferre
     deaths=st.lists(st.none() | st.integers(1, 20), min_size=3, max_size=3),
     spare=st.integers(0, 4),
 )
-def test_whatever_moves_and_dies_every_sample_finishes_once(seed, lengths, deaths, spare):
+def test_any_moves_and_deaths_finish_every_sample_once(seed, lengths, deaths, spare):
     engines = [FakeEngine(i, die_at_tick=tick) for i, tick in enumerate(deaths)]
 
     async def run():

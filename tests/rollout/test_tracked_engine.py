@@ -45,7 +45,7 @@ def test_a_death_leaves_the_layout_as_it_is():
         assert not dead.takes_requests
 
 
-def test_one_that_is_gone_is_of_no_use():
+def test_lost_engine_is_unusable():
     gone = TrackedEngine(FakeEngine(0), GONE)
     assert (gone.gone, gone.alive, gone.takes_requests, gone.standby) == (True, False, False, False)
     assert not gone.free

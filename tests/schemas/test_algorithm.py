@@ -50,7 +50,7 @@ def test_a_type_has_its_papers_settings(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_given_overrides_what_the_type_picks(name: str) -> None:
+def test_given_settings_override_those_of_the_type(name: str) -> None:
     given = {"clip_high": 0.5, "dynamic_sampling": name != "dapo", "loss_aggregation": "token_mean"}
     config = AlgorithmConfig.model_validate({"type": name} | given)
     assert {field: getattr(config, field) for field in given} == given
@@ -91,7 +91,7 @@ def test_the_overlong_buffer_is_below_the_limit() -> None:
         train_config(data=data, algorithm={"overlong_buffer_tokens": 100})
 
 
-def test_gspo_has_four_minibatches_unless_told_otherwise() -> None:
+def test_gspo_has_four_minibatches_by_default() -> None:
     gspo = {"type": "gspo"}
     assert train_config(algorithm=gspo).num_minibatches == 4
     assert train_config(algorithm=gspo, prompts_per_step=3).num_minibatches == 3

@@ -6,7 +6,7 @@ from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
 
 
-def test_relative_paths_begin_where_they_are_told_to():
+def test_relative_paths_begin_at_the_given_directory():
     values = {"model": {"path": "m"}, "data": {"train": ["d", "/data/e"]}, "runs_dir": "runs"}
     config = TrainConfig.model_validate(values)
     there = with_absolute_paths(config, Path("/there"))

@@ -20,12 +20,12 @@ OWN_REWARD = {"type": "function", "path": "score.py"}
         ProfileConfig.model_validate({"model": "m"}),
     ],
 )
-def test_every_setting_says_whether_it_may_change(config: BaseModel) -> None:
+def test_every_setting_declares_whether_it_may_change(config: BaseModel) -> None:
     undecided = [name for name, setting in settings_of(config).items() if not setting.on_resume]
     assert not undecided, "mark these settings Kept, Free or Rounding (schemas/resume.py)"
 
 
-def test_what_decides_on_tokens_or_the_order_of_data_is_kept() -> None:
+def test_settings_that_decide_tokens_are_kept() -> None:
     kept = {name for name, said in settings_of(CONFIG).items() if said.on_resume is OnResume.KEPT}
     sections = {name.partition(".")[0] for name in kept if "." in name}
     assert sections == {"model", "data", "rollout", "histopipe", "reward", "algorithm", "trainer"}
@@ -48,7 +48,7 @@ def test_a_section_speaks_for_the_settings_that_do_not() -> None:
     assert told == kept | dict.fromkeys(free, "free")
 
 
-def test_a_change_is_told_with_what_it_means() -> None:
+def test_changes_are_reported_with_their_meaning() -> None:
     fewer = TrainConfig.model_validate(GIVEN | {"trainer": {"num_processes": 2}, "runs_dir": "r"})
     assert [str(change) for change in changed_settings(CONFIG, fewer)] == [
         "runs_dir: 'runs' -> 'r'",

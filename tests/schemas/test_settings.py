@@ -22,7 +22,7 @@ GIVEN = {"model": {"path": "m"}, "data": {"train": ["d"]}}
         ("zzz", None),
     ],
 )
-def test_what_is_meant(name, meant):
+def test_errors_suggest_the_meant_setting(name, meant):
     assert meant_by(name, TrainConfig) == meant
 
 

@@ -83,7 +83,7 @@ def test_looking_changes_nothing():
     assert finish(looked) == finish(plain)
 
 
-def test_what_leaves_takes_its_tokens_along():
+def test_leaving_request_keeps_its_tokens():
     batch = batch_of()
     batch.add([member("stays", 100), member("leaves", 100)], 0.0)
     id = RequestId(Split.TRAIN, 1, "leaves", 0)
@@ -96,7 +96,7 @@ def test_what_leaves_takes_its_tokens_along():
     assert finish(batch).keys() == {"stays"}
 
 
-def test_what_leaves_before_its_prefill_ends_has_nothing():
+def test_request_leaving_during_prefill_has_no_tokens():
     batch = batch_of()
     batch.add([member(i, 10) for i in range(6)], 0.0)
     ids = [RequestId(Split.TRAIN, 1, str(i), 0) for i in (0, 5)]

@@ -36,7 +36,7 @@ def test_the_clock_stands_still_while_callbacks_run():
     assert run_virtual(twice()) == (0.0, 0.0)
 
 
-def test_waiting_for_nobody_is_an_error():
+def test_deadlock_is_an_error():
     async def forever():
         await asyncio.get_running_loop().create_future()
 

@@ -149,7 +149,7 @@ def test_a_small_cache_costs_time():
     assert tight.num_tokens == plain.num_tokens
 
 
-def test_the_picture_shows_who_was_busy(tmp_path):
+def test_picture_shows_busy_engines(tmp_path):
     result = simulate_step(generate(SMALL, 5, [1]), ClusterLayout(num_engines=4), LATENCY)
     step_s = result.step.step_s
     batches = batch_over_time(result.timelines, step_s)

@@ -128,7 +128,7 @@ def test_acceptances_are_of_each_drafter():
     assert rejected.num_accepted_tokens == 0
 
 
-def test_a_request_keeps_its_own_way_whatever_the_engine_does():
+def test_request_keeps_its_own_drafting():
     batch = batch_of(member("own", COUPLED, 0.5, 400), member("other", None, 0.5, 400))
     batch.set_drafting(DraftSetting("small", 1), 1.0)
     done = finish(batch)
@@ -157,7 +157,7 @@ def test_redrafting_loses_nothing_and_holds_from_the_end_of_the_step(at_s, windo
 
 @settings(deadline=None)
 @given(st.floats(0.0, 1.0), st.integers(1, 12), st.integers(1, 30))
-def test_no_more_is_told_to_be_accepted_than_is_drafted(acceptance, window, steps):
+def test_accepted_tokens_never_exceed_drafted_ones(acceptance, window, steps):
     batch = batch_of(member("a", COUPLED, acceptance), latency=TwoDrafters(0.01))
     batch.redraft({id_of("a"): DraftSetting("slow", window, coupled=False)}, 0.1)
     batch.redraft({id_of("a"): DraftSetting("small", window, coupled=False)}, 0.2)

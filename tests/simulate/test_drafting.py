@@ -217,7 +217,7 @@ def test_drafting_may_begin_while_another_request_joins():
 
 @pytest.mark.parametrize("acceptance", [0.1, 0.37, 0.8, 1.0])
 @pytest.mark.parametrize("window", [1, 3, 8])
-def test_one_request_is_as_much_faster_as_the_speedup_says(acceptance, window):
+def test_single_request_gains_the_predicted_speedup(acceptance, window):
     latency = LinearLatency(0.01, 1e-4)
 
     def decoding_s(setting):
@@ -270,7 +270,7 @@ def test_setting_the_same_again_changes_nothing():
 
 
 @given(st.floats(0.0, 1.0), st.floats(0.011, 0.5), st.integers(1, 6))
-def test_what_leaves_has_whole_tokens_and_counts_that_add_up(acceptance, at_s, window):
+def test_leaving_requests_have_whole_tokens_and_counts(acceptance, at_s, window):
     batch = batch_of(setting=DraftSetting("ngram", window))
     batch.add([member("stays", 900, 0.5), member("leaves", 900, acceptance)], 0.0)
     (removed,), free_s = batch.remove([id_of("leaves")], at_s)

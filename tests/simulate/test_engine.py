@@ -70,7 +70,7 @@ class MoveOnce:
         return [Migrate(id, 1) for id, n in on_first.items() if id.prompt_key == "a" and n >= 50]
 
 
-def test_a_migrated_request_goes_on_where_it_was():
+def test_migrated_request_continues_where_it_was():
     policy = MoveOnce()
     assignments = [(0, "a"), (0, "b"), (1, "c")]
     lengths = {"a": 100, "b": 90, "c": 10}
@@ -109,7 +109,7 @@ def test_a_request_is_cut_at_its_limit():
     assert len(rollout.generated.token_ids) == 20
 
 
-def test_what_has_finished_meanwhile_comes_as_an_event():
+def test_request_finished_before_withdrawal_is_an_event():
     engine = VirtualEngine(0, 1, LATENCY, {request("a").id: 2})
 
     async def run():

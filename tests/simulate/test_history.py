@@ -110,7 +110,7 @@ def test_a_response_of_one_token_has_no_decode_steps():
     ("rewards", "num_passes"),
     [((1.0, None), [6, 7]), ((None, 0.5), [7, 6]), ((-1.0, None), [7, 6])],
 )
-def test_what_was_rewarded_is_drafted(rewards, num_passes):
+def test_rewarded_responses_are_drafted(rewards, num_passes):
     """Both responses begin with the same token. A missing reward counts as 0. The wrong guess costs
     a pass. From the next token on, the match is unique."""
     trace = trace_of((1, "a", [LONG, OTHER]), (2, "a", [LONG, OTHER]), reward=[*rewards, 0.0, 0.0])
@@ -296,7 +296,7 @@ FOUR = trace_of(*((step, key, [LONG]) for step in (1, 2) for key in "abcd"))
 
 
 @pytest.mark.parametrize("name", DRAFTINGS)
-def test_what_pays_alone_may_not_pay_together(name):
+def test_gate_may_reject_drafts_of_larger_batches(name):
     config = DRAFTINGS[name]
     alone, together = (replay_of(FOUR, 2, config, DEAR, num_parts).values() for num_parts in (4, 1))
     assert all(passes.num_draft_tokens > 0 for passes in alone)

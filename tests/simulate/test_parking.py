@@ -56,14 +56,14 @@ async def finish(request: RolloutRequest) -> tuple[float, object]:
     return loop.time() - began_s, events.finished[0]
 
 
-def test_what_is_saved_is_the_context_without_the_last_token():
+def test_saved_kv_lacks_only_the_last_token():
     taken, seconds = run_virtual(halfway(keep_kv=True))
     assert len(taken.generated.token_ids) == 11
     assert (taken.kv.num_tokens, taken.kv.tp_degree) == (PROMPT_TOKENS + 10, 2)
     assert seconds == pytest.approx(0.1 * (PROMPT_TOKENS + 10))
 
 
-def test_what_is_saved_ahead_is_saved_while_it_goes_on():
+def test_precopy_saves_kv_while_requests_continue():
     """Tokens made during the copy are saved when the request is withdrawn."""
 
     async def saved_ahead():
@@ -113,7 +113,7 @@ def test_with_keys_and_values_nothing_is_prefilled():
     assert len(moved.generated.token_ids) == len(again.generated.token_ids) == 100
 
 
-def test_who_has_no_keys_and_values_yet_comes_without():
+def test_requests_without_kv_move_without_it():
     async def run():
         source = await ready(engine(max_num_seqs=1))
         await source.submit([request("a"), request("b")])
@@ -129,7 +129,7 @@ def test_who_has_no_keys_and_values_yet_comes_without():
     assert running.kv is not None
 
 
-def test_one_that_was_preempted_is_prefilled_again():
+def test_preempted_request_is_prefilled_again():
     async def run():
         source = await ready(engine(length=60, max_context_tokens=100))
         await source.submit([request("a"), request("b")])

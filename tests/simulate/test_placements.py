@@ -111,7 +111,7 @@ def test_steps_are_added_up() -> None:
     assert (run.num_steps, run.num_rollouts) == (2, 4)
 
 
-def test_divisions_are_all_there_are() -> None:
+def test_all_divisions_are_tried() -> None:
     ways = divisions(8, 2)
     assert ways[0] == Division(mode="sync", placement="shared", engine_gpus=8, trainer_gpus=8)
     for mode in ("sync", "pipelined"):
@@ -126,7 +126,7 @@ def test_divisions_are_all_there_are() -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(num_gpus=st.integers(2, 6), token_s=st.floats(1e-4, 1.0))
-def test_what_scales_is_fastest_in_turn(num_gpus: int, token_s: float) -> None:
+def test_perfect_scaling_is_fastest_in_turns(num_gpus: int, token_s: float) -> None:
     """(G + T) / N is less than G / e + T / (N - e) for every e: generation takes G GPU seconds,
     training takes T, and e of N GPUs run engines."""
     of = scaling(num_gpus, gpu_s_per_token=token_s)
@@ -161,7 +161,7 @@ def test_slower_training_makes_nothing_faster(token_s: float, factor: float) -> 
         assert after.step_s >= before.step_s * (1 - 1e-9)
 
 
-def test_nobody_generates_while_the_trainer_has_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_idle_while_the_trainer_has_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where they share GPUs: a pipelined run generates and trains at once."""
     seen: list[tuple[Any, Any]] = []
     run_course = placements.run_course
@@ -207,7 +207,7 @@ def some_runs(draw: st.DrawFn) -> list[DividedRun]:
 
 
 @given(some_runs())
-def test_what_is_recommended_is_the_fastest_that_fits(runs: list[DividedRun]) -> None:
+def test_recommendation_is_the_fastest_that_fits(runs: list[DividedRun]) -> None:
     for mode in (None, "sync", "pipelined"):
         rows = [r for r in runs if not r.lacks and (mode is None or r.division.mode == mode)]
         best = fastest(runs, mode)
@@ -266,7 +266,7 @@ def test_the_trainers_state_leaves_where_both_do_not_fit() -> None:
     assert away - here == pytest.approx(2 * copied_s)
 
 
-def test_what_a_gpu_cannot_hold_is_said_and_not_recommended() -> None:
+def test_divisions_too_large_for_gpus_are_not_recommended() -> None:
     runs = list(simulate_divisions(scene(num_gpus=4), EVEN))
     for run in runs:
         assert bool(run.lacks) == (run.division.trainer_gpus < 3), run

@@ -69,7 +69,7 @@ def test_optional_columns_may_lack_and_others_may_be_there():
         ({"response_tokens": [1.5] * 4}, "t, column 'response_tokens', is double where int64"),
     ],
 )
-def test_what_is_wrong_is_named(columns, message):
+def test_wrong_rows_are_named(columns, message):
     with pytest.raises(ValueError, match=message):
         Trace(changed(**columns), "t")
 

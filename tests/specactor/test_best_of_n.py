@@ -100,7 +100,7 @@ def test_the_paper_s_algorithm(contenders, racers, max_batch):
 
 @settings(deadline=None)
 @given(contenders, racers, st.integers(1, 4))
-def test_what_holds_of_every_assignment(contenders, racers, max_batch):
+def test_every_assignment_keeps_the_limits(contenders, racers, max_batch):
     found = assigned(contenders, racers, max_batch)
     by_id = {contender.id: contender for contender in contenders}
     load = Counter({racer.engine: racer.load for racer in racers})
@@ -205,7 +205,7 @@ def test_the_drafter_of_a_silent_engine_is_the_initial_one():
     assert move.drafting.drafter == "ngram"
 
 
-def test_what_is_not_drafted_for_may_have_any():
+def test_request_without_drafter_may_get_any():
     (move,) = policy().decide(view_of({0: {0: DraftProgress(None)}, 1: {}}))
     assert move.drafting is SMALL
 
@@ -264,7 +264,7 @@ def test_where_lengths_are_known_the_most_verifications_to_come_go_first():
     assert raced(None) == [request(0), request(1)]
 
 
-def test_a_raced_request_goes_on_as_its_best_copy():
+def test_raced_request_continues_as_its_best_copy():
     """It has the tokens of its longest copy and the pace of the copy with the best acceptance."""
     seen = []
 

@@ -40,7 +40,7 @@ def errors() -> dict[tuple, list[float]]:
     return found
 
 
-def test_what_is_planned_by_predicts_best():
+def test_planning_uses_the_best_estimate():
     means = dict(zip(EXPECTATIONS, np.mean(list(errors().values()), axis=0), strict=True))
     assert min(means, key=means.__getitem__) is streamed_tokens_per_s
     assert means[streamed_tokens_per_s] < 0.03
@@ -118,7 +118,7 @@ def test_coupled_at_window_0_is_plain_decoding():
 
 
 @pytest.mark.parametrize(("window", "acceptance"), [(0, 0.5), (2, 1.1), (2, float("nan"))])
-def test_what_is_no_window_or_no_probability_is_refused(window, acceptance):
+def test_invalid_windows_and_probabilities_are_refused(window, acceptance):
     for expect in EXPECTATIONS:
         with pytest.raises(ValueError, match="acceptance"):
             expect(window, acceptance, 1.0, 1.0)

@@ -56,18 +56,18 @@ def test_a_collapse_takes_it_off_the_ladder_at_once():
     assert choose_drafter(LADDER, {"small": mean}, BATCH), "the mean alone must keep the drafter"
 
 
-def test_what_is_halved_and_pays_has_not_collapsed():
+def test_halved_acceptance_that_pays_is_no_collapse():
     free = Ladder(AffineLatency(10e-3, 0.0, 0.0), 4, ("small",), 1000.0, max_window=8)
     health = health_of(0.9, 0.3)
     assert free.best("small", 0.3, 1).window
     assert not health.collapsed("small", free, 1)
 
 
-def test_what_never_paid_has_not_collapsed():
+def test_drafter_that_never_paid_has_not_collapsed():
     assert not health_of(0.2, 0.15).collapsed("small", LADDER, BATCH)
 
 
-def test_few_tokens_say_nothing():
+def test_few_tokens_do_not_collapse_a_drafter():
     health = health_of(0.8)
     health.add(1, "small", 0, MIN_DRAFT_TOKENS - 1)
     assert not health.collapsed("small", LADDER, BATCH)
@@ -75,7 +75,7 @@ def test_few_tokens_say_nothing():
     assert health.collapsed("small", LADDER, BATCH)
 
 
-def test_it_is_tried_on_a_few_requests_and_comes_back():
+def test_collapsed_drafter_is_tried_and_returns():
     health = health_of(0.8, 0.2)
     trials = {step: health.trials(step, LADDER, BATCH, 1000) for step in range(2, 7)}
     assert trials == {2: {}, 3: {}, 4: {"small": 20}, 5: {}, 6: {}}

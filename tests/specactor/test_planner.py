@@ -137,7 +137,7 @@ def test_nothing_to_plan_for_is_refused():
         Cluster(0, 8, (4,), 1000.0)
 
 
-def test_one_gpu_has_no_drafter_beside_it():
+def test_single_gpu_has_no_drafter():
     with pytest.raises(ValueError, match="no room for a drafter"):
         plan_decoupled(Cluster(8, 1, (1,), 1000.0), MACHINE, "small", 0.8)
 

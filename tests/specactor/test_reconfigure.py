@@ -42,7 +42,7 @@ def test_the_choice_is_the_best_for_the_engine_s_batch_and_context():
     assert moves[request(2)] == MODEL.best_setting("small", 0.8, 3, 1500.0)
 
 
-def test_who_is_right_less_often_than_the_mean_drafts_as_far_as_that():
+def test_request_below_mean_acceptance_keeps_the_mean_window():
     """With a shorter window it would end later, and the others of its engine would end before
     it."""
     slow, mean = (MODEL.best_setting("small", p, 3, 1000.0) for p in (0.2, 0.57))
@@ -54,7 +54,7 @@ def test_who_is_right_less_often_than_the_mean_drafts_as_far_as_that():
     assert move.drafting == MODEL.best_setting("small", 0.2, 1, 1000.0)
 
 
-def test_who_has_what_is_best_is_left_alone():
+def test_best_setting_is_not_changed():
     alike = dict.fromkeys(range(2), 0.3)
     best = MODEL.best_setting("small", 0.3, 2, 1000.0)
     assert turns(policy(), {0: {i: drafted(p, best) for i, p in alike.items()}}, 0, 1000)[-1] == []
@@ -62,7 +62,7 @@ def test_who_has_what_is_best_is_left_alone():
     assert [move.drafting for move in turns(policy(), worse, 0, 1000)[-1]] == [best, best]
 
 
-def test_what_gains_little_is_left_alone():
+def test_small_gains_change_no_setting():
     """Two settings of one mode differ in speed by less than a change is worth."""
     p, at = 0.5, (1, 1000.0)
     best = MODEL.best_setting("small", p, *at)
@@ -117,7 +117,7 @@ def test_the_mode_changes_only_where_that_pays():
     assert [move.drafting.coupled for move in moved] == [not mode] * 4
 
 
-def test_who_has_another_mode_than_its_engine_follows():
+def test_request_follows_the_mode_of_its_engine():
     model, p, other = close_modes()
     kept, own = (model.best_setting("small", p, 4, 1000.0, coupled=c) for c in (other, not other))
     mixed = {0: {i: drafted(p, kept if i else own) for i in range(4)}}
@@ -172,7 +172,7 @@ def test_misguessed_requests_draft_less_far():
     assert windows[0] < windows[-1]
 
 
-def test_requests_that_are_gone_are_forgotten():
+def test_ended_requests_are_forgotten():
     decider = policy()
     turns(decider, {0: MIXED}, 0)
     turns(decider, {0: {5: drafted(0.5)}}, 10)

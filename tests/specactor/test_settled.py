@@ -128,7 +128,7 @@ def test_decisions_are_the_best_by_brute_force(slow):
         assert planned >= 0.98 * max(ahead.values()), (batch, p, plan)
 
 
-def test_who_is_right_more_often_than_the_mean_drafts_further():
+def test_request_above_mean_acceptance_drafts_further():
     """But not as far as a request that is alone."""
     model = RequestModel(Ladder(SLOW, 1, ("small",), 1000.0, 16), coupled=False)
     narrow = DraftSetting("small", 2, coupled=False)

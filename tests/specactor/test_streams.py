@@ -132,7 +132,7 @@ def test_right_drafts_are_never_thrown_away(coupled):
 
 
 @pytest.mark.parametrize(("coupled", "ahead"), [(False, 5), (True, 3)])
-def test_each_token_is_told_and_no_more_than_are_allowed(coupled, ahead):
+def test_each_token_is_streamed_within_the_limit(coupled, ahead):
     """A decoupled drafter drafts the next tokens while the verifier checks the last window."""
     one = session(3, coupled, acceptance=1.0)
     for _ in range(20):
@@ -141,7 +141,7 @@ def test_each_token_is_told_and_no_more_than_are_allowed(coupled, ahead):
     assert list(one.to_verifier) == told
 
 
-def test_what_is_told_does_not_grow_with_the_text():
+def test_messages_do_not_grow_with_the_text():
     one = session(3, coupled=False, acceptance=0.8, n=500)
     most = [0, 0]
     for _ in range(5000):
@@ -161,7 +161,7 @@ def test_the_worst_failure_wastes_two_windows_less_one():
     assert one.counts.max_wasted == 5
 
 
-def test_a_drafter_that_is_overtaken_goes_on_from_where_the_verifier_is():
+def test_overtaken_drafter_continues_at_the_verifier():
     stream = DraftStream(Opened("r", PROMPT, 0, 3, False, 100), StreamCounts())
     stream.drafted(1, ended=False)
     assert stream.verified(Verified("r", 3, [1, 2, 3])) == SetBack(4, [2, 3])
@@ -169,7 +169,7 @@ def test_a_drafter_that_is_overtaken_goes_on_from_where_the_verifier_is():
     assert stream.drafted(4, ended=False) == Drafted("r", 6, 6, [4])
 
 
-def test_what_was_drafted_before_the_failure_was_known_is_dropped():
+def test_drafts_made_before_a_rejection_are_dropped():
     stream = VerifyStream(3)
     stream.receive(Drafted("r", 3, 3, [1, 2]), np.array(PROMPT))
     stream.advance([5])
@@ -211,7 +211,7 @@ def test_nothing_is_drafted_after_the_end():
     assert stream.wants
 
 
-def test_nothing_is_drafted_that_there_is_no_room_for():
+def test_drafts_stay_within_the_token_limit():
     """The verifier itself makes the last token of a response."""
     stream = DraftStream(Opened("r", PROMPT, 0, 4, False, 6), StreamCounts())
     assert stream.room == 2

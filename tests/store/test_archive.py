@@ -126,7 +126,7 @@ def test_every_reader_finds_what_has_left(tmp_path, whole):
 
 
 @pytest.mark.usefixtures("few")
-def test_what_comes_twice_is_there_once(whole):
+def test_repeated_rows_are_stored_once(whole):
     assert whole.archive_before(NUM_STEPS)
     before = told(whole)
     names = [(row["prompt_key"], row["sample_index"]) for row in before[Split.TRAIN, 4][1][1]]
@@ -218,7 +218,7 @@ def test_a_kill_loses_and_doubles_nothing(whole, at):
         assert live_steps(store) == archive.KEPT_STEPS
 
 
-def test_files_that_are_gone_are_missed(tmp_path, whole):
+def test_missing_files_are_reported(tmp_path, whole):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(archive, "CHUNK_STEPS", 5)
         assert whole.archive_before(NUM_STEPS)
@@ -310,7 +310,7 @@ def test_an_archive_from_before_passes_were_kept_is_read_on(tmp_path):
 
 
 @pytest.mark.usefixtures("few")
-def test_steps_from_before_rejections_were_kept_say_nothing_of_acceptance(tmp_path):
+def test_old_steps_without_rejections_have_no_acceptance(tmp_path):
     """Later steps are read beside them. The first of these has a sample of policy version 5."""
     path = tmp_path / "run.duckdb"
     with Store(path) as store:

@@ -95,7 +95,9 @@ def test_no_sql_comes_to_a_live_store(store: Store, capfd: pytest.CaptureFixture
     assert "another version" in capfd.readouterr().out
 
 
-def test_one_that_waits_keeps_nobody_waiting(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_client_does_not_block_others(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = store.path.parent
     monkeypatch.setattr(listener, "_MAX_READERS", 2)
     listen(run_dir, store.snapshot)
@@ -175,7 +177,7 @@ def test_a_stranger_cannot_answer_for_a_store(store: Store, num_taken: int) -> N
 
 
 @as_root
-def test_a_stranger_that_does_not_accept_keeps_nobody_waiting(store: Store) -> None:
+def test_unresponsive_stranger_does_not_block_clients(store: Store) -> None:
     def takes_and_fills() -> bytes:
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(name)

@@ -29,7 +29,7 @@ def store(tmp_path):
     store.close()
 
 
-def test_what_is_measured_is_known_after_reopening(tmp_path, store):
+def test_measurements_survive_reopening(tmp_path, store):
     draft = MEASUREMENT.model_copy(
         update={"kind": PointKind.DRAFT, "window": 4, "drafter": "ngram"}
     )
@@ -43,7 +43,7 @@ def test_what_is_measured_is_known_after_reopening(tmp_path, store):
     again.close()
 
 
-def test_a_measurement_is_there_with_all_its_points_or_not_at_all(tmp_path, store):
+def test_measurement_is_stored_with_all_its_points(tmp_path, store):
     broken = PREFILL.model_copy(update={"seconds": None})
     with pytest.raises(duckdb.Error):
         store.add(0, MEASUREMENT, [DECODE, broken])

@@ -156,9 +156,7 @@ def test_a_live_run_answers_as_one_that_has_ended(paths: dict[str, Path], query:
         ("FROM nowhere", "nowhere"),
     ],
 )
-def test_what_does_more_than_read_is_refused(
-    path: Path, tmp_path: Path, query: str, why: str
-) -> None:
+def test_queries_that_write_are_refused(path: Path, tmp_path: Path, query: str, why: str) -> None:
     archived = path.parent / "refrain.archive" / "000001" / "rollouts.parquet"
     before = archived.read_bytes()
     query = query.replace("NEW", str(tmp_path / "file")).replace("ARCHIVED", str(archived))
@@ -180,7 +178,7 @@ def test_what_does_more_than_read_is_refused(
         "SUMMARIZE rewards",
     ],
 )
-def test_what_reads_is_answered(path: Path, query: str) -> None:
+def test_queries_that_read_are_answered(path: Path, query: str) -> None:
     assert ask(path, query)
 
 

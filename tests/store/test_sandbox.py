@@ -32,7 +32,7 @@ except (MemoryError, OSError) as error:
         ("time.sleep(20)", -signal.SIGALRM, ""),
     ],
 )
-def test_it_takes_no_more_than_it_may(tmp_path: Path, does: str, code: int, said: str) -> None:
+def test_query_keeps_to_its_limits(tmp_path: Path, does: str, code: int, said: str) -> None:
     program = LIMITED.format(does=does.replace("FILE", str(tmp_path / "file")))
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -59,7 +59,7 @@ def test_a_run_that_is_resumed_knows_what_its_engines_knew_then(store: Store):
     assert store.learnt()[0] == '{"a": 4}'
 
 
-def test_it_is_not_kept_for_ever(store: Store, monkeypatch: pytest.MonkeyPatch):
+def test_old_learnt_states_are_deleted(store: Store, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(records, "LEARNT_STEPS", 2)
     for step in range(1, 6):
         store.add_learnt(step, {0: f"{step}"})

@@ -220,7 +220,7 @@ def test_a_reward_is_a_finite_number(store, reward):
         (f'{{"a": 1e999, "b": {10**400}}}', {"a": "inf", "b": str(10**400)}),
     ],
 )
-def test_what_comes_with_a_reward_is_json_that_everybody_reads(store, extra, kept):
+def test_details_of_rewards_are_standard_json(store, extra, kept):
     """JSON that cannot be read again must not be stored: each resume would refuse it."""
     store.add_rollouts(rollout_rows([make_rollout()]), epoch=0)
     rewards = make_rewards([("a", 0, 1.0)])
@@ -231,7 +231,7 @@ def test_what_comes_with_a_reward_is_json_that_everybody_reads(store, extra, kep
 
 
 @pytest.mark.parametrize("extra", ["{", "", f'{{"a": {"9" * 5000}}}', "[" * 100_000])
-def test_what_is_no_json_is_kept_as_text(store, extra):
+def test_values_beyond_json_are_stored_as_text(store, extra):
     store.add_rollouts(rollout_rows([make_rollout()]), epoch=0)
     rewards = make_rewards([("a", 0, 1.0)])
     rewards = rewards.set_column(3, "extra", pa.array([extra]))

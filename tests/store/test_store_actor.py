@@ -32,7 +32,7 @@ def test_a_killed_actor_restarts_with_its_rows(ray_cluster, tmp_path):
     assert rows["sample_index"].to_pylist() == [0, 1, 2]
 
 
-def test_a_store_that_cannot_be_opened_says_why(ray_cluster, tmp_path):
+def test_store_that_cannot_open_explains_why(ray_cluster, tmp_path):
     (tmp_path / "run.duckdb").write_text("not a store " * 1000)
     store = start_store(tmp_path / "run.duckdb", max_restarts=0)
     with pytest.raises(ray_cluster.exceptions.RayActorError, match="is not a refrain store"):

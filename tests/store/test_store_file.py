@@ -32,7 +32,7 @@ store = Store(sys.argv[1]); print("held", flush=True); time.sleep(60)
 """
 
 
-def test_a_second_process_is_told_who_holds_the_file(tmp_path):
+def test_second_process_learns_who_locks_the_file(tmp_path):
     path = tmp_path / "run.duckdb"
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE)
     try:
@@ -47,7 +47,7 @@ def test_a_second_process_is_told_who_holds_the_file(tmp_path):
         holder.wait()
 
 
-def test_what_is_not_a_store_is_refused(tmp_path):
+def test_files_that_are_no_store_are_refused(tmp_path):
     import duckdb
 
     other, text, old = tmp_path / "other.duckdb", tmp_path / "notes.txt", tmp_path / "old.duckdb"
@@ -73,7 +73,7 @@ def test_what_is_not_a_store_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("what", "fewest"), [("emptied", 1.0), ("cut", 0.9), ("bit", 0.1), ("block", 0.1)]
 )
-def test_a_damaged_store_says_how_to_go_on(tmp_path, what, fewest):
+def test_damaged_store_explains_the_fix(tmp_path, what, fewest):
     """DuckDB does not use all bytes of the file. It has checksums for those that it uses."""
     path, seen, num_refused = tmp_path / "run.duckdb", random.Random(3), 0
     with Store(path) as store:

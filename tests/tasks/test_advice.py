@@ -46,7 +46,7 @@ FULL = disk_full(Path("runs"), "checkpoint global_step_4", 12, 4)
         (TrainerError(f"rank 0 failed in save: {FULL}"), "trainer.keep_checkpoints"),
     ],
 )
-def test_errors_that_users_meet_say_what_helps(error, setting, tmp_path):
+def test_common_errors_come_with_advice(error, setting, tmp_path):
     advice = advise(error, tmp_path)
     assert advice is not None
     assert setting in advice
@@ -64,12 +64,12 @@ def test_a_full_disk_is_found_behind_other_errors(tmp_path):
     assert re.search(rf"{ray_files()}, mounted at /\S*, has [\d,]+ MB free", advice)
 
 
-def test_of_other_errors_nothing_is_said(tmp_path):
+def test_other_errors_get_no_advice(tmp_path):
     assert advise(ValueError("says itself what is wrong"), tmp_path) is None
 
 
 @pytest.mark.parametrize("begun", [True, False])
-async def test_a_failed_task_says_how_to_go_on(begun, tmp_path):
+async def test_failed_task_explains_how_to_resume(begun, tmp_path):
     then = "Then start again: there is no checkpoint"
     if begun:
         write(tmp_path / "mine" / "checkpoints", 1)

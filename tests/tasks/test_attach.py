@@ -53,7 +53,7 @@ NEEDS = {
 
 
 @pytest.mark.parametrize("task", NEEDS, ids=lambda task: task.name)
-async def test_a_task_has_what_it_needs_and_says_when_its_run_has_ended(task, tmp_path):
+async def test_task_raises_when_its_run_has_ended(task, tmp_path):
     parameters = inspect.signature(task.fn).parameters.values()
     assert tuple(parameter.annotation for parameter in parameters) == (RunRef, *NEEDS[task])
     nothing = [None] * len(NEEDS[task])
@@ -81,7 +81,7 @@ def ref(run_dir: Path, address: str, namespace: str = "now") -> RunRef:
     )
 
 
-def test_a_run_that_goes_on_in_a_later_process_is_not_the_same(live_dir: Path):
+def test_resumed_run_is_not_the_attached_one(live_dir: Path):
     before = ref(live_dir, "127.0.0.1:9", "before")
     with pytest.raises(RunNotLive, match=r"this reference is outdated.*live\.json"):
         attach(before)
@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_in_a_later_process_is_not_the_same(live_dir: Path):
     assert not (live_dir / "live.json").exists()
 
 
-def test_nobody_waits_for_a_cluster_that_is_gone(live_dir: Path):
+def test_attach_does_not_wait_for_lost_clusters(live_dir: Path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     gone = ref(live_dir, f"127.0.0.1:{port}")

@@ -81,12 +81,12 @@ RAISED = {
 
 
 @pytest.mark.parametrize("what", CRASHES)
-def test_a_run_goes_on_after_a_crash(what: str) -> None:
+def test_run_resumes_after_a_crash(what: str) -> None:
     assert is_crash(CRASHES[what])
 
 
 @pytest.mark.parametrize("what", RAISED)
-def test_what_would_come_again_ends_it(what: str) -> None:
+def test_repeatable_errors_are_no_crash(what: str) -> None:
     assert not is_crash(RAISED[what])
 
 

@@ -58,9 +58,7 @@ def pages(run: Run) -> list[str]:
     return [file.read_text() for file in sorted(files)]
 
 
-async def test_what_was_not_drawn_is_drawn_when_the_run_goes_on(
-    tmp_path: Path, record_failures: list
-):
+async def test_resumed_run_draws_missing_pictures(tmp_path: Path, record_failures: list):
     config, store = two_steps(tmp_path)
     async with hollow_run(config, store, 2, 1000.0, None) as (live, _):
         report, batch = await take_step(live, 1)

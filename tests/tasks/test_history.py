@@ -23,7 +23,7 @@ class Slow:
         return self.task
 
 
-async def test_a_step_waits_no_longer_and_the_work_goes_on(monkeypatch):
+async def test_step_waits_limited_time_while_indexing_continues(monkeypatch):
     monkeypatch.setattr(history, "WAIT_S", 0.01)
     said, slow = [], Slow()
 

@@ -50,7 +50,7 @@ def test_a_truth_is_never_taken_from_the_other_file(tmp_path: Path) -> None:
         read_inputs(config_of(train, held_out))
 
 
-def test_prompts_in_both_files_are_said_once(tmp_path: Path) -> None:
+def test_prompts_in_both_files_are_reported_once(tmp_path: Path) -> None:
     row = ("openai/gsm8k", "1 + 1", "2")
     train = write(tmp_path / "train.jsonl", row, ("openai/gsm8k", "1 + 2", "3"), row)
     other = ("openai/gsm8k", "2 + 2", "4")

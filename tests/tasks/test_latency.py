@@ -101,7 +101,7 @@ async def gate_profiles(run: StandIn) -> set[str | None]:
     return {engine._config.profile_json for engine in made.drafters._engines}
 
 
-async def test_one_profile_serves_all(tmp_path: Path, profile: Path) -> None:
+async def test_all_techniques_use_one_profile(tmp_path: Path, profile: Path) -> None:
     run: Any = run_of(tmp_path, *ALL_ON, SMALL, f"profile={profile}")
     latency = run.inputs.latency
     assert isinstance(latency, FittedLatency)
@@ -134,7 +134,7 @@ async def test_forecasts_know_what_each_prompt_gains_by_drafts(
     assert (known["slow"], known["capped"]) == (0.0, 1.0)
 
 
-async def test_what_is_off_leaves_it_alone(tmp_path: Path, profile: Path) -> None:
+async def test_disabled_techniques_do_not_use_the_profile(tmp_path: Path, profile: Path) -> None:
     off = ("histopipe.two_tier=false", "specactor.ladder=false")
     measured = measuring((0.01, 0.0, 0.0, 0.0, 0.0, 0.0))
     run: Any = run_of(tmp_path, *ALL_ON[:1], SMALL, f"profile={profile}", *off)
@@ -165,7 +165,7 @@ async def test_without_one_engines_are_allocated_by_what_they_measured(tmp_path:
     assert _rollout_time(run, measuring((), ())) is None
 
 
-async def test_without_one_nobody_knows_times(tmp_path: Path) -> None:
+async def test_without_profile_no_technique_has_times(tmp_path: Path) -> None:
     run: Any = run_of(tmp_path, *ALL_ON[:1], SMALL)
     assert (run.inputs.latency, run.inputs.ladder, _rollout_time(run, None)) == (None, None, None)
     assert await gate_profiles(run) == {None}

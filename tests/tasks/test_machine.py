@@ -75,7 +75,7 @@ def test_in_turn_with_the_engines_a_trainer_wants_no_more_gpus(
         check_training_fits(config_of(tmp_path, trainer__num_processes=3))
 
 
-def test_what_is_on_a_cluster_is_counted_there(tmp_path: Path, alone: pytest.MonkeyPatch) -> None:
+def test_runs_on_a_cluster_are_checked_there(tmp_path: Path, alone: pytest.MonkeyPatch) -> None:
     alone.setenv("RAY_ADDRESS", "head:6379")
     assert "cluster" in check_training_fits(config_of(tmp_path, rollout__num_engines=640))
 
@@ -89,7 +89,7 @@ def test_a_profile_counts_them_too(alone: pytest.MonkeyPatch) -> None:
         check_gpus(gpus_wanted(config))
 
 
-def test_the_check_of_a_run_says_it(tmp_path: Path, alone: pytest.MonkeyPatch) -> None:
+def test_check_reports_the_gpus_of_a_run(tmp_path: Path, alone: pytest.MonkeyPatch) -> None:
     path = write_config(tmp_path)
     alone.setattr(tasks.run.machine, "require_gpus", lambda: 8)
     alone.setattr(tasks.run.machine, "gpu_memory", lambda: 80 * GB)

@@ -143,7 +143,7 @@ def _with_shm(planned: Any, room: float) -> list[Need]:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_setting(
+def test_run_that_does_not_fit_names_the_setting(
     overrides: list[str], gpus: str, place: str, fix: str, model: Path
 ) -> None:
     said = refusal(preset(model, *overrides), gpus)
@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_refused_with_the_setting(
     assert re.search(fix, said), said
 
 
-def test_what_is_proposed_fits(model: Path) -> None:
+def test_proposed_settings_fit(model: Path) -> None:
     few = "trainer.num_processes=2"
     for proposed in refusal(preset(model, few)).rsplit("set ", 1)[1].split(" or "):
         assert needs(preset(model, few, proposed))
@@ -207,7 +207,7 @@ def test_a_drafter_has_its_gpu_and_room_for_a_sample_at_least(model: Path) -> No
     assert "raise specactor.gpu_memory_share" in said
 
 
-def test_a_drafter_that_holds_too_few_is_told_of(model: Path) -> None:
+def test_small_drafter_cache_is_reported(model: Path) -> None:
     """Four engines run 256 requests each; the drafter's cache holds only 80 of them."""
     models = 'specactor.draft_models=[{"name": "small", "path": "%s", "num_engines": %d}]'
     own = SHAPES["Qwen3-8B"]

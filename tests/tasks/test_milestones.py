@@ -7,7 +7,7 @@ import pytest
 from tasks.run.milestones import Milestone
 
 
-async def test_what_the_last_steps_left_is_there():
+async def test_milestone_keeps_values_of_the_last_steps():
     milestone = Milestone(3, "c", num_kept=2)
     assert (milestone.last, await milestone.left_by(3)) == ("c", "c")
     waiting = asyncio.create_task(milestone.left_by(5))
@@ -21,7 +21,7 @@ async def test_what_the_last_steps_left_is_there():
         await milestone.left_by(3)
 
 
-async def test_one_step_after_the_other():
+async def test_steps_reach_a_milestone_in_order():
     milestone = Milestone(0, None)
     second = asyncio.create_task(milestone.reach(2, None))
     await asyncio.sleep(0)

@@ -141,7 +141,7 @@ async def test_a_tail_goes_to_a_higher_tp_degree():
     assert controller.decide(RolloutView(10.0, engines, num_finished=3, num_rollouts=4)) == []
 
 
-async def test_what_the_run_s_switches_took_is_what_they_cost():
+async def test_switch_costs_are_those_measured_in_the_run():
     """Before the first switch, and for validation, the costs come from the settings."""
     seen = SwitchCounts((0.2, 0.4, 0.3), (3e9, 5e9, 4e9))
     last: Any = SimpleNamespace(sync_s=0.0, switches=seen, speculation=(1.0, 0))

@@ -100,7 +100,7 @@ async def test_an_error_of_the_block_is_its_own_while_ray_lives():
             raise ValueError("odd")
 
 
-async def test_an_error_that_comes_of_rays_death_says_so(watch):
+async def test_errors_caused_by_rays_death_name_it(watch):
     async def fail():
         async with ray_cluster.while_ray_lives("Do this"):
             watch.gone = "its raylet was killed"
@@ -113,7 +113,7 @@ async def test_an_error_that_comes_of_rays_death_says_so(watch):
 
 
 @pytest.mark.usefixtures("watch")
-async def test_the_block_ends_and_nobody_looks_on():
+async def test_watch_ends_with_its_block():
     async with ray_cluster.while_ray_lives(""):
         before = len(asyncio.all_tasks())
     await asyncio.sleep(0)
@@ -161,7 +161,7 @@ time.sleep(60)
 """
 
 
-def test_what_engines_hold_is_cleared_when_they_have_ended(tmp_path, monkeypatch):
+def test_files_of_ended_engines_are_cleared(tmp_path, monkeypatch):
     """Engines end some time after `ray.shutdown` returns, so the cleanup must wait for them."""
     import ray
 

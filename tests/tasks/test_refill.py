@@ -140,7 +140,7 @@ async def test_a_step_trains_on_as_many_groups_as_it_wants(runs_dir: Path) -> No
     assert sum(share.num_rollouts for share in batch.shares) == batch.num_rollouts
 
 
-async def test_what_a_later_batch_lacks_is_drawn_too(runs_dir: Path) -> None:
+async def test_later_batches_are_refilled_too(runs_dir: Path) -> None:
     config = config_of(runs_dir)
     store, (own, more) = make_store(config), orders()
     async with opened(config, store, {*own[:2], *more[:3]}) as live:
@@ -222,7 +222,7 @@ async def test_a_resumed_step_draws_the_same_and_loses_nothing(runs_dir: Path) -
     assert len(after) == 16 * GROUP_SIZE
 
 
-async def test_what_was_begun_is_finished_where_rewards_are_others_now(runs_dir: Path) -> None:
+async def test_begun_refill_is_finished_after_a_resume(runs_dir: Path) -> None:
     """This happens in a pipeline, which resumes a step with a newer policy version."""
     config = config_of(runs_dir)
     store = make_store(config)

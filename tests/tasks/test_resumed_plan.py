@@ -112,7 +112,7 @@ async def test_a_step_is_planned_as_in_the_run_that_went_on(
         assert resumed == went_on
 
 
-async def test_what_is_known_decides(tmp_path: Path) -> None:
+async def test_plan_depends_on_the_stored_steps(tmp_path: Path) -> None:
     """Negative control: with one step less in the database, the plan differs."""
     config = config_of(tmp_path, "sync")
     (fewer,), went_on = await databases(config, (2,))

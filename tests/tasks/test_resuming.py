@@ -47,7 +47,7 @@ def steps_of(run: TrainConfig) -> list[int]:
     return [one.step for one in read_steps(run.run_dir)]
 
 
-def test_a_whole_run_goes_on_from_its_last_checkpoint(run: TrainConfig) -> None:
+def test_complete_run_resumes_from_its_last_checkpoint(run: TrainConfig) -> None:
     before = tree(run.run_dir)
     found = check_resumable(run)
     assert found.checkpoint == run.run_dir / "checkpoints" / "global_step_3"
@@ -120,7 +120,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("damage", "said"), REFUSED, ids=[one.__name__ for one, _ in REFUSED])
-def test_what_is_gone_or_damaged_is_refused_before_anything_changes(
+def test_damaged_runs_are_refused_before_any_change(
     run: TrainConfig, damage: Callable[[Path], None], said: str
 ) -> None:
     damage(run.run_dir)
@@ -228,7 +228,7 @@ def test_an_empty_store_takes_the_place_of_a_lost_one(run: TrainConfig) -> None:
         assert [one.step for one in store.steps()] == [1, 2, 3]
 
 
-def test_an_older_copy_of_the_store_is_told_and_can_be_used(run: TrainConfig) -> None:
+def test_older_copy_of_the_store_is_reported(run: TrainConfig) -> None:
     with Store(run.run_dir / "refrain.duckdb") as store:
         store._con.execute("DELETE FROM steps WHERE step >= 2")
     with pytest.raises(ValueError, match=r"refrain.duckdb lacks step 2, which steps.jsonl has"):
@@ -248,7 +248,7 @@ def test_steps_that_the_store_forgot_to_do_them_again_are_not_lost(run: TrainCon
     assert check_resumable(run).checkpoint == run.run_dir / "checkpoints" / "global_step_2"
 
 
-def test_a_store_without_its_log_is_told(run: TrainConfig) -> None:
+def test_store_without_its_log_is_reported(run: TrainConfig) -> None:
     path = run.run_dir / "refrain.duckdb"
     path.unlink()
     duckdb.connect(str(path)).close()
@@ -268,7 +268,7 @@ def test_a_run_that_has_not_begun_has_nothing_to_lose(tmp_path: Path) -> None:
     assert check_resumable(given).checkpoint is None
 
 
-def test_one_that_is_to_save_more_rarely_does_not_begin_anew(run: TrainConfig) -> None:
+def test_run_that_saves_rarely_does_not_restart(run: TrainConfig) -> None:
     shutil.rmtree(run.run_dir / "checkpoints")
     trainer = run.trainer.model_copy(update={"save_every_steps": 100})
     rarely = run.model_copy(update={"trainer": trainer})
@@ -279,7 +279,7 @@ def test_one_that_is_to_save_more_rarely_does_not_begin_anew(run: TrainConfig) -
 
 @pytest.mark.parametrize("name", ["progress.json", "summary.json", "changes.jsonl", "mlflow.json"])
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe\x00", b'{"a": 1}'])
-def test_damaged_records_are_told_and_hide_nothing(
+def test_damaged_records_are_reported_and_hide_nothing(
     run: TrainConfig, name: str, content: bytes
 ) -> None:
     (run.run_dir / name).write_bytes(content)

@@ -4,7 +4,7 @@ from tasks.rollout import _left
 from tests.rollout.fakes import request
 
 
-def test_what_is_durable_is_not_generated_again():
+def test_stored_rollouts_are_not_generated_again():
     """The store would refuse a rollout that it has, or the step would count it twice."""
     requests = [(i % 2, request("p", 3, sample_index=i)) for i in range(4)]
     done = {requests[0][1].id, requests[3][1].id}

@@ -55,7 +55,7 @@ def test_a_run_that_is_resumed_on_a_full_disk_can_be_resumed_later(tmp_path):
     claim_run_dir(config(tmp_path), resume=True).release()
 
 
-def test_what_was_changed_when_a_run_was_resumed_is_written_down(tmp_path):
+def test_changes_on_resume_are_recorded(tmp_path):
     claim_run_dir(config(tmp_path), resume=False).release()
     for fewer in (3, 2, 2):
         claim_run_dir(config(tmp_path, rollout={"num_engines": fewer}), resume=True).release()
@@ -125,7 +125,7 @@ def test_another_key_to_the_same_place_is_no_move(tmp_path):
 
 
 @pytest.mark.parametrize("begin", [claim_again, clear_up, delete_run])
-def test_what_a_killed_driver_left_running_is_gone_before_anything_else(tmp_path, begin):
+def test_processes_of_a_killed_driver_end_first(tmp_path, begin):
     claim_run_dir(config(tmp_path), resume=False).release()
     environment = os.environ | {"REFRAIN_RUN_DIR": str(tmp_path / "it")}
     # The shell ends at once and leaves an orphan.
@@ -142,7 +142,7 @@ def test_what_a_killed_driver_left_running_is_gone_before_anything_else(tmp_path
 
 
 @pytest.mark.parametrize("pid", ["12 clears up", "12"])
-def test_a_driver_waits_for_who_clears_up_behind_an_earlier_one(tmp_path, pid):
+def test_driver_waits_for_the_cleaner_of_another(tmp_path, pid):
     """The cleaner of a killed run holds the lock for a few seconds; a live run keeps it."""
     claim_run_dir(config(tmp_path), resume=False).release()
     other = (tmp_path / "it" / ".lock").open()
@@ -179,7 +179,7 @@ async def test_a_store_goes_back_to_the_checkpoint(tmp_path):
         await go_back(checkpoint, other, store, 0)
 
 
-def test_nobody_goes_on_with_a_run_that_is_half_deleted(tmp_path, monkeypatch):
+def test_half_deleted_run_cannot_be_resumed(tmp_path, monkeypatch):
     claim_run_dir(config(tmp_path), resume=False).release()
     (tmp_path / "it" / "refrain.duckdb").write_text("rollouts of another seed")
     delete = shutil.rmtree
@@ -200,7 +200,7 @@ def test_nobody_goes_on_with_a_run_that_is_half_deleted(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_no_whole_run_left_is_not_taken_over(tmp_path):
+def test_directory_without_config_is_not_claimed(tmp_path):
     (tmp_path / "it").mkdir()
     (tmp_path / "it" / "refrain.duckdb").touch()
     with pytest.raises(ValueError, match=r"it has refrain\.duckdb, but no config\.json"):

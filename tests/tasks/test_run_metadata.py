@@ -53,7 +53,7 @@ def test_checkpoints_are_those_that_can_be_restored(tmp_path):
         ("bfloat16", True, False, "on the batch and on the drafts"),
     ],
 )
-def test_the_record_says_what_a_token_depends_on(dtype, invariant, on_gpus, told):
+def test_record_states_what_tokens_depend_on(dtype, invariant, on_gpus, told):
     values = {
         "model": {"path": "m", "dtype": dtype},
         "data": {"train": ["d"]},
@@ -75,7 +75,7 @@ def test_the_profile_that_decided_is_recorded(tmp_path):
     assert tracker.files == {(None, "profile.json"): b"times"}
 
 
-def test_what_was_changed_on_resume_is_on_the_runs_page(tmp_path):
+def test_changes_on_resume_are_on_the_mlflow_page(tmp_path):
     values = {"model": {"path": "m"}, "data": {"train": ["d"]}, "runs_dir": str(tmp_path)}
     config = TrainConfig.model_validate(values)
     tracker = FakeTracker()

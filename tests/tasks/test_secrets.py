@@ -63,7 +63,7 @@ def test_no_record_shows_them(tmp_path: Path) -> None:
             assert "XUtnFEMI" not in file.read_text()
 
 
-def test_a_resumed_run_has_them_from_a_file_of_its_users_alone(tmp_path: Path) -> None:
+def test_resumed_run_reads_secrets_from_a_private_file(tmp_path: Path) -> None:
     given = config(tmp_path)
     claim_run_dir(given, resume=False).release()
     file = given.run_dir / SECRETS_FILE

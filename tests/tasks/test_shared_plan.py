@@ -79,7 +79,7 @@ def test_the_presets_fit_the_gpus_that_they_name(tmp_path: Path) -> None:
         ("Qwen3-8B", ("trainer.lora.rank=32", "trainer.dtype=bfloat16"), False),
     ],
 )
-def test_what_24_gb_hold(
+def test_plan_of_runs_on_24_gb(
     model: str, overrides: tuple[str, ...], fits: bool, tmp_path: Path
 ) -> None:
     config = one_gpu(tmp_path, model, *SMALL_GPU, *overrides)
@@ -170,7 +170,7 @@ def test_each_way_out_that_a_refusal_names_is_one(
     assert len(ways) <= 3
 
 
-def test_who_has_one_gpu_is_told_what_trains_on_it(tmp_path: Path) -> None:
+def test_refusal_names_settings_for_one_gpu(tmp_path: Path) -> None:
     said = refusal(one_gpu(tmp_path, "Qwen3-8B"), ONE_H100)
     assert said.endswith(
         "set trainer.lora.rank=32 or trainer.num_processes=4 with rollout.num_engines=4"

@@ -80,7 +80,7 @@ def plan(drafting: DraftSetting | None = None, trials: dict[str, int] | None = N
     )
 
 
-def test_without_a_ladder_the_drafter_is_the_one_that_was_said():
+def test_without_ladder_the_configured_drafter_is_used():
     assert drafting_of(run_of()) is None
     assert drafting_of(run_of(drafter="small")) == DraftSetting("small", 4, coupled=False)
     coupled = run_of(drafter="small", coupled=True, window=3)
@@ -112,7 +112,7 @@ def test_the_history_is_on_the_ladder_and_drafts_in_its_own_way():
     assert drafting_of(run) is None
 
 
-def test_who_is_not_used_is_tried_now_and_then():
+def test_unused_drafters_are_tried_now_and_then():
     run = run_of(LADDER)
     run.saw(0, "small", 0.85)
     assert trials_of(run, 4) == {"ngram": 2}
@@ -122,7 +122,7 @@ def test_who_is_not_used_is_tried_now_and_then():
     assert settings_of(run, plan(small, {"ngram": 1})) == [ngram, small, small, small]
 
 
-def test_policies_are_there_for_draft_models_alone():
+def test_speculation_policies_need_draft_models():
     def policies(run: StandIn) -> list[type]:
         inputs = StepInputs(plan=plan(), ladder=run.inputs.ladder)
         return [type(policy) for policy in plan_policies(run.config, inputs)]
@@ -153,7 +153,7 @@ def test_a_freed_engine_races_with_what_is_expected_to_be_the_fastest():
     assert raced(run_of(LADDER), small=0.3, ngram=0.9)[0].drafter == "ngram"
 
 
-async def test_what_is_known_of_drafters_is_that_of_the_last_steps():
+async def test_known_acceptances_are_of_the_last_steps():
     run = run_of(LADDER)
     assert await known_acceptances(run, plan(), 4) == {}
     run.saw(0, "small", 0.85)

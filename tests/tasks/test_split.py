@@ -136,7 +136,7 @@ async def test_drafters_of_a_model_share_the_engines_evenly(
         (["model.path=nowhere"], "nowhere"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
+def test_impossible_splits_are_refused(
     tmp_path: Path, profile: str, overrides: list[str], says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):
@@ -161,7 +161,7 @@ def test_a_drafter_that_was_not_measured_is_refused(tmp_path: Path, profile: str
             planned(tmp_path, SPLIT, profile, f"specactor.ladder={ladder}")
 
 
-def test_a_run_goes_on_with_its_split_and_takes_another(
+def test_resumed_run_keeps_its_split_unless_changed(
     tmp_path: Path, profile: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = load_config(write_config(tmp_path), [SMALL, SPLIT, profile])

@@ -88,7 +88,7 @@ def driver(tmp_path: Path) -> Iterator[Driver]:
 
 
 @pytest.mark.slow
-def test_tasks_of_a_run_from_another_process(driver: Driver, tmp_path: Path) -> None:
+def test_tasks_run_from_another_process(driver: Driver, tmp_path: Path) -> None:
     batch = driver.said("BATCH ")
     run_dir = tmp_path / "runs" / "demo"
     run = RunRef.model_validate_json((run_dir / REF_FILE).read_text())

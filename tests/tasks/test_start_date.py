@@ -85,7 +85,7 @@ def prompt_text(config: TrainConfig) -> str:
     return inputs.tokenizer.decode(prompt.token_ids)
 
 
-def test_a_run_that_goes_on_the_next_day_has_the_prompts_of_its_start(
+def test_resumed_run_keeps_the_date_in_prompts(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = begun(config)

@@ -30,7 +30,7 @@ def test_an_environment_is_flat_for_mlflow():
         assert tags[f"environment.{package}"]
 
 
-def test_a_commit_says_whether_files_were_changed(tmp_path):
+def test_recorded_commit_marks_changed_files(tmp_path):
     def git(*command):
         subprocess.run(["git", "-C", str(tmp_path), *command], check=True, capture_output=True)
 

@@ -46,7 +46,7 @@ def open_outbox(tmp_path, said):
         outbox.close(0.0)
 
 
-def test_records_are_delivered_in_order_and_gone(open_outbox, tmp_path):
+def test_records_are_delivered_in_order_and_deleted(open_outbox, tmp_path):
     server = Server()
     outbox = open_outbox(server)
     for i in range(20):
@@ -58,7 +58,7 @@ def test_records_are_delivered_in_order_and_gone(open_outbox, tmp_path):
     assert outbox.missing() == []
 
 
-def test_what_waits_survives_the_process_and_comes_first(open_outbox, said):
+def test_pending_records_survive_and_are_delivered_first(open_outbox, said):
     first = open_outbox(Server(away=True))
     first.add("metrics", {"i": 0})
     first.add("metrics", {"i": 1})
@@ -76,7 +76,7 @@ def test_what_waits_survives_the_process_and_comes_first(open_outbox, said):
     assert [values["i"] for _, values, _ in server.got] == [0, 1, 2]
 
 
-def test_what_another_process_adds_is_delivered_by_the_one_that_does(open_outbox):
+def test_outbox_delivers_records_of_other_processes(open_outbox):
     server = Server()
     outbox = open_outbox(server)
     other = open_outbox(Server(), delivers=False)
@@ -151,7 +151,7 @@ def test_an_outage_does_not_fill_the_disk(open_outbox, monkeypatch):
     assert len(server.got) == 3
 
 
-def test_half_a_record_is_none(open_outbox, tmp_path):
+def test_half_a_record_is_ignored(open_outbox, tmp_path):
     for name in (".unfinished", ".delivered"):
         (tmp_path / "outbox" / name).mkdir(parents=True)
         (tmp_path / "outbox" / name / "t.json").write_text("half")
@@ -162,7 +162,7 @@ def test_half_a_record_is_none(open_outbox, tmp_path):
     assert server.got == [("metrics", {}, None)]
 
 
-def test_a_record_that_is_there_is_on_the_disk_whole(open_outbox, tmp_path, monkeypatch):
+def test_visible_record_is_complete_on_disk(open_outbox, tmp_path, monkeypatch):
     """Otherwise a crash could leave half a record. The server would refuse it forever, and the
     resumed run would end."""
     outbox, disk = open_outbox(Server(), delivers=False), Disk(monkeypatch)
@@ -173,7 +173,7 @@ def test_a_record_that_is_there_is_on_the_disk_whole(open_outbox, tmp_path, monk
         assert not disk.unsettled
 
 
-def test_one_that_cannot_be_written_is_not_there(open_outbox, tmp_path, said, record_failures):
+def test_unwritable_record_leaves_no_file(open_outbox, tmp_path, said, record_failures):
     outbox = open_outbox(Server(), delivers=False)
     with full_disk(room=100):
         for _ in range(2):
@@ -223,7 +223,7 @@ def test_a_record_that_a_server_never_takes_is_set_aside(open_outbox, monkeypatc
     assert [values["i"] for _, values, _ in server.got] == [1, 3]
 
 
-def test_one_that_closes_looks_at_nothing_more(open_outbox, tmp_path):
+def test_closing_outbox_reads_no_more_records(open_outbox, tmp_path):
     """The process that opens the outbox next moves records then. The file here is no valid
     record."""
     outbox = open_outbox(Server())

@@ -39,7 +39,7 @@ def test_the_ending_is_written(tmp_path: Path) -> None:
     assert (failed.error, stopped.error) == ("engine 1 died", None)
 
 
-def test_what_happens_is_read_within_a_moment_and_not_written_more_often(
+def test_progress_is_written_promptly_but_not_too_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = []
@@ -106,7 +106,7 @@ def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
     assert [step.step for step in read_steps(tmp_path)] == [1]
 
 
-def test_what_cannot_be_read_is_none(tmp_path: Path) -> None:
+def test_unreadable_progress_is_none(tmp_path: Path) -> None:
     assert read_progress(tmp_path) is None
     (tmp_path / PROGRESS_FILE).write_text("{")
     assert read_progress(tmp_path) is None

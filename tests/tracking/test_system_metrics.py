@@ -17,7 +17,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", str(EVERY_S))
 
 
-def test_it_is_looked_at_until_the_run_ends(tmp_path: Path) -> None:
+def test_system_metrics_are_logged_until_the_run_ends(tmp_path: Path) -> None:
     seen, enough = [], threading.Event()
 
     def log(metrics):
@@ -40,7 +40,7 @@ def test_it_is_looked_at_until_the_run_ends(tmp_path: Path) -> None:
         assert 0 < metrics["system/disk_usage_percentage"] <= 100
 
 
-def test_its_first_word_is_of_the_time_before_it(
+def test_first_sample_covers_the_time_before(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A processor's load is measured between two samples: the first alone would be 0."""
@@ -67,7 +67,7 @@ def test_mlflows_own_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch, tmp_pa
         time.sleep(4 * EVERY_S)
 
 
-def test_a_look_that_fails_is_not_the_last(
+def test_failed_sample_is_not_the_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, record_failures: list
 ) -> None:
     looks, enough = [], threading.Event()

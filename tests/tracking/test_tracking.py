@@ -42,7 +42,7 @@ def config(tmp_path, empty_database):
     return config
 
 
-def test_a_resumed_run_goes_on_as_the_same_mlflow_run(config):
+def test_resumed_run_continues_its_mlflow_run(config):
     first = Tracker(config, None)
     first.log_metrics({"critic/score/mean": 0.25}, step=1)
     first.close("KILLED")
@@ -103,7 +103,7 @@ def test_moves_and_distributions_are_recorded(config):
     assert picture.path == "distributions/train-00001.png"
 
 
-def test_without_a_server_a_known_run_goes_on_and_delivers_later(config):
+def test_known_run_delivers_later_without_a_server(config):
     tracker = Tracker(config, None)
     tracker.close("KILLED")
     said = []
@@ -120,7 +120,7 @@ def test_without_a_server_a_known_run_goes_on_and_delivers_later(config):
     assert [(m.step, m.value) for m in history] == [(1, 0.5)]
 
 
-def test_a_server_that_is_not_there_is_refused_at_once():
+def test_missing_server_is_refused_immediately():
     require_server(None)
     with pytest.raises(ValueError, match=r"MLFLOW_TRACKING_URI is http://127.0.0.1:9"):
         require_server("http://127.0.0.1:9")
@@ -180,7 +180,7 @@ def test_no_name_and_no_text_is_refused(config):
     assert sum(name.endswith("/mean_at_4") for name in metrics) == len(HOSTILE)
 
 
-def test_what_mlflow_refuses_ends_nothing(config, record_failures):
+def test_records_refused_by_mlflow_do_not_end_runs(config, record_failures):
     """Values that are no JSON and pictures that cannot be drawn end nothing either."""
     said = []
     tracker = Tracker(config, None, Failures(config.run_dir, said.append))
@@ -202,7 +202,7 @@ def test_what_mlflow_refuses_ends_nothing(config, record_failures):
     assert (run.data.metrics, run.info.status) == ({"y": 1.0}, "FINISHED")
 
 
-def test_a_run_that_somebody_deletes_goes_on(config, record_failures):
+def test_run_deleted_in_mlflow_continues(config, record_failures):
     """The process keeps its records. The next process makes a new run, which receives them too."""
     said = []
     first = Tracker(config, None, Failures(config.run_dir, said.append))
@@ -335,7 +335,7 @@ def test_a_checkpoint_is_a_model_with_its_validation(config):
     assert [(m.step, m.value) for m in history] == [(2, 0.25), (4, 0.5)]
 
 
-def test_what_a_run_reads_and_its_experiment(config):
+def test_data_sets_and_experiment_are_logged(config):
     mine = config.model_copy(update={"experiment": "mine"})
     tracker = Tracker(mine, None)
     dataset = {"name": "train", "digest": "0123", "context": "training", "files": ["train.parquet"]}

@@ -23,7 +23,7 @@ def row_of(strike: Strike) -> dict[str, Any]:
     return strike.model_dump(mode="json") | made
 
 
-def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_campaign_continues_where_it_stopped(tmp_path: Path) -> None:
     file, made = tmp_path / "chaos.json", []
 
     def strike_run(run: Sequence[Strike]) -> list[dict[str, Any]]:

@@ -82,7 +82,7 @@ def test_a_good_run_has_no_complaints() -> None:
         ({"files": ("/dev/shm/weights",)}, "left lying: /dev/shm/weights"),
     ],
 )
-def test_what_is_wrong_is_found(values: dict[str, Any], complaint: str) -> None:
+def test_checks_find_each_fault(values: dict[str, Any], complaint: str) -> None:
     found = complaints(record(**values), record())
     assert any(complaint in one for one in found), found
 

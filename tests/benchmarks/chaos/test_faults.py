@@ -61,7 +61,7 @@ def test_only_what_can_happen_is_drawn() -> None:
         assert strike.mode in modes(strike.moment)
 
 
-def test_the_seed_decides_and_a_longer_campaign_goes_on() -> None:
+def test_longer_campaign_begins_with_the_shorter_one() -> None:
     assert draw(60, 1)[:20] == draw(20, 1)
     assert draw(20, 1) != draw(20, 2)
     assert [strike.number for strike in draw(5, 0)] == [0, 1, 2, 3, 4]

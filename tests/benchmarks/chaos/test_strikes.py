@@ -99,7 +99,7 @@ def test_a_process_that_is_left_is_named(run: SmallRun, monkeypatch: pytest.Monk
     assert store.wait(30) == -9
 
 
-def test_a_stopped_process_goes_on(run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_process_resumes(run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.chaos.strikes.STOPPED_S", 1.0)
     monkeypatch.setattr(SmallRun, "running", True)
     store = process(run, SLEEPS)
@@ -126,7 +126,7 @@ def test_the_clock_of_all_processes_goes_back(run: SmallRun) -> None:
 
 
 @pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="has no /dev/shm")
-def test_a_file_in_shared_memory_that_nobody_holds_is_found() -> None:
+def test_abandoned_shared_memory_file_is_found() -> None:
     path = SHARED_MEMORY / f"chaos-test-{os.getpid()}"
     with path.open("wb") as file:
         file.write(b"weights")
@@ -137,7 +137,7 @@ def test_a_file_in_shared_memory_that_nobody_holds_is_found() -> None:
 
 
 @pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="has no /dev/shm")
-def test_what_neighbours_leave_in_shared_memory_is_not_the_runs(run: SmallRun) -> None:
+def test_shared_memory_of_other_processes_is_ignored(run: SmallRun) -> None:
     """Both leave a file while the run goes on, and both names look like those of a run."""
     ours, theirs = (SHARED_MEMORY / f"refrain-{name}-{os.getpid()}" for name in ("ours", "theirs"))
     try:
@@ -167,7 +167,7 @@ def test_a_process_without_memory_is_killed(run: SmallRun) -> None:
     assert how in ("by the kernel, at the limit of a cgroup", "by SIGKILL")
 
 
-def test_what_is_left_lying_is_described(tmp_path: Path) -> None:
+def test_remaining_files_are_described(tmp_path: Path) -> None:
     (tmp_path / "left").mkdir()
     assert described(tmp_path / "left") == "left"
     (tmp_path / "left" / "weights").touch()
@@ -245,6 +245,6 @@ def test_a_run_is_seen_through(
     assert run.num_starts == num_starts
 
 
-def test_an_end_without_advice_is_told() -> None:
+def test_end_without_advice_is_reported() -> None:
     run = EndingRun(1, 0, said="Traceback")
     assert see_through(run, None) == ([1, 0], ["ended without advice"])  # ty: ignore[invalid-argument-type]

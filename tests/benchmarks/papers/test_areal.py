@@ -79,7 +79,7 @@ def test_a_long_sample_outlives_the_bound_on_what_is_drawn():
     assert max(sample.staleness for sample in samples(kept)) == 1
 
 
-def test_an_interruption_costs_the_keys_and_values_of_what_goes_on():
+def test_interruption_costs_a_prefill_of_running_requests():
     """Each version, the first one too, needs a prefill: its token takes 5 s in place of 1 s."""
     run = run_asynchronous(script_of(ONE_LONG), TWO, DEAR_PREFILL, way(4))
     (long,) = (s.rollout for s in samples(run) if len(s.rollout.generated.token_ids) == 60)
@@ -103,7 +103,7 @@ def simulated(seed, eta=1):
     )
 
 
-def test_what_is_measured_is_the_tokens_of_these_steps_at_its_rate():
+def test_measured_rate_counts_tokens_of_the_window():
     found = simulated(0)
     assert found.measured == (11, 12, 13)
     assert found.tokens_per_s * found.seconds == sum(s.num_tokens for s in found.of_window)

@@ -33,7 +33,7 @@ def drafter(draft_s: float, *acceptance: float) -> KnownDrafter:
     return KnownDrafter(draft_s, np.array(acceptance))
 
 
-def test_one_response_alone_takes_its_steps():
+def test_bound_of_one_response_is_its_steps():
     bound = bound_rollout(COSTS, *alike(1, 500), [], num_engines=3)
     assert bound.alone_s == bound.seconds == pytest.approx(500 * 0.0101)
     assert bound.work_s == pytest.approx(500 * 1e-4 / 3)
@@ -53,7 +53,7 @@ def test_the_context_is_read_at_every_token():
 
 
 @pytest.mark.parametrize("p", [0.5, 0.8, 0.95])
-def test_alone_no_setting_of_a_drafter_is_faster(p):
+def test_no_drafter_setting_beats_the_single_response_bound(p):
     """Coupled drafting, and drafting at the same time as verification, at every pace."""
     draft_s = 3e-3
     bound = bound_rollout(COSTS, *alike(1, 1000), [drafter(draft_s, p)], num_engines=1)

@@ -23,7 +23,7 @@ IDS = [RequestId(Split.TRAIN, 1, str(i), 0) for i in range(4000)]
 (SETTING,) = SETTINGS["specactor"]
 
 
-def test_one_seed_one_result():
+def test_same_seed_gives_same_result():
     assert draw_acceptances(IDS, 3) == draw_acceptances(IDS, 3)
     assert draw_acceptances(IDS, 3) != draw_acceptances(IDS, 4)
 

@@ -89,7 +89,7 @@ def test_an_epoch_has_each_prompt_once():
     assert set(groups["step_count_distinct"].to_pylist()) == {1}
 
 
-def test_what_cannot_be_generated():
+def test_impossible_traces_are_refused():
     with pytest.raises(ValueError, match="pat has steps 1 to 100: ask for some of these"):
         generate(pat(), 0, [101])
     with pytest.raises(ValueError, match="has 3 prompts, fewer than the 16 of a step"):

@@ -70,7 +70,7 @@ def test_a_single_technique_does_nothing_else(runs):
     assert drafted == {DRAFTS, ALL}
 
 
-def test_a_scene_makes_the_moves_of_its_config_alone(scene):
+def test_scene_makes_only_moves_of_its_config(scene):
     reshaping = with_only(scene, RESHAPE)
     (controller,) = reshaping.policies()
     moves = []
@@ -85,7 +85,7 @@ def test_a_scene_makes_the_moves_of_its_config_alone(scene):
     assert with_only(scene, NOTHING).policies() == ()
 
 
-def test_what_is_left_out_is_switched_off():
+def test_omitted_techniques_are_switched_off():
     (setting,) = SETTINGS["specactor"]
     small = {"num_prompts": 8, "prompts_per_step": 4, "group_size": 4, "num_steps": 2}
     spec = setting.spec.model_copy(update=small)
@@ -151,7 +151,7 @@ def test_prompts_of_a_scene_may_be_placed_by_their_lengths():
     assert {r.id for _, r in ranked.placed()} == {r.id for _, r in evenly.placed()}
 
 
-def test_rows_say_how_much_faster():
+def test_rows_report_the_speedup():
     nothing, one, other, joint = rows_of("s", {NOTHING: 10.0, "a": 5.0, "b": 8.0, ALL: 4.0})
     assert (nothing.speedup, one.speedup, joint.speedup) == (1.0, 2.0, 2.5)
     assert (other.over_best_single, joint.over_best_single) == (None, 1.25)

@@ -45,7 +45,7 @@ def compared(a40):
 
 
 @pytest.mark.parametrize("hardware", [None, PRESET])
-def test_what_is_printed_of_the_best_static_degree_is_what_tp_2_takes(hardware):
+def test_printed_best_static_degree_matches_tp_2(hardware):
     """This also holds without fitted parameters: lengths and the data sheet suffice."""
     steps = Steps.draw(machine(BEST, hardware), lengths(BEST), 0)
     assert steps.static(2).seconds == pytest.approx(BEST.static_s, rel=0.03)
@@ -96,7 +96,7 @@ def test_the_epoch_before_has_the_same_prompts(a40):
         assert keys <= set(before.table["prompt_key"].to_pylist())
 
 
-def test_switching_saves_what_the_paper_says_over_its_base_and_little_over_the_best(compared):
+def test_switching_saves_as_printed_over_its_base(compared):
     """The paper prints a speedup of 1.27 for an iteration."""
     assert compared.best_static == 4
     assert compared.over_printed.speedup == pytest.approx(1.27, abs=0.06)
@@ -112,7 +112,7 @@ def test_the_same_seed_gives_the_same_seconds(compared):
     assert other.seconds != again.seconds
 
 
-def test_where_the_highest_degree_is_the_best_pat_begins_there_and_is_computed():
+def test_pat_begins_in_the_highest_degree_if_best():
     """This uses the data sheet only. The layout is kept from the step before, so it costs nothing.
     A step that begins in TP 2 loses at least the cost of the switch."""
     steps = Steps.draw(machine(BEST, PRESET), lengths(BEST), 0, STEPS[:1])
@@ -187,7 +187,7 @@ def test_no_parameter_could_as_well_be_another(field, hardware, factor):
 
 
 @pytest.mark.parametrize("max_k", [6, 8, 12, 16])
-def test_what_is_printed_leaves_little_over_the_best_static_degree(max_k):
+def test_printed_figures_bound_the_gain_over_static(max_k):
     """For 8 A40, by figures 3b and 4 alone, switches at no cost gain only 2 to 8 %."""
     assert 1.02 < most_over_static(max_k) < 1.08
 

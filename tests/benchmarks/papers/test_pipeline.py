@@ -168,7 +168,7 @@ def test_nothing_is_older_than_one_step_but_what_was_deferred(seed):
     assert all(step.deferred_staleness <= 2 for step in found.steps)
 
 
-def test_who_ignores_the_bound_is_caught(monkeypatch):
+def test_staleness_above_the_bound_is_detected(monkeypatch):
     monkeypatch.setattr(pipeline, "version_of", lambda place, lag: max(0, place - lag - 1))
     with pytest.raises(AssertionError, match="place 3 trains on what is 2 old"):
         simulate_pipeline(small_script(0), EIGHT, LATENCY, histopipe())

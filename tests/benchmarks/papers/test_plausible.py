@@ -39,13 +39,13 @@ def test_a_range_has_its_tolerance_on_either_side():
 @pytest.mark.parametrize(
     ("name", "value"), [(AT_256, 1.2), (VANILLA, 0.9), (VANILLA, 1.2), (LAST, 0.3), (LAST, 0.9)]
 )
-def test_one_print_that_is_missed_refutes(name, value):
+def test_one_missed_figure_refutes_an_assumption(name, value):
     assert refuted(MET) is None
     assert refuted(MET | {name: value}).name == name
     assert refuted(MET | {name: value}, ANYTHING) is None
 
 
-def test_what_binds_nobody_refutes_nobody_and_what_was_not_looked_for_neither():
+def test_figures_not_binding_or_missing_refute_nothing():
     assert refuted(MET | {APART: 1.1}) is None
     binding = [replace(one, binding=True) for one in PRINTS]
     assert refuted(MET | {APART: 1.1}, binding).name == APART

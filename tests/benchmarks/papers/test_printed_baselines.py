@@ -60,7 +60,7 @@ def test_a_setting_knows_the_epoch_before():
 
 
 @pytest.mark.parametrize("setting", [s for several in SETTINGS.values() for s in several])
-def test_what_drafting_costs_is_not_invented(setting):
+def test_missing_drafting_costs_are_refused(setting):
     with pytest.raises(ValueError, match="leave the drafter out"):
         setting.latency.draft_s("ngram", 1, 4)
     if setting is RHYMERL:

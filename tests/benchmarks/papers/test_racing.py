@@ -82,7 +82,7 @@ def test_a_copy_with_a_worse_drafter_loses():
     assert finished["a"].finished_s == pytest.approx(0.01 + 100 * STEP_S)
 
 
-def test_a_redraft_holds_for_the_request_alone():
+def test_redraft_affects_only_its_request():
     redraft = Once(Redraft(request("a").id, 0, GOOD))
     finished, _, _ = roll_out({"a": 300, "b": 300}, [(0, "a"), (0, "b")], redraft)
     assert finished["a"].request.drafting == GOOD
@@ -92,7 +92,7 @@ def test_a_redraft_holds_for_the_request_alone():
     assert finished["a"].finished_s < 0.5 * finished["b"].finished_s
 
 
-def test_views_tell_how_drafting_goes_since_the_last_change():
+def test_views_count_drafting_since_the_last_change():
     redraft = Once(Redraft(request("a").id, 0, GOOD))
     roll_out({"a": 600, "b": 600}, [(0, "a"), (0, "b")], redraft)
     told = [view.engines[0].drafting for view in redraft.views]
@@ -102,13 +102,13 @@ def test_views_tell_how_drafting_goes_since_the_last_change():
     assert settings == {GOOD}
 
 
-def test_nothing_is_told_of_drafting_where_there_is_none():
+def test_views_without_drafting_have_no_counts():
     looks = Once(None)
     roll_out({"a": 100}, [(0, "a")], looks, setting=None)
     assert all(not view.engines[0].drafting for view in looks.views)
 
 
-def test_a_copy_has_what_is_generated_and_its_request_goes_on():
+def test_copy_has_generated_tokens_and_its_request_continues():
     engines = [engine_of(i, {"a": 100}) for i in range(2)]
     id = request("a").id
 

@@ -128,7 +128,7 @@ def works_at_once(run):
 
 @pytest.mark.parametrize("move_kv", [True, False])
 @pytest.mark.parametrize("num_gpus", [8, 16])
-def test_every_token_is_there_and_layouts_take_turns(num_gpus, move_kv):
+def test_scene_generates_every_token_with_alternating_layouts(num_gpus, move_kv):
     run = scripted(LENGTHS, {8: 4, 3: 8}, move_kv=move_kv, num_gpus=num_gpus)
     assert by_request(run) == by_request(run_scene(scene(LENGTHS, num_gpus=num_gpus)))
     assert works_at_once(run) == 0.0

@@ -26,7 +26,7 @@ def history(*responses):
     return PromptHistory("a", 1, [0], [np.array(own) for own in responses], [1.0] * len(responses))
 
 
-def test_the_routine_finds_what_goes_on_alike():
+def test_routine_finds_matching_continuations():
     """4 5 follows 1 2 3 as before. Then 9 is new, and after 1 2 3 the 4 is found again."""
     earlier, later = history([1, 2, 3, 4, 5, 6]), history([1, 2, 3, 4, 5, 9, 1, 2, 3, 4])
     assert accepted_share([(earlier, later)]) == pytest.approx(3 / 10)
@@ -40,7 +40,7 @@ def test_tokens_are_as_much_alike_as_printed():
     assert 0.65 < accepted(GROUPS, shipped.PAPER) < 0.79
 
 
-def test_without_forks_and_news_all_is_alike_but_what_has_grown():
+def test_without_forks_only_growth_differs():
     same = similar_groups(Resemblance(fork_share=0.0, new_share=0.0), LENGTHS[:1], 0)
     assert accepted_share(same) > 0.9
     assert accepted_share([(earlier, earlier) for earlier, _ in same]) > 0.99
@@ -82,7 +82,7 @@ class TwiceAsDear(LinearLatency):
         return super().verify_s(tp_degree, batch, context_tokens, 2 * window)
 
 
-def test_where_drafts_never_pay_there_is_none():
+def test_drafts_that_never_pay_are_not_made():
     dear = TwiceAsDear(0.01, sequence_s=1.0, prefill_step_s=0.01, verifies=True, lookup_s=0.0)
     assert shipped.drafted_levels(TRACE, 9, dear, 2, 0) == ()
 

@@ -75,7 +75,7 @@ def test_only_best_of_n_races_and_never_with_the_drafter_that_is_there(simulated
     assert drafters <= set(DRAFTERS)
 
 
-def test_who_has_no_drafter_gpus_races_coupled(simulated):
+def test_races_without_drafter_gpus_are_coupled(simulated):
     rollouts = simulated[f"{BY_BATCH}, best-of-N"].rollouts
     settings = {r.request.drafting for r in rollouts} - {None}
     assert settings
@@ -96,7 +96,7 @@ def test_history_beside_the_models_guesses_some_of_what_they_guess_wrong(case, s
     assert case.fused().bound().seconds < min(ranked, simulated[whole].step.step_s)
 
 
-def test_who_is_freed_works_again_with_another_drafter(simulated):
+def test_freed_engine_works_again_with_another_drafter(simulated):
     before, after = (simulated[part].timelines for part in PARTS[1:])
     first = min(range(len(before)), key=lambda engine: before[engine][-1].end_s)
     later = [at for at in after[first] if at.start_s > before[first][-1].end_s]
@@ -122,7 +122,7 @@ def test_n_gram_is_of_no_use_to_the_last(simulated):
     assert rows["n-gram"].last_rate < 0.25 < rows[PARTS[-1]].last_rate
 
 
-def test_what_is_chosen_by_the_batch_is_nothing_where_it_does_not_pay():
+def test_setting_by_batch_is_none_if_drafting_loses():
     choose = SettingByBatch(LATENCY, 4, SMALL, 0.5, modes=(True, False))
     assert replace(choose, modes=(True,))(256, 256 * 1000.0) is None
     assert not choose(256, 256 * 1000.0).coupled, "a coupled setting does not pay here"

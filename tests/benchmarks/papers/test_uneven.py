@@ -81,7 +81,7 @@ def test_one_layout_is_played_as_it_is_forecast():
         assert played_s == pytest.approx(forecast_s)
 
 
-def test_who_knows_of_a_long_one_gains_by_a_degree_of_its_own():
+def test_known_long_response_gains_from_uneven_layouts():
     known = exact(ONE_LONG)
     even_s, all_s = (play_s(Affine(), of, ONE_LONG, known) for of in (EVEN, FOUND))
     assert all_s < 0.9 * even_s
@@ -99,7 +99,7 @@ class Alike:
         return {id: max(1.0, 1000.0 - num) for id, num in generated.items()}
 
 
-def test_who_ranks_the_long_one_low_loses_by_it():
+def test_misranked_long_response_makes_uneven_layouts_lose():
     last = [*ONE_LONG[1:], ONE_LONG[0]]
     known_s = ranked_s(Affine(), [(4, 2, 2)], last, exact(last))
     assert ranked_s(Affine(), [(4, 2, 2)], last, Alike()) > 1.05 * known_s

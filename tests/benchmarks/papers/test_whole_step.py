@@ -51,7 +51,7 @@ def test_engines_that_race_have_no_time():
 
 
 @pytest.mark.parametrize("name", ["veRL", "best-of-N"])
-def test_no_more_than_there_is(name):
+def test_free_engines_do_no_more_than_remains(name):
     case = Case.draw(SPEC, LAYOUT, 8, 0)
     simulation = case.simulate(next(v for v in variants(case) if v.name == name))
     own_s = rest_s(simulation.step.step_s)
@@ -62,7 +62,7 @@ def test_no_more_than_there_is(name):
 
 
 @pytest.mark.slow
-def test_whole_steps_are_told_beside_those_that_overlap():
+def test_whole_steps_are_shown_beside_overlapping_ones():
     speculation = Speculation(specs=(SPEC,), step=8)
     ablation = simulate_speculation(speculation, LAYOUT, 0, lambda _: None)
     found = {step.variant: step for step in whole_steps(ablation.rows)}
