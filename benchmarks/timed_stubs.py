@@ -1,7 +1,7 @@
 """A run whose engines, trainer and scorer only keep time. Everything else is real.
 
 real    flow, tasks, coordinator, store, MLflow, Prefect's pages, pictures
-hollow  engines finish rollouts at a steady pace, training and scoring take no time
+stubs   engines finish rollouts at a steady pace, training and scoring take no time
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _EVENT_S = 0.05
 _NUM_WORDS = 30_000
 
 
-class HollowEngine(MadeUpEngine):
+class StubEngine(MadeUpEngine):
     """Finishes `rollouts_per_s` rollouts, first come, first served."""
 
     def __init__(self, index: int, rollouts_per_s: float) -> None:
@@ -91,7 +91,7 @@ class LocalStore(StoreClient):
         return ""
 
 
-class HollowTrainer:
+class StubTrainer:
     def __init__(self, config: TrainConfig) -> None:
         self._directory = checkpoints_dir(config)
 
@@ -107,7 +107,7 @@ class HollowTrainer:
         return write_checkpoint(self._directory, state, lambda _: None)
 
 
-class HollowScorers:
+class StubScorers:
     async def score(self, unscored: StoredRows, prompts: Mapping[str, Prompt]) -> pa.Table:
         assert prompts
         rows = unscored.reference
@@ -122,12 +122,12 @@ class HollowScorers:
         )
 
 
-class HollowDrafters:
+class StubDrafters:
     async def take_counts(self) -> dict[str, Any]:
         return {}
 
 
-class HollowTokenizer:
+class StubTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
 
@@ -158,10 +158,10 @@ async def hollow_run(
     num_steps: int,
     rollouts_per_s: float,
     tracking_uri: str | None,
-) -> AsyncGenerator[tuple[LiveRun, list[HollowEngine]]]:
+) -> AsyncGenerator[tuple[LiveRun, list[StubEngine]]]:
     """Yield a run of this process, and its engines. Tasks can find the run while this lasts."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    engines: Any = [HollowEngine(i, rollouts_per_s / NUM_ENGINES) for i in range(NUM_ENGINES)]
+    engines: Any = [StubEngine(i, rollouts_per_s / NUM_ENGINES) for i in range(NUM_ENGINES)]
     ref = RunRef(
         run_dir=config.run_dir.absolute(),
         working_dir=Path.cwd(),
@@ -171,9 +171,9 @@ async def hollow_run(
     )
     progress: Any = Silence()
     failures = Failures(config.run_dir, progress.warn)
-    hollow: dict[str, Any] = {
-        "trainer": HollowTrainer(config),
-        "scorers": HollowScorers(),
+    stubs: dict[str, Any] = {
+        "trainer": StubTrainer(config),
+        "scorers": StubScorers(),
         "history": None,
     }
     run = Run(
@@ -185,9 +185,9 @@ async def hollow_run(
         pages=StepPages(config.run_dir, config.name, failures),
         progress=progress,
         failures=failures,
-        **hollow,
+        **stubs,
     )
-    drafters: Any = HollowDrafters()
+    drafters: Any = StubDrafters()
     coordinator = Coordinator(engines, log=progress.phase)
     made = Engines(coordinator, drafters, 0)
     weights = PolicyWeights(0, b"", ())
@@ -213,4 +213,4 @@ def _inputs(config: TrainConfig, num_steps: int) -> Inputs:
         shuffle=True,
         seed=0,
     )
-    return Inputs({}, prompts, loader, HollowTokenizer())
+    return Inputs({}, prompts, loader, StubTokenizer())

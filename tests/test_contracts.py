@@ -96,7 +96,7 @@ def test_forbidden_import_breaks_its_contract(
 
 
 @pytest.mark.parametrize("library", ["vllm", "ray", "torch"])
-def test_each_file_of_rollout_is_held_to_it(source: Path, library: str) -> None:
+def test_contract_covers_each_rollout_file(source: Path, library: str) -> None:
     files = [str(f.relative_to(source)) for f in (source / "engines" / "rollout").glob("*.py")]
     _, report = _broken(source, files, f"import {library}")
     imported = {f.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for f in files}

@@ -63,7 +63,7 @@ def test_in_a_rehearsal_a_cpu_stands_in(what, gpus, rehearsed, lacks) -> None:
     assert bool(told) == bool(lacks)
 
 
-def test_one_machine_keeps_what_others_measured(tmp_path: Path) -> None:
+def test_recording_keeps_figures_of_other_machines(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     record.write(file, HERE | {"card": "B"}, {"b_ms": 1.0})
     record.write(file, HERE, {"a_ms": 2.0, "c_ms": 3.0})

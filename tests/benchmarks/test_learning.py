@@ -26,7 +26,7 @@ def row(kind="grpo", mode="sync", seed=0, last=0.6, clipped=0.0) -> dict:
     }
 
 
-def test_runs_are_every_algorithm_by_seed_and_both_modes_by_seed_each_once():
+def test_runs_cover_algorithms_and_modes_by_seed_once():
     runs = planned(seeds=3, pipelined_seeds=5)
     assert len(runs) == len(set(runs)) == len(get_args(AlgorithmType)) * 3 + 2 * 5 - 3
     for kind in get_args(AlgorithmType):

@@ -30,7 +30,7 @@ UNTIL_THE_MIDDLE_S = 12.0
 NUM_POINTS = re.compile(r"TP 1, decode and prefill: (\d+) points")
 
 
-def test_a_killed_run_leaves_the_old_profile_and_the_next_one_completes_it(ui: Ui) -> None:
+def test_run_after_a_killed_one_completes_the_profile(ui: Ui) -> None:
     from prefect.client.orchestration import SyncPrefectClient
 
     config, num_points = measure(ui.runs_dir)

@@ -175,7 +175,7 @@ def test_repeated_prompts_that_contradict_each_other_are_refused(tmp_path, token
     assert "row 1" not in str(e.value)
 
 
-def test_rows_of_one_prompt_with_other_extra_info_are_samples_of_their_own(tmp_path, tokenizer):
+def test_rows_with_other_extra_info_are_separate_samples(tmp_path, tokenizer):
     """If the second row were dropped as a repeat, no scorer would see its `extra_info`."""
     rows = [
         make_row("hello", extra_info={"index": 0, "target": 1}),
@@ -217,7 +217,7 @@ def test_each_sample_of_a_prompt_has_noise_and_rewards_of_its_own(tmp_path, toke
     assert len(load_dataset([tmp_path / "a.jsonl"], tokenizer, 10, settings=few).prompts) == 2
 
 
-def test_a_validation_row_is_compared_with_the_training_row_of_its_extra_info(tmp_path, tokenizer):
+def test_validation_rows_compare_by_extra_info(tmp_path, tokenizer):
     train = [truth("hello", str(n), extra_info={"target": n}) for n in range(2)]
     other = truth("hello", "5", extra_info={"target": 5})
     loaded = load_dataset([write(tmp_path / "t.jsonl", train)], tokenizer, 10)

@@ -146,7 +146,7 @@ def test_a_step_can_draw_every_prompt_that_is_not_its_own(
         assert (again.prompts_of(step), again.refills_of(step)) == (own, more)
 
 
-def test_drawn_prompts_are_not_those_of_the_next_step_and_others_in_every_step():
+def test_refills_draw_prompts_of_no_nearby_step():
     loader = make_loader(num_prompts=40, prompts_per_step=4)
     drawn = []
     for step in range(1, loader.steps_per_epoch):

@@ -59,7 +59,7 @@ def test_the_tokenizer_of_a_directory_is_read(tmp_path):
     assert read_vocabulary(tmp_path, 36, trust_remote_code=False).tokens == {}
 
 
-def test_a_tokenizer_has_a_row_for_each_token_that_a_text_may_have():
+def test_embedding_has_a_row_for_each_token():
     tokenizer = load_tokenizer(DEMO / "model")
     last = max(tokenizer.get_vocab().values())
     check_rows(tokenizer, last + 1, DEMO)

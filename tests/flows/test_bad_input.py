@@ -105,7 +105,7 @@ def test_a_draft_model_must_be_of_this_vocabulary_and_length(tmp_path, values, m
         check(write_config(tmp_path), f"specactor.draft_models=[{{name: small, path: {drafter}}}]")
 
 
-def test_the_policy_and_its_drafter_have_rows_for_their_tokens_and_the_weights_of_their_config(
+def test_models_must_match_their_tokenizer_and_config(
     tmp_path,
 ):
     config = write_config(tmp_path)
@@ -280,7 +280,7 @@ def test_a_run_directory_of_a_live_run(tmp_path):
         lock.release()
 
 
-def test_a_run_directory_in_use_by_a_process_that_was_killed_is_free(tmp_path):
+def test_run_directory_of_a_killed_process_is_free(tmp_path):
     path = write_config(tmp_path)
     code = (
         "import sys, time; from pathlib import Path; from flows.config_file import load_config;"

@@ -118,7 +118,7 @@ def test_password_is_prefects_unless_set(
     assert ":".join(mlflow_login().values()) == expected
 
 
-def test_the_server_hands_out_no_files_and_has_no_password_in_its_arguments(
+def test_server_exposes_neither_files_nor_its_password(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(MLFLOW_ASKED, PASSWORD)

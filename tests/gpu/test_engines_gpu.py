@@ -231,7 +231,7 @@ def _in_turn(ways: dict[str, RollOut], requests_of: Callable[[int], list]) -> di
 
 
 @needs("cuda", "vllm", "transformers", seconds=60)
-def test_parked_it_leaves_the_card_and_woken_it_goes_on(fleet: Fleet, figures: Callable) -> None:
+def test_parked_engine_frees_the_gpu_and_continues(fleet: Fleet, figures: Callable) -> None:
     from tests.gpu.local_engine import parted
 
     engine, few = fleet["off"], fleet.requests(2)[:FEW]

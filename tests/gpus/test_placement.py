@@ -45,7 +45,7 @@ def test_drafters_are_beside_the_engines_that_they_feed():
     assert placed["drafter"] == ("c",)
 
 
-def test_a_trainer_in_turn_has_the_first_of_the_engines_gpus_and_takes_none():
+def test_sharing_trainer_uses_the_first_engine_gpus():
     in_turn = replace(trainer(3), within=("engine 0", "engine 1"))
     placed = place([in_turn, *engines(2, 2)], {"a": 2, "b": 2})
     both = (*placed["engine 0"], *placed["engine 1"])

@@ -71,14 +71,14 @@ def test_engines_are_conserved_and_the_period_no_worse_than_even(case):
 
 @given(cases())
 @settings(max_examples=60, deadline=None)
-def test_the_period_is_close_to_the_smallest_there_is(case):
+def test_period_is_close_to_the_smallest(case):
     _, num_groups, num_engines = case
     table = tabulate(*case)
     best = min(period_s(table, other) for other in compositions(num_engines, num_groups))
     assert period_s(table, allocate_engines(*case)) <= best * (1 + SLACK) * (1 + 1e-9)
 
 
-def test_the_period_is_what_an_engine_needs_for_a_step_and_its_mirror_image():
+def test_period_covers_a_step_and_its_mirror():
     table = np.array([[1.0, 0.5], [10.0, 6.0]])
     # Engines 0 to 2 take 1, 6, 6 seconds, and 6, 6, 1 in the next step.
     assert period_s(table, (1, 2)) == 12.0
@@ -92,7 +92,7 @@ def test_times_that_rise_with_the_engines_change_nothing():
     assert rising.tolist() == [[2.0] * 3, [3.0] * 3]
 
 
-def test_a_group_that_no_engines_help_gets_no_more_than_it_needs_for_the_line():
+def test_unhelped_groups_get_no_surplus_engines():
     def times(group, num):
         return 10.0 if group == 0 else 80.0 / num
 
@@ -109,7 +109,7 @@ def test_engines_left_over_go_to_where_the_maximum_is():
     assert fit_line(table, np.array([1.0, 1.0, 9.0]), 6) == (4, 1, 1)
 
 
-def test_a_little_of_the_period_is_given_up_for_engines_with_time_to_spare():
+def test_slightly_longer_period_may_free_engines():
     # (5, 1) has a period of 110 s and 150 busy seconds, (4, 2) has 106 s and 232. Even takes 126 s.
     table = [[30.0, 30.0, 30.0, 10.0, 10.0], [100.0, 96.0, 96.0, 96.0, 96.0]]
     assert allocate_engines(lambda group, num: table[group][num - 1], 2, 6) == (5, 1)

@@ -152,7 +152,7 @@ def forecast_s(groups, history, latency, max_num_seqs) -> float:
     return max(ends_s)
 
 
-def test_only_steps_that_wait_for_the_last_engine_and_race_are_placed_so():
+def test_even_ends_need_waiting_and_racing_steps():
     # A step is expensive and a request cheap, so the longest responses determine the ends.
     latency = LinearLatency(step_s=0.01, sequence_s=1e-3, token_s=0.0)
     history = {f"p{i}": LengthHistory(1000 if i < 4 else 100, 0) for i in range(64)}

@@ -67,7 +67,7 @@ def policy(plan=None, last_share=0.1, defer_share=0.25):
 BUSY = {sample("2-0", i): 10 for i in range(10)}
 
 
-def test_an_outlier_of_a_short_group_goes_to_the_engine_busy_for_longest():
+def test_short_group_outlier_migrates_to_the_busiest_engine():
     far, near = {sample("3-0", i): 5 for i in range(4)}, {sample("3-1", i): 200 for i in range(2)}
     view = view_of({0: {sample("0-0"): 111}, 4: BUSY, 6: far, 7: near}, num_deferrable=9)
     assert policy().decide(view) == [Migrate(sample("0-0"), 6)]
@@ -94,7 +94,7 @@ def test_equally_busy_engines_take_turns_by_their_number_of_requests():
     assert moves == [Migrate(sample("0-0", 0), 6), Migrate(sample("0-0", 1), 7)]
 
 
-def test_an_outlier_of_a_long_group_is_deferred_to_engines_of_the_shortest():
+def test_long_group_outlier_is_deferred_to_shortest_group():
     outliers = {sample("3-0", 0): 500, sample("3-0", 1): 600}
     moves = policy().decide(view_of({6: outliers, 4: BUSY}, num_deferrable=5))
     assert moves == [Defer(sample("3-0", 1), 0), Defer(sample("3-0", 0), 1)]
@@ -147,7 +147,7 @@ def test_carried_unknown_and_foreign_requests_stay():
         assert policy(plan).decide(view_of({0: {id: 9999}, 6: BUSY}, 9)) == []
 
 
-def test_a_group_without_known_lengths_and_a_plan_without_groups_or_growth_move_nothing():
+def test_unknown_lengths_or_missing_groups_move_nothing():
     plan, view = plan_of(), view_of({0: {sample("0-0"): 9999}, 6: BUSY}, 9)
     nothing = plan.ranking_groups[0].model_copy(update={"longest_tokens": 0})
     changes = (

@@ -49,7 +49,7 @@ def test_without_drafts_passes_are_tokens_and_plans_those_by_tokens(history, tok
 
 @given(drafted, lengths, st.none() | st.floats(1, 17))
 @settings(deadline=None)
-def test_a_response_takes_a_pass_at_least_and_no_more_than_its_tokens(history, tokens, gained):
+def test_passes_lie_between_one_and_the_tokens(history, tokens, gained):
     expected = fit_passes(history, gained)
     for key in (*history, "never seen"):
         (passes,) = expected.of({key: tokens}).values()

@@ -130,7 +130,7 @@ def test_a_plan_counts_groups_and_allocates_by_time():
 
 @given(cases(), st.integers(1, 9))
 @settings(deadline=None)
-def test_a_placement_on_the_engines_that_are_left_is_the_same_but_for_their_numbers(case, step):
+def test_placement_on_remaining_engines_only_renumbers_them(case, step):
     keys, history, num_engines, num_groups, sizes = case
     left = [3 * i + 1 for i in range(num_engines)]
     placement = place(keys, history, step, num_engines, num_groups, sizes)

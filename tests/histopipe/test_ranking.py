@@ -35,7 +35,7 @@ def test_ties_keep_the_order_given_and_unknown_prompts_go_to_the_middle():
     assert rank_prompts(["z", "y", "x"], {}, 2) == [["z"], ["y", "x"]]
 
 
-def test_growth_is_the_75th_percentile_of_the_growths_and_at_least_the_minimum():
+def test_growth_is_the_75th_percentile_above_a_minimum():
     grown = {str(i): LengthHistory(100.0 * (1 + i), 0, 100.0) for i in range(5)}
     grown["once"] = LengthHistory(1e6, 0)
     assert length_growth(grown) == pytest.approx(4.0)

@@ -61,7 +61,7 @@ def build_on(num_cpus, ready, stop):
         ready.set()
 
 
-def test_an_engine_keeps_nine_tenths_of_a_core_that_histories_are_built_on():
+def test_history_builds_leave_engines_most_of_a_core():
     """The worker's niceness gives the engine nine tenths. At equal niceness it would get half."""
     context = multiprocessing.get_context("spawn")
     ready, stop = context.Event(), context.Event()

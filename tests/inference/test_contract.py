@@ -319,7 +319,7 @@ def test_tokens_cut_by_the_scheduler_have_no_logprobs() -> None:
     assert "new_logprobs = logprobs.slice_request(req_index, len(new_token_ids))" in lines
 
 
-def test_a_front_end_hands_outputs_and_errors_to_whoever_was_given_with_a_request() -> None:
+def test_front_end_passes_outputs_to_the_given_queue() -> None:
     """The front end calls only `put` of the queue that it got with the request."""
     uses = [
         ast.unparse(node)

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.inference.kv import precopy as early_module
+from engines.inference.kv import precopy
 from engines.inference.kv.files import KVFile, rank_file
 from engines.inference.kv.precopy import PreCopies
 from tests.inference.test_kv_files import IDENTITY, NUM_BLOCKS, caches
 
 
 class Rank:
-    """A cache and its early copies. Each block holds the number of its last write."""
+    """A cache and its precopies. Each block holds the number of its last write."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -81,13 +81,13 @@ def test_request_that_lost_its_blocks_has_no_copies(rank):
 
 
 def test_losing_blocks_during_the_copy_discards_it(rank, monkeypatch):
-    go_on, write = Event(), early_module.write_blocks
+    go_on, write = Event(), precopy.write_blocks
 
     def late(*args, **kwargs):
         go_on.wait(10)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(early_module, "write_blocks", late)
+    monkeypatch.setattr(precopy, "write_blocks", late)
     rank.write(1, 3, 5)
     path = rank.copies.begin(rank.path_of, rank.cache, {"a": [3], "b": [5]}, IDENTITY)
     rank.copies.drop(["a"])
@@ -114,9 +114,9 @@ def test_unfinished_copies_are_not_used(rank, monkeypatch):
     def never(*_, goes_on, **__):
         while goes_on():
             pass
-        raise early_module.Stopped
+        raise precopy.Stopped
 
-    monkeypatch.setattr(early_module, "write_blocks", never)
+    monkeypatch.setattr(precopy, "write_blocks", never)
     path = rank.copies.begin(rank.path_of, rank.cache, {"a": [3]}, IDENTITY)
     assert rank.take(a=[3]) == {}
     assert path.read_bytes() == b""
@@ -130,7 +130,7 @@ def test_failed_copy_is_logged_and_retried(rank, monkeypatch, caplog):
         raise OSError("no space")
 
     with monkeypatch.context() as context:
-        context.setattr(early_module, "write_blocks", full)
+        context.setattr(precopy, "write_blocks", full)
         assert rank.begin(a=[3]).read_bytes() == b""
     assert "no space" in caplog.text
     rank.write(1, 3)

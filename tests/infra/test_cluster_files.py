@@ -332,7 +332,7 @@ def test_worker_script_names_missing_variables(missing: str) -> None:
     assert missing.encode() in done.stderr
 
 
-def test_the_image_copies_what_there_is_and_sends_no_more() -> None:
+def test_image_copies_only_existing_files() -> None:
     instructions = dockerfile()
     assert {name for name, _ in instructions} <= {
         "FROM",

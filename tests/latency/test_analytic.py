@@ -74,7 +74,7 @@ def test_a_mixture_holds_all_experts_and_works_with_some():
     ).prefill_s(1, 64, 1024)
 
 
-def test_a_step_of_a_mixture_reads_the_experts_that_its_tokens_go_through():
+def test_mixture_step_reads_only_the_used_experts():
     mixture, rng = SHAPES["Qwen3-30B-A3B"], np.random.default_rng(0)
     expert = mixture.num_layers * 3 * mixture.hidden_size * mixture.intermediate_size
     rest = mixture.active_layer_params + mixture.head_params - 8 * expert
@@ -87,7 +87,7 @@ def test_a_step_of_a_mixture_reads_the_experts_that_its_tokens_go_through():
     assert mixture.step_bytes(10_000) == pytest.approx(everything)
 
 
-def test_drafts_of_one_response_cost_a_mixture_what_they_cost_no_dense_model():
+def test_drafts_cost_mixtures_more_than_dense_models():
     def verifying_over_decoding(name: str) -> float:
         latency = AnalyticLatency(SHAPES[name], H100)
         return latency.verify_s(1, 1, 1, 4) / latency.decode_s(1, 1, 1)

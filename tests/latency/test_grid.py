@@ -82,7 +82,7 @@ def test_a_window_without_two_batch_sizes_is_left_out():
     assert {p.window for p in verify_grid(decode, (1, 32), max_step_tokens=40)} == {1}
 
 
-def test_a_drafter_drafts_what_is_verified_at_no_tp_degree_of_its_own():
+def test_drafter_points_have_no_tp_degree():
     verify = verify_grid(decode_grid(4, 64, 384, 10**6, STEPS), (1, 8), max_step_tokens=2048)
     drafts = draft_grid(verify, "small")
     assert {(p.kind, p.drafter, p.tp_degree) for p in drafts} == {(PointKind.DRAFT, "small", 1)}

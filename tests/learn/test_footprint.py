@@ -60,7 +60,7 @@ def test_the_plan_is_within_a_tenth_of_what_is_tracked(case: str) -> None:
     assert 0.9 < planned.tensor_bytes / tracked["Total"] < 1.1, (planned, tracked)
 
 
-def test_the_plan_of_large_models_is_within_a_tenth_of_what_the_bench_tracked() -> None:
+def test_planned_memory_is_within_a_tenth_of_tracked() -> None:
     """Tracking a large model takes minutes, so compare with the committed baseline."""
     file = REPOSITORY / "benchmarks" / "baselines" / "memory.json"
     report = BenchReport.model_validate_json(file.read_text())

@@ -231,9 +231,7 @@ def weight_of(layer: torch.nn.Module) -> torch.Tensor:
     return layer.self_attn.q_proj.weight
 
 
-def test_no_layer_keeps_a_copy_in_the_data_type_that_is_computed_in(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_layers_keep_no_copy_in_compute_dtype(model_dir: Path, tmp_path: Path) -> None:
     mp.spawn(watch_layers, args=(model_dir, tmp_path / "meet"), nprocs=2)
     seen, gradients, stored = torch.load(f"{tmp_path / 'meet'}.rank0", weights_only=False)
     assert set(seen) == {(1, torch.bfloat16)}
@@ -282,7 +280,7 @@ def a_group_of_one() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("a_group_of_one")
-def test_one_process_with_a_mesh_updates_as_one_without(
+def test_one_rank_mesh_updates_as_no_mesh(
     make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a single GPU, the trainer uses a mesh of one rank."""

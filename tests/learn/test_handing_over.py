@@ -61,7 +61,7 @@ def file_of(weights: object) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(path)
 
 
-def test_one_gather_is_for_the_file_and_for_engines(actor):
+def test_one_gather_serves_file_and_engines(actor):
     actor.train_step(make_batch())
     assert any(one.grad is not None for one in actor._learner._policy.parameters())
     weights = actor.publish(1, None, receivers := Taking(actor))

@@ -271,7 +271,7 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted(make_config: MakeC
     assert learner.train_step(make_batch(policy_version=1))["actor/skipped_updates"] == 0.0
 
 
-def test_too_many_updates_in_a_row_that_are_not_finite_end_the_run(
+def test_repeated_non_finite_updates_end_the_run(
     make_config: MakeConfig,
 ) -> None:
     learner = started(make_config(max_skipped_updates=2))

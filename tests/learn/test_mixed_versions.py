@@ -241,7 +241,7 @@ def test_on_policy_tis_changes_nothing(make_config: MakeConfig) -> None:
     assert metrics["actor/tis_truncated"] == 0.0
 
 
-def test_later_minibatches_are_held_near_the_policy_before_the_step(
+def test_later_minibatches_stay_near_the_old_policy(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config({"tis_cap": 2.0}, minibatches_per_step=3, learning_rate=1e-2)

@@ -104,7 +104,7 @@ def test_a_deferred_sample_is_trained_on_whole() -> None:
     assert metrics["actor/staleness_mean"] == pytest.approx((2 + 2 + 1 + 1 + 1) / 5)
 
 
-def test_responses_cut_at_the_limit_are_left_out_where_that_is_asked_for() -> None:
+def test_truncated_responses_are_filtered_on_request() -> None:
     rollouts = make_rollouts([[7] * 10, [7] * 10], rewards=[[0.0, 1.0]] * 2, truncated=[1])
     samples, metrics = samples_of(rollouts, overlong_filtering=True)
     assert trained(samples) == [0]

@@ -214,7 +214,7 @@ def test_a_window_of_no_time_or_without_anything_can_be_drawn(tmp_path):
         draw_timeline(empty, tmp_path / "empty.png", "nothing")
 
 
-def test_savings_are_drawn_below_where_there_are_any(tmp_path):
+def test_savings_are_drawn_below_the_timeline(tmp_path):
     each = Saving(Technique.DRAFTING, 5.0, 2.0), Saving(Technique.RACING, 1.0, 2.0)
     alone = pixels(TIMELINE, tmp_path)
     with_savings = pixels(TIMELINE, tmp_path, Savings(10.0, 8.0, "x", each))

@@ -55,7 +55,7 @@ def test_a_thousand_requests_are_a_small_file():
     assert len(page(RecordedTimeline(SWITCHED, 0.0), many).encode()) < 300_000
 
 
-def test_requests_are_cut_to_the_window_and_have_rows_of_their_gpus_lane():
+def test_requests_are_clipped_to_window_and_lane():
     """Engines 0 and 2 share GPU 0."""
     some = [
         request("a", 0, -1.0, 10.0),

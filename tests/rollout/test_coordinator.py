@@ -91,9 +91,7 @@ class Doomed(FakeEngine):
         (["bad batch"], 1, 3),
     ],
 )
-async def test_an_engine_that_dies_the_same_way_before_its_first_rollout_is_given_up(
-    errors, num_tokens, num_starts
-):
+async def test_engine_that_keeps_dying_early_is_given_up(errors, num_tokens, num_starts):
     engine = Doomed(*errors)
     todo = [request(f"p{i}", num_tokens if i < 4 else 99) for i in range(8)]
     with pytest.raises(EngineDied) as raised:
@@ -135,7 +133,7 @@ async def test_rollouts_that_are_lost_before_they_are_durable_are_generated_agai
     assert not any(engine.running for engine in engines)
 
 
-async def test_an_engine_whose_rollouts_are_lost_every_time_fails_the_stage_by_name():
+async def test_engine_that_loses_all_rollouts_fails_stage():
     recorder = Recorder([FakeEngine(0)], max_restarts=2, lost=range(100))
     await recorder.coordinator.start()
     with pytest.raises(EngineDied, match="engine 0 died: its rollouts were lost"):

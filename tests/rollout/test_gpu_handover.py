@@ -88,7 +88,7 @@ def test_an_engine_that_dies_asleep_is_killed_and_started_in_its_turn():
     assert [engine.num_starts for engine in engines] == [2, 1, 1, 2]
 
 
-def test_the_trainers_turn_is_on_the_lanes_of_its_gpus_and_no_idleness():
+def test_training_time_on_gpus_is_not_idle():
     engines = fleet(POOLS)
     works = works_of([[5, 5, 5, 5, 5, 5]] * 2, Random(0))
     recorder, _ = in_turn(engines, works)

@@ -131,7 +131,7 @@ def test_returned_engine_defers_no_requests():
     assert len(scene.recorder.finished[2]) == 2
 
 
-def test_the_last_ones_death_ends_every_stage_by_name_and_those_to_come():
+def test_loss_of_the_last_engine_fails_all_stages():
     scene = Scene([work(1, [LONG, LONG]), work(2, [LONG, LONG])], {0: 0.006, 1: 0.012})
     recorder = scene.recorder
 

@@ -92,7 +92,7 @@ def test_unreported_requests_of_a_dead_parked_engine_rerun():
     assert_well(recorder, [TAIL], engines)
 
 
-def test_an_engine_on_standby_that_keeps_dying_fails_the_stage_that_comes_by_name():
+def test_standby_engine_that_keeps_dying_fails_next_stage():
     engines = fleet()
     engines[5].die_at_tick, engines[5].always_dies = 3, True
 

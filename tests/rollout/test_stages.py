@@ -163,7 +163,7 @@ class AnyMoves:
         return [kind(self.random.choice(ids), self.random.randrange(3))]
 
 
-async def test_a_stage_without_requests_of_its_own_takes_its_weights_for_deferred_ones():
+async def test_stage_of_deferred_requests_loads_its_weights():
     recorder = Recorder([FakeEngine(0), FakeEngine(1)])
     await recorder.coordinator.start()
     policy = MoveAt("p1", 10, lambda id: Defer(id, 0))

@@ -188,7 +188,7 @@ def test_drafts_that_come_late_count_from_where_the_request_is():
     assert stream.pending == [3, 4]
 
 
-def test_a_draft_that_knew_of_the_failure_is_taken_though_the_verifier_is_beyond_it():
+def test_draft_that_knew_the_rejection_is_used():
     stream = VerifyStream(3)
     stream.advance([5, 6, 7])
     stream.receive(Drafted("r", 3, 3, [1]), np.array([*PROMPT, 5, 6, 7]))

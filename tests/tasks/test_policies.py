@@ -220,7 +220,7 @@ def described(what: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-async def test_the_same_config_gives_the_same_techniques_in_a_run_and_in_the_simulator(name):
+async def test_run_and_simulator_build_the_same_techniques(name):
     changes, step_plan, ladder = CONFIGS[name]
     run = run_of(**changes)
     run.ladder, run.lengths = ladder, {"a": LengthHistory(50.0, 900, 40.0)}
@@ -236,7 +236,7 @@ async def test_the_same_config_gives_the_same_techniques_in_a_run_and_in_the_sim
     assert [type(policy) for policy in real] == kinds.get(name, [Controller])
 
 
-def test_switches_are_made_and_counted_as_in_a_run_in_every_scene_of_a_paper():
+def test_paper_scenes_switch_as_runs_do():
     """Only costs of the machine and the model may differ. Transfers and waits work the same way."""
     scene = Steps.draw(machine(BEST), lengths(BEST), 0).scene(STEPS[0], 2)
     of_run, of_scene = _costs(run_of(), LATENCY, ENGINES, None), scene.costs

@@ -47,7 +47,7 @@ def claim_again(run_dir: Path) -> None:
     claim_run_dir(config(run_dir.parent), resume=True).release()
 
 
-def test_a_run_that_is_resumed_on_a_full_disk_can_be_resumed_later(tmp_path):
+def test_failed_resume_on_full_disk_can_be_repeated(tmp_path):
     claim_run_dir(config(tmp_path), resume=False).release()
     with full_disk(), pytest.raises(OSError, match="No space left on device"):
         claim_run_dir(config(tmp_path), resume=True)

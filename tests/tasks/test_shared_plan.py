@@ -215,7 +215,7 @@ async def test_a_run_does_as_the_plan_says(tmp_path: Path, monkeypatch: pytest.M
     assert made.trainer_leaves
 
 
-def test_both_copies_of_the_weights_are_planned_where_they_stay_on_the_gpu(tmp_path: Path) -> None:
+def test_plan_counts_both_copies_of_the_weights(tmp_path: Path) -> None:
     """A model of 1.7B parameters, whose embedding is larger than the buffer."""
     shape = SHAPES["Qwen3-1.7B"]
     by_file = one_gpu(tmp_path, shape.name)
@@ -230,7 +230,7 @@ def test_both_copies_of_the_weights_are_planned_where_they_stay_on_the_gpu(tmp_p
     assert list(planned)[:4] == [GENERATING, TRAINING, HANDING_OVER, TAKING_WEIGHTS]
 
 
-def test_both_copies_that_do_not_fit_are_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_both_copies_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     changes = (*SMALL_GPU, "trainer.lora.rank=32", "trainer.dtype=bfloat16")
     assert needs(one_gpu(tmp_path, "Qwen3-4B", *changes), ONE_4090)
     said = refusal(one_gpu(tmp_path, "Qwen3-4B", *changes, IPC), ONE_4090)

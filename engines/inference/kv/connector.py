@@ -77,7 +77,7 @@ class KVConnector(KVConnectorBase_V1):
         # exist. So compute two.
         self._num_computed_anew = 1 if vllm_config.speculative_config is None else 2
         self._caches: dict[str, Tensor] = {}
-        self._early = PreCopies()
+        self._precopies = PreCopies()
         self._files = KVFiles()
         self._num_bytes, self._load_s = 0, 0.0
         """Bytes and seconds of loads since the last `take_loads`."""
@@ -120,15 +120,15 @@ class KVConnector(KVConnectorBase_V1):
             id: self._rows(of_one[: -(-num_tokens[id] // self._block_size)])
             for id, of_one in blocks.items()
         }
-        early = self._early.take(rows) if with_ahead else {}
-        num_early = {id: sum(e.num_blocks for e in extents) for id, extents in early.items()}
+        precopied = self._precopies.take(rows) if with_ahead else {}
+        num_ahead = {id: sum(e.num_blocks for e in extents) for id, extents in precopied.items()}
         return write_blocks(
             rank_file(directory, self._rank),
             self._caches,
-            {names[id]: own[num_early.get(id, 0) :] for id, own in rows.items()},
+            {names[id]: own[num_ahead.get(id, 0) :] for id, own in rows.items()},
             {names[id]: num_tokens[id] for id in rows},
             self._identity(self._tp_degree, policy_version),
-            {names[id]: extents for id, extents in early.items()},
+            {names[id]: extents for id, extents in precopied.items()},
         )
 
     def save_ahead(
@@ -144,7 +144,7 @@ class KVConnector(KVConnectorBase_V1):
         """
         if not self._saves:
             return None
-        return self._early.begin(
+        return self._precopies.begin(
             lambda part: rank_file(directory, self._rank, part),
             self._caches,
             {
@@ -156,7 +156,7 @@ class KVConnector(KVConnectorBase_V1):
 
     def forget(self, ids: Iterable[str]) -> None:
         """Forget what was saved ahead for requests that lost their blocks, by vLLM's names."""
-        self._early.drop(ids)
+        self._precopies.drop(ids)
 
     def expect(self, directory: Path, tp_degree: int, policy_version: int) -> None:
         """Map this rank's heads in the files that were saved ahead for requests that may arrive.

@@ -117,7 +117,7 @@ class _Copy:
         self._to_copy = dict(rows)
         self._stop, self._is_whole = Event(), False
         self._stream = _side_stream(caches)
-        self._thread = Thread(target=self._write, name="early copy", daemon=True)
+        self._thread = Thread(target=self._write, name="precopy", daemon=True)
         self._thread.start()
 
     def end(self) -> bool:

@@ -185,7 +185,7 @@ def test_a_moment_is_a_line_of_its_own(run: SmallRun) -> None:
     assert not run._reached(Moment.MIGRATION, 2)
 
 
-def test_a_moment_of_a_step_comes_in_a_later_one_too_but_not_before_it_is_waited_for(
+def test_moment_of_a_step_may_come_later(
     run: SmallRun,
 ) -> None:
     run.output.write_text("train step 3: rolling out\n")

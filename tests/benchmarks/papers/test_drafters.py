@@ -28,7 +28,7 @@ def test_same_seed_gives_same_result():
     assert draw_acceptances(IDS, 3) != draw_acceptances(IDS, 4)
 
 
-def test_which_drafter_is_the_best_differs_and_most_often_it_is_a_model():
+def test_best_drafter_varies_and_is_mostly_a_model():
     """Fig. 7 of the paper."""
     best = Counter(max(of, key=of.get) for of in draw_acceptances(IDS, 0).values())
     assert set(best) == set(DRAFTERS)

@@ -44,7 +44,7 @@ def test_every_drafter_has_a_colour_of_its_own():
     assert len(set(colours.values())) == 4
 
 
-def test_a_row_is_as_long_as_its_slowest_engine_and_the_picture_is_drawn(tmp_path):
+def test_rows_are_as_long_as_their_slowest_engine(tmp_path):
     row = LaneRow("best-of-N", pick_lanes(SPANS, 3), SPANS)
     assert row.end_s == 12.0
     empty = LaneRow("nothing", (), ())

@@ -64,7 +64,7 @@ def test_each_part_is_faster_than_the_one_before(simulated):
     assert times_s[-1] < simulated[COUPLED].step.step_s < simulated["n-gram"].step.step_s
 
 
-def test_only_best_of_n_races_and_never_with_the_drafter_that_is_there(simulated):
+def test_only_best_of_n_races_with_another_drafter(simulated):
     raced = {name for name, simulation in simulated.items() if simulation.outcome.moves.num_raced}
     assert raced == {name for name in simulated if "best-of-N" in name}
     outcome = simulated[PARTS[-1]].outcome
