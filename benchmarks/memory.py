@@ -47,7 +47,7 @@ def measure(args: Namespace, console: Console) -> Measured:
 
 def compare(shape: ModelShape, num_ranks: int, gradient_checkpointing: bool) -> Row:
     """Return tracked and planned bytes of a rank."""
-    from benchmarks.tracked import track_peak
+    from benchmarks.tracked_memory import track_peak
 
     lengths = (PROMPT_TOKENS, RESPONSE_TOKENS)
     tracked = track_peak(

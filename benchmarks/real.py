@@ -36,9 +36,9 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks import one_step
-from benchmarks.dial import DialRun, Turn, groups_of
 from benchmarks.laps import Measured, Row, check_counts, rows_with
 from benchmarks.lockstep import Batch, generate_again
+from benchmarks.temperature_engines import DialRun, Turn, groups_of
 from engines.histospec.library import PromptHistory
 from engines.histospec.predicted_gain import CHEAP, RowTimes
 from engines.reports.tables import plain_table

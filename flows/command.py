@@ -7,7 +7,7 @@ from io import TextIOWrapper
 import click
 
 from engines.paths import explain, is_given
-from flows.ending import INTERRUPTED, UNREAD, ended_by_signals, flush_output, nobody_reads
+from flows.signals import INTERRUPTED, UNREAD, ended_by_signals, flush_output, nobody_reads
 
 
 def run_command(command: Callable[[], None]) -> None:

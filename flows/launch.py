@@ -15,10 +15,10 @@ from engines.user_files import validated
 from flows.auth import refusal
 from flows.cleaner import Cleaner
 from flows.config_file import load_config, override, read_values
-from flows.ending import WhileRead, run_interruptibly
 from flows.environment import set_services, use_embedded_services
 from flows.output_file import JSON, check_output, write_output
 from flows.own_server import own_server
+from flows.signals import WhileRead, run_interruptibly
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig
 from schemas.profile import ProfileConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engines.durable import write_durably
-from tests.disk import full_disk
+from tests.failing_disks import full_disk
 
 
 def test_on_a_full_disk_the_file_is_as_it_was(tmp_path):

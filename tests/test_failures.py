@@ -10,7 +10,7 @@ from engines.failures import LOG_BYTES, LOG_FILE, Failures
 from engines.reports.progress import Everywhere, TerminalProgress
 from engines.reports.runs import RunRecord, print_run
 from schemas.progress import RunProgress
-from tests.disk import full_disk
+from tests.failing_disks import full_disk
 from tests.flows.run_dirs import progress
 
 

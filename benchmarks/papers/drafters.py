@@ -14,7 +14,7 @@ Assumed too: the probability p that a draft token is right is the same all throu
 
 so that a hard request is hard for all, and which drafter is the best differs (Fig. 7). The seconds
 of a model and the mean of 0.5B are those of one point: which others agree with what is printed is
-looked for (`benchmarks.papers.plausible`).
+looked for (`benchmarks.papers.drafter_assumptions`).
 """
 
 import math

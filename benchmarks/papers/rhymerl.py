@@ -5,7 +5,7 @@ systems do that it is compared with (7.1; AReaL is in `benchmarks.papers.areal`)
                    every step
     alternation    ranking groups ascending and descending in turn (6.2), outliers moved (6.3)
     two-tier       engines of each ranking group by its expected time (6.4)
-    HistoSpec      drafting from history (5), as a run does (`benchmarks.papers.shipped`)
+    HistoSpec      drafting from history (5), as a run does (`benchmarks.papers.history_drafting`)
 
 Its migration belongs to its pipeline, so alternation is with it. Beside these stands what nobody
 printed: the same overlap, or the same drafting, with prompts dealt round-robin, their samples
@@ -20,11 +20,11 @@ from itertools import chain, product
 
 from benchmarks.papers.areal import Asynchronous, measured_steps, simulate_asynchronous
 from benchmarks.papers.generate import K
+from benchmarks.papers.history_drafting import drafted_levels
 from benchmarks.papers.pipeline import Configuration, Planner, simulate_pipeline
 from benchmarks.papers.real_run import asked_seldom, step_plan
 from benchmarks.papers.script import Script, StepScript, read_script
 from benchmarks.papers.settings import Overlap, Setting
-from benchmarks.papers.shipped import drafted_levels
 from benchmarks.papers.windows import GatedHistory, TokenLatency
 from engines.control.techniques import StepInputs, plan_policies
 from engines.histopipe.estimate import estimate_rollout_s

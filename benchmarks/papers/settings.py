@@ -9,6 +9,7 @@ same derivation.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.papers.drafter_assumptions import GRID, Assumption
 from benchmarks.papers.generate import (
     K,
     TraceSpec,
@@ -20,7 +21,6 @@ from benchmarks.papers.generate import (
     specactor_grpo,
 )
 from benchmarks.papers.pat import BEST, POINTS
-from benchmarks.papers.plausible import GRID, Assumption
 from benchmarks.papers.switching_study import StudyPlan
 from engines.latency.interface import Latency
 from engines.reports.simulation import Fact

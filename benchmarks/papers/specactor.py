@@ -29,11 +29,11 @@ from functools import partial
 from typing import Any
 
 from benchmarks.papers.bound import RolloutBound
-from benchmarks.papers.by_batch import SettingByBatch
 from benchmarks.papers.drafters import (
     NGRAM,
     SMALL,
 )
+from benchmarks.papers.drafting_by_batch import SettingByBatch
 from benchmarks.papers.settings import Speculation
 from benchmarks.papers.speculation_case import CONTEXT_TOKENS, Case, SpeculationVariant
 from engines.histopipe.even_ends import step_requests_of

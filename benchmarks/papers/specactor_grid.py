@@ -6,13 +6,13 @@
 Coupled speculation brings less with a lower acceptance, so a column of the grid ends where it is
 below what is printed.
 
-Which prints a point must meet, and how nearly, says `benchmarks.papers.plausible`.
+Which prints a point must meet, and how nearly, says `benchmarks.papers.drafter_assumptions`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.papers.plausible import (
+from benchmarks.papers.drafter_assumptions import (
     APART,
     AT_256,
     LAST,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.bound import KnownDrafter, RolloutBound, VerifierCosts, bound_rollout
+from benchmarks.papers.drafter_assumptions import Assumption
 from benchmarks.papers.drafters import (
     DRAFTERS,
     LARGE,
@@ -22,7 +23,6 @@ from benchmarks.papers.drafters import (
     fuse_history,
 )
 from benchmarks.papers.generate import TraceSpec, generate
-from benchmarks.papers.plausible import Assumption
 from benchmarks.papers.real_run import asked_seldom, bare_plan
 from benchmarks.papers.scene import Exact
 from engines.control.techniques import StepInputs, plan_policies, tokens_to_come

@@ -23,7 +23,7 @@ from benchmarks.papers.switching import (
     compare,
     uniform_switches,
 )
-from benchmarks.papers.uneven import UnevenRow, study_uneven
+from benchmarks.papers.uneven_layouts import UnevenRow, study_uneven
 from engines.latency.forecast import Unfinished, finish_s
 from engines.latency.hardware import H100
 from engines.pat.remaining import Remaining

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.dial import Turn
 from benchmarks.real import COMPARED, add_arguments, figures, read_arguments, share_identical
+from benchmarks.temperature_engines import Turn
 from flows.cli import main
 from tests.conftest import DEMO
 

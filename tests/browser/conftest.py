@@ -13,7 +13,7 @@ import pytest
 from flows.auth import password_file
 from tests.browser.pages import CHROMIUM, DRIVER, Browser, chromium
 from tests.flows.commands import Command
-from tests.listening import free_port
+from tests.sockets import free_port
 
 STOP_TIMEOUT_S = 120.0
 

@@ -22,7 +22,7 @@ from tests.browser.conftest import Ui
 from tests.browser.pages import Browser, PrefectPages
 from tests.conftest import DEMO, REPOSITORY
 from tests.flows.test_train import processes, query
-from tests.listening import assert_on_loopback, family
+from tests.sockets import assert_on_loopback, family
 
 CANCEL_TIMEOUT_S = 240.0
 RUN_TIMEOUT_S = 400.0

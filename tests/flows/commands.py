@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import yaml
 from safetensors.numpy import load_file, save_file
 
-from flows.ending import SIGNALS
+from flows.signals import SIGNALS
 from tests.conftest import DEMO, REPOSITORY
 
 LINE_TIMEOUT_S = 400.0

@@ -23,7 +23,7 @@ from tests.conftest import REPOSITORY
 from tests.flows import histories
 from tests.flows.commands import Command, write_config
 from tests.flows.test_train import NUM_STEPS, processes, query
-from tests.listening import free_port
+from tests.sockets import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 

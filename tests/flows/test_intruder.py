@@ -30,7 +30,7 @@ from tests.flows.commands import Command, write_config
 from tests.flows.test_auth import auth_header
 from tests.flows.test_train import processes
 from tests.intruder import SECRET
-from tests.listening import free_port
+from tests.sockets import free_port
 
 pytestmark = [
     pytest.mark.engine,

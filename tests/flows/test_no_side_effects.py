@@ -19,8 +19,8 @@ from schemas.profile import ProfileConfig
 from tasks.run.config_record import write_config as record_config
 from tests.conftest import DEMO
 from tests.flows.commands import write_config
+from tests.flows.directory_snapshots import tree
 from tests.flows.run_dirs import make_checkpoint, make_run, report
-from tests.flows.trees import tree
 from tests.learn.test_checkpoint import flip
 
 SCORER = "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n"

@@ -9,9 +9,9 @@ from click.testing import CliRunner
 
 from flows.cli import main
 from flows.output_file import CSV, HTML, JSON, PARQUET, PNG, check_output, write_output, writing
-from tests.disk import full_disk
+from tests.failing_disks import full_disk
+from tests.flows.directory_snapshots import tree
 from tests.flows.run_dirs import make_checkpoint, make_run
-from tests.flows.trees import tree
 from tests.learn.test_checkpoint import write
 
 GOOD = {JSON: b'{"a": 1}', PARQUET: b"PAR1..", PNG: b"\x89PNG..", HTML: b"<!doctype", CSV: b"a,b\n"}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.papers.plausible import PRINTS, Assumption
+from benchmarks.papers.drafter_assumptions import PRINTS, Assumption
 from benchmarks.papers.present.speculation import shortfalls, speculation_figures
 from benchmarks.papers.settings import SETTINGS, Speculation
 from benchmarks.papers.specactor import PARTS, simulate_speculation

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.gpu.needs import REHEARSAL, lacking, needs
-from tests.inference.drawn import check, make_step
+from tests.inference.random_steps import check, make_step
 
 VOCAB_SIZE = 512 if REHEARSAL else 151_936
 TIMED_ROWS = (4, 8) if REHEARSAL else (16, 64, 256, 1024, 2304)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.driving import Driver
+from tests.hostile.driver_client import Driver
 from tests.hostile.place import HostilePlace
 
 

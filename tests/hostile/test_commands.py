@@ -7,8 +7,8 @@ import pytest
 
 from flows.cli import main
 from tests.hostile.cases import GOOD, Hostile, cases, kind_of, parameters
-from tests.hostile.driving import Answer, Driver
-from tests.hostile.judging import complaints
+from tests.hostile.driver_client import Answer, Driver
+from tests.hostile.judge import complaints
 from tests.hostile.place import HostilePlace
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engines.inference.sampling import gpu
 from engines.inference.sampling.step_rows import StepRows
-from tests.inference.drawn import Step, check, make_step
+from tests.inference.random_steps import Step, check, make_step
 
 ON_GPU = torch.cuda.is_available()
 TILES = [{}] if ON_GPU else [{"rows_at_once": 1024, "block": 64, "requests_at_once": 512}]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engines.inference.sampling import cpu
-from tests.inference.drawn import check, make_step
+from tests.inference.random_steps import check, make_step
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from schemas.rollout import DraftSetting, RequestId, RolloutRequest
 from tests.inference.pace import paced
 from tests.inference.real import CONFIG, requests, roll_out, weights_of
 from tests.inference.test_engine import drafts_of, history_of
-from tests.listening import assert_on_loopback, family
+from tests.sockets import assert_on_loopback, family
 
 pytestmark = [
     pytest.mark.engine,

@@ -13,7 +13,7 @@ from engines.inference.drafting.request_drafting import DraftedRow, RequestDraft
 from engines.specactor.streams import Drafted, DraftStream
 from schemas.counts import StreamCounts
 from schemas.rollout import DraftSetting
-from tests.listening import free_port
+from tests.sockets import free_port
 
 ANY = 10**6
 """More draft tokens than are ever drafted."""

@@ -20,7 +20,7 @@ import psutil
 import yaml
 
 from tests.conftest import REPOSITORY
-from tests.listening import free_port
+from tests.sockets import free_port
 
 CLUSTER = REPOSITORY / "infra" / "cluster"
 NODES = ("ray-head", "ray-worker", "worker")

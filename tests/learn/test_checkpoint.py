@@ -20,7 +20,7 @@ from engines.learn.checkpoint import (
     verify_model,
     write_checkpoint,
 )
-from tests.disk import Disk, full_disk
+from tests.failing_disks import Disk, full_disk
 
 
 def write(directory: Path, step: int, content: str = "weights") -> Path:

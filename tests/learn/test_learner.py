@@ -24,7 +24,7 @@ from engines.learn.learner import Learner
 from engines.learn.model_dir import check_model_dir
 from engines.learn.packing import TokenSequence
 from schemas.config import TrainConfig
-from tests.disk import full_disk
+from tests.failing_disks import full_disk
 from tests.learn.conftest import as_batch, make_batch, on_policy
 from tests.learn.test_checkpoint import flip
 

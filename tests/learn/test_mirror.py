@@ -13,7 +13,7 @@ import pytest
 from engines.failures import Failures
 from engines.learn.checkpoint import latest_checkpoint, prune_checkpoints, read_state
 from engines.learn.mirror import MAX_LEFT, CheckpointCopies, Mirror
-from tests.flows.trees import tree
+from tests.flows.directory_snapshots import tree
 from tests.learn.test_checkpoint import flip, write
 
 

@@ -9,7 +9,7 @@ import pytest
 import ray.util
 
 from engines.learn.rendezvous import Rendezvous
-from tests.listening import listeners
+from tests.sockets import listeners
 
 
 def num_listeners() -> int:

@@ -16,7 +16,7 @@ from engines.learn.trainer import TrainerError, TrainerGroup
 from schemas.config import TrainConfig
 from schemas.weights import PolicyWeights, WeightsFile
 from tests.learn.conftest import make_batch
-from tests.listening import assert_on_loopback, family
+from tests.sockets import assert_on_loopback, family
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("ray_cluster")]
 

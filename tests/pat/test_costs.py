@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engines.pat.costs import SwitchCosts, rms_tokens
 from schemas.counts import SwitchCounts
-from tests.latency.printed import PRINTED
+from tests.latency.paper_latencies import PRINTED
 from tests.pat.stage import LLAMA, ON_A40, costs_on_a40
 
 PRINTED_S = {p.note.removeprefix("TP 2 to 8: "): p.seconds for p in PRINTED if p.tp_degree == 8}

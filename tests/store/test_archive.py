@@ -18,7 +18,7 @@ from engines.store.store import Store, open_read_only
 from schemas.rollout import Split
 from schemas.step import RolloutOutcome, SampleName
 from tests.conftest import REPOSITORY
-from tests.flows.trees import Entry, tree
+from tests.flows.directory_snapshots import Entry, tree
 from tests.store.test_store import (
     make_deferred,
     make_plan,

@@ -18,8 +18,8 @@ from schemas.rollout import Split
 from tasks.run.record import read_run
 from tasks.run.resuming import check_resumable, renew_store, take_up
 from tasks.run.run_dir import claim_run_dir
+from tests.flows.directory_snapshots import tree
 from tests.flows.run_dirs import report
-from tests.flows.trees import tree
 from tests.learn.test_checkpoint import flip, write
 from tests.store.test_store import make_rollout
 from tests.tasks.test_run_dir import config

@@ -31,7 +31,7 @@ from tasks.run.run_dir import (
     read_changes,
     read_config,
 )
-from tests.disk import full_disk
+from tests.failing_disks import full_disk
 from tests.flows.run_dirs import report
 from tests.learn.test_checkpoint import write
 from tests.store.test_store import make_rollout

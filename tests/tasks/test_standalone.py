@@ -63,8 +63,8 @@ def environment() -> dict[str, str]:
 
 
 def elsewhere(run_dir: Path, batch: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    """Run `tests.tasks.elsewhere` in another working directory."""
-    command = [sys.executable, "-m", "tests.tasks.elsewhere", str(run_dir), batch]
+    """Run `tests.tasks.other_process` in another working directory."""
+    command = [sys.executable, "-m", "tests.tasks.other_process", str(run_dir), batch]
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         command,

@@ -9,7 +9,7 @@ import pytest
 import engines.tracking.outbox
 from engines.failures import Failures
 from engines.tracking.outbox import MAX_TRIES, Outbox, ServerAway
-from tests.disk import Disk, full_disk
+from tests.failing_disks import Disk, full_disk
 
 
 class Server:

@@ -16,7 +16,7 @@ from engines.tracking.progress_file import (
     read_steps,
 )
 from schemas.progress import Ending
-from tests.disk import full_disk
+from tests.failing_disks import full_disk
 from tests.flows.run_dirs import ROLLING, report
 
 

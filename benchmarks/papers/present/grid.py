@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.papers.plausible import PRINTS, PaperPrint, Spread
+from benchmarks.papers.drafter_assumptions import PRINTS, PaperPrint, Spread
 from benchmarks.papers.specactor_grid import Brought, GridPoint
 from engines.reports.simulation import Ablation
 from engines.reports.tables import plain_table

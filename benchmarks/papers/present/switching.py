@@ -13,7 +13,7 @@ from benchmarks.papers.present.lanes import LaneRow, LaneSpan, draw_lanes
 from benchmarks.papers.scene import SceneRun
 from benchmarks.papers.switching import PAT, PRINTED_BASE, Comparison, Runs
 from benchmarks.papers.switching_study import BOUND, Rows, SwitchingStudy
-from benchmarks.papers.uneven import UnevenRow
+from benchmarks.papers.uneven_layouts import UnevenRow
 from engines.pat.layouts import place_engines, plan_pools
 from engines.reports.simulation import Ablation
 from engines.reports.tables import plain_table
@@ -34,7 +34,7 @@ NOTES = (
     "gains less than over TP 2 here, as if it had begun higher there.",
     "Several TP degrees at once (TP 4 + 2 + 2): with lengths known, or by history, both with "
     "switches that take no time; ranked: no switch, split in hindsight. "
-    "See benchmarks/papers/uneven.py.",
+    "See benchmarks/papers/uneven_layouts.py.",
     "A switch takes 3.16 s on A40 and what keys and values take (Fig. 12), 2.20 s on H100, though "
     "engines that stand by have nothing to reshard or capture.",
 )

@@ -16,8 +16,8 @@ from engines.garbage import freeze_garbage
 from engines.gpus.cleanup import Marked, given_gpus, mark_children
 from engines.inference.engine.admission import Admitted, admit, admitted
 from engines.inference.engine.arguments import engine_args
-from engines.inference.engine.exported import stat_loggers
 from engines.inference.engine.last_error import last_error
+from engines.inference.engine.metrics_export import stat_loggers
 from engines.inference.engine.parking import HostMemory, Memory, SleepMode
 from engines.inference.engine.process import prepare_process
 from engines.inference.engine.running import Running

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.papers.by_batch import SettingByBatch
 from benchmarks.papers.drafters import DRAFTERS, LATENCY, NGRAM, SMALL, fuse_history
+from benchmarks.papers.drafting_by_batch import SettingByBatch
 from benchmarks.papers.settings import SETTINGS, Speculation
 from benchmarks.papers.specactor import (
     BASELINE,

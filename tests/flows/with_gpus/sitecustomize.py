@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[3]))
 
-from tests.changing import change_when_loaded
+from tests.module_patches import change_when_loaded
 
 
 def _it_is_there(module: Any) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tests.hostile.cases import Hostile
-from tests.hostile.driving import Answer
+from tests.hostile.driver_client import Answer
 
 MESSAGE = re.compile(r"^(?:error|Error): ", re.MULTILINE)
 SERVICES = "/.prefect"

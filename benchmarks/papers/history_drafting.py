@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.papers.similar import Resemblance, similar_groups
+from benchmarks.papers.similar_tokens import Resemblance, similar_groups
 from engines.histospec.gate import Gate, ProfiledStepTimes, StepTimes
 from engines.histospec.index import build_index
 from engines.histospec.library import PromptHistory, index_sizes

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from benchmarks.papers.scene import Exact
-from benchmarks.papers.uneven import (
+from benchmarks.papers.uneven_layouts import (
     NamedResponse,
     deal_uneven,
     end_s,

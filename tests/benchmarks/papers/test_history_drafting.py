@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from benchmarks.papers import shipped
+from benchmarks.papers import history_drafting
 from benchmarks.papers.generate import generate, rhymerl
 from benchmarks.papers.settings import RHYMERL_14B_TP2, LinearLatency
-from benchmarks.papers.similar import Resemblance, accepted_share, similar_groups
+from benchmarks.papers.similar_tokens import Resemblance, accepted_share, similar_groups
 from engines.histospec.gate import ProfiledStepTimes
 from engines.histospec.library import PromptHistory
 from engines.simulate.history import DRAFTINGS
@@ -18,7 +18,9 @@ GROUPS = similar_groups(Resemblance(), LENGTHS, 0)
 
 
 def accepted(groups, policy):
-    passes = shipped.mean_passes(shipped.replay_groups(groups, DRAFTINGS[policy], None))
+    passes = history_drafting.mean_passes(
+        history_drafting.replay_groups(groups, DRAFTINGS[policy], None)
+    )
     return (passes.num_tokens - passes.num_passes) / passes.num_draft_tokens
 
 
@@ -37,7 +39,7 @@ def test_tokens_are_as_much_alike_as_printed():
     """The paper prints 93 % by this routine (5.1), and accepts 65 to 79 % of drafts (7.2.2)."""
     few = [(own, later._replace(responses=later.responses[::4])) for own, later in GROUPS]
     assert accepted_share(few) == pytest.approx(0.93, abs=0.02)
-    assert 0.65 < accepted(GROUPS, shipped.PAPER) < 0.79
+    assert 0.65 < accepted(GROUPS, history_drafting.PAPER) < 0.79
 
 
 def test_without_forks_only_growth_differs():
@@ -59,15 +61,15 @@ TRACE = generate(SPEC, 0, range(1, 10))
 
 
 def test_lengths_are_those_of_some_prompts_in_both_epochs():
-    found = shipped.sampled_lengths(TRACE, 9)
+    found = history_drafting.sampled_lengths(TRACE, 9)
     assert len(found) == 16
     for earlier, later in found:
         assert len(earlier) == len(later) == 8
-    assert shipped.sampled_lengths(TRACE, 4) == ()
+    assert history_drafting.sampled_lengths(TRACE, 4) == ()
 
 
 def test_the_larger_the_batch_the_less_is_verified():
-    levels = shipped.drafted_levels(TRACE, 9, RHYMERL_14B_TP2, 2, 0)
+    levels = history_drafting.drafted_levels(TRACE, 9, RHYMERL_14B_TP2, 2, 0)
     drafted = [level.num_draft_tokens / level.num_passes for level in levels]
     tokens = [level.num_tokens / level.num_passes for level in levels]
     assert drafted == sorted(drafted, reverse=True)
@@ -84,12 +86,12 @@ class TwiceAsDear(LinearLatency):
 
 def test_drafts_that_never_pay_are_not_made():
     dear = TwiceAsDear(0.01, sequence_s=1.0, prefill_step_s=0.01, verifies=True, lookup_s=0.0)
-    assert shipped.drafted_levels(TRACE, 9, dear, 2, 0) == ()
+    assert history_drafting.drafted_levels(TRACE, 9, dear, 2, 0) == ()
 
 
 def test_a_batch_stands_for_another_of_its_kind():
     times = ProfiledStepTimes(RHYMERL_14B_TP2, 2)
-    as_if = shipped._AsIf(times, 64)
+    as_if = history_drafting._AsIf(times, 64)
     args = (np.array([0, 4]), np.array([0, 8]))
     own = times.step_s(64, 64 * 1000.0, 16 * args[0], 16 * args[1])
     assert as_if.step_s(4, 4 * 1000.0, *args) == pytest.approx(own)

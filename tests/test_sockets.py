@@ -5,7 +5,7 @@ import socket
 import psutil
 import pytest
 
-from tests.listening import assert_on_loopback
+from tests.sockets import assert_on_loopback
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.papers.plausible import (
+from benchmarks.papers.drafter_assumptions import (
     APART,
     AT_256,
     GRID,

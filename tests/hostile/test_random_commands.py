@@ -10,8 +10,8 @@ import pytest
 
 from flows.cli import main
 from tests.hostile.cases import Hostile, cases
-from tests.hostile.driving import Driver
-from tests.hostile.judging import complaints
+from tests.hostile.driver_client import Driver
+from tests.hostile.judge import complaints
 from tests.hostile.place import HostilePlace
 
 NUM_VALUES, NUM_DAMAGED = 200, 100

@@ -15,7 +15,7 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from flows.ending import SIGNALS
+from flows.signals import SIGNALS
 from tasks.run.run_dir import REF_FILE, RUN_MARK
 from tests.conftest import REPOSITORY
 from tests.flows.commands import with_default_signals
@@ -23,10 +23,10 @@ from tests.flows.commands import with_default_signals
 TIMEOUT_S = 60.0
 FLOW = """
 import asyncio, atexit, sys, time
-import flows.ending
+import flows.signals
 from flows.command import run_command
 
-flows.ending.GRACE_S = float(sys.argv[2])
+flows.signals.GRACE_S = float(sys.argv[2])
 if sys.argv[3] == "exits slowly":
     atexit.register(time.sleep, 600)
 
@@ -41,12 +41,12 @@ async def flow():
         await asyncio.sleep(float(sys.argv[1]))
         print("unwound", flush=True)
 
-run_command(lambda: flows.ending.run_interruptibly(flow()))
+run_command(lambda: flows.signals.run_interruptibly(flow()))
 """
 PARENT = """
 import asyncio, subprocess
 from flows.command import run_command
-from flows.ending import run_interruptibly
+from flows.signals import run_interruptibly
 
 async def flow():
     child = subprocess.Popen(["sleep", "600"])
@@ -78,7 +78,7 @@ TALKS = """
 import sys, time
 from pathlib import Path
 from flows.command import run_command
-from flows.ending import WhileRead
+from flows.signals import WhileRead
 
 def command():
     sys.stdout = WhileRead(sys.stdout)
@@ -223,7 +223,7 @@ HOLDS = """
 import threading, time
 import duckdb
 from flows.command import run_command
-from flows.ending import run_interruptibly
+from flows.signals import run_interruptibly
 
 async def flow():
     threading.Thread(target=lambda: time.sleep(600), daemon=True).start()
