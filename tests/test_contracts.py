@@ -18,7 +18,7 @@ ONLY_INFERENCE = "Only engines.inference touches vLLM"
 ROLLOUT = "Rollouts are coordinated without engines, actors and tensors"
 DECIDING = "Deciding is separate from doing"
 NO_PREFECT = "Engines do not know what orchestrates them"
-RECORDS = "What was accounted for is drawn, what was drawn is delivered"
+ROOMS = "Rooms of engines import one way"
 SCHEMAS = "Schemas need pydantic and the standard library only"
 LATE = "def _later() -> None:\n    "
 FORBIDDEN = [
@@ -36,8 +36,11 @@ FORBIDDEN = [
     (DECIDING, "engines/pat/costs.py", f"{LATE}import torch"),
     (DECIDING, "engines/simulate/clock.py", "import engines.store.actor"),
     (NO_PREFECT, "engines/store/actor.py", "import prefect"),
-    (RECORDS, "engines/reports/markdown.py", "import engines.tracking.outbox"),
-    (RECORDS, "engines/accounting/metrics.py", f"{LATE}import engines.reports.ladder"),
+    (ROOMS, "engines/reports/markdown.py", "import engines.tracking.outbox"),
+    (ROOMS, "engines/accounting/metrics.py", f"{LATE}import engines.reports.ladder"),
+    (ROOMS, "engines/histospec/drafting.py", "import engines.inference.sampling.cpu"),
+    (ROOMS, "engines/machine/plan.py", f"{LATE}import engines.learn.policy"),
+    (ROOMS, "engines/histopipe/ranking.py", "import engines.pat.costs"),
     (SCHEMAS, "schemas/step.py", "import numpy"),
 ]
 
@@ -107,3 +110,13 @@ def test_each_room_of_engines_keeps_off_vllm_or_is_inference(source: Path) -> No
     (only,) = (c for c in SETTINGS["contracts"] if c["name"] == ONLY_INFERENCE)
     rooms = {f"engines.{init.parent.name}" for init in (source / "engines").glob("*/__init__.py")}
     assert rooms - set(only["source_modules"]) == {"engines.inference"}
+
+
+def test_the_architecture_page_shows_the_order_of_rooms() -> None:
+    (layers,) = [one["layers"] for one in SETTINGS["contracts"] if one["name"] == ROOMS]
+    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    picture = "\n".join(layer.replace(" | ", "   ") for layer in layers)
+    assert f"```\n{picture}\n```" in page, f"docs/architecture.md should show\n{picture}"
+    rooms = {room for layer in layers for room in layer.split(" | ")}
+    folders = {file.parent.name for file in (REPOSITORY / "engines").glob("*/__init__.py")}
+    assert rooms == folders

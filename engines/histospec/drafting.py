@@ -19,7 +19,7 @@ from engines.histospec.matching import (
     match_of,
     often_of_few,
 )
-from engines.inference.sampling.generator import philox, stream_of
+from engines.noise.generator import philox, stream_of
 
 NO_KEY = -(2**63)
 """Sample key of a row whose noise is unknown, or that has none."""

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from engines.learn.bounds import SampleBounds
-from engines.learn.footprint import MAX_LOGITS
+from engines.machine.trainer_memory import MAX_LOGITS
 from engines.learn.head import Head, decoder_of
 from engines.learn.packing import MicroBatch, TokenSequence, pack
 from engines.learn.rope import beyond, most_positions

@@ -1,6 +1,6 @@
 """Plan the memory of a run on GPUs before anything starts. Pure.
 
-    GPU of a trainer rank    see engines.learn.footprint
+    GPU of a trainer rank    see engines.machine.trainer_memory
     GPU of an engine         weights / TP degree, KV cache, process; parked ones: engines.pat.memory
     GPU shared by both       phase by phase, see engines.machine.shared_gpu
     GPU of a drafter         weights, process, KV cache of at least one sample of full length
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.latency.model_shape import DTYPE_BYTES, ModelShape
-from engines.learn.footprint import (
+from engines.machine.trainer_memory import (
     Training,
     adapter_params,
     moment_bytes,

@@ -24,7 +24,7 @@ gradients) wait in page-locked host memory.
 from dataclasses import dataclass
 
 from engines.latency.model_shape import ModelShape
-from engines.learn.footprint import TrainerFootprint
+from engines.machine.trainer_memory import TrainerFootprint
 from engines.pat.memory import PARKED_BYTES, USABLE_SHARE, Footprint
 
 HANDED_AT_ONCE_BYTES = 256 * 2**20

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from engines.latency.model_shape import ModelShape
-from engines.learn.footprint import Training, adapter_params, trainer_footprint
+from engines.machine.trainer_memory import Training, adapter_params, trainer_footprint
 from schemas.config import TrainConfig
 from schemas.trainer import LoraConfig
 

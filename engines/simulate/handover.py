@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from engines.latency.hardware import Hardware
 from engines.latency.model_shape import ModelShape
-from engines.learn.footprint import Training, resting_bytes
+from engines.machine.trainer_memory import Training, resting_bytes
 
 MFU = 0.35
 """Assumed model FLOPs utilisation in training, at 6 P FLOPs per token. Layers that gradient

@@ -13,7 +13,7 @@ from engines.actors import RemoteActor
 from engines.gpus.placement import GpuPlacement
 from engines.gpus.reservation import ReservedGpus
 from engines.latency.model_shape import SHAPES, ModelShape
-from engines.learn.footprint import resting_bytes, trainer_footprint
+from engines.machine.trainer_memory import resting_bytes, trainer_footprint
 from engines.machine.nodes import Nodes
 from engines.machine.plan import Need, plan_run, require_fits, share_gpu, training_of
 from engines.machine.shared_gpu import SharedGpu

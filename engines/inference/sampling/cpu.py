@@ -11,7 +11,7 @@ from numba import float32, int32, int64, njit, uint32, uint64, void
 from numba.extending import intrinsic
 from torch import Tensor
 
-from engines.inference.sampling.generator import philox, stream_of
+from engines.noise.generator import philox, stream_of
 from engines.inference.sampling.noise import (
     LOG_OF_2,
     LOG_SERIES,

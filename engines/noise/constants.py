@@ -1,4 +1,4 @@
-"""Constants of the noise generator (`engines.inference.sampling.noise`). Needs no torch."""
+"""Constants of the noise generator of exact sampling. Needs neither torch nor numba."""
 
 PHILOX_MULTIPLIER, PHILOX_WEYL, PHILOX_ROUNDS = 0xD256D193, 0x9E3779B9, 7
 WORD = 2**32 - 1
