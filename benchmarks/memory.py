@@ -3,8 +3,8 @@
 The models have 8B parameters on 4 ranks and 32B on 16. A micro-batch is one sample of 1K + 8K
 tokens, in bf16 with gradient checkpointing. `peak_8b_4_ranks_gb` and `peak_32b_16_ranks_gb` are the
 bytes of live tensors at the peak of a step, in units of 10^9. `planned_over_tracked_*` is the
-prediction of `engines.machine.trainer_memory`, divided by that. The CUDA context, NCCL and the allocator's
-unusable memory come on top; the plan includes them.
+prediction of `engines.machine.trainer_memory`, divided by that. The CUDA context, NCCL and the
+allocator's unusable memory come on top; the plan includes them.
 """
 
 from argparse import ArgumentParser, Namespace

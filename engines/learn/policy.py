@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from engines.learn.bounds import SampleBounds
-from engines.machine.trainer_memory import MAX_LOGITS
 from engines.learn.head import Head, decoder_of
 from engines.learn.packing import MicroBatch, TokenSequence, pack
 from engines.learn.rope import beyond, most_positions
 from engines.learn.row_mask import row_of
+from engines.machine.trainer_memory import MAX_LOGITS
 
 
 class TokenScores(NamedTuple):

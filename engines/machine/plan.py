@@ -18,6 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.latency.model_shape import DTYPE_BYTES, ModelShape
+from engines.machine.nodes import Nodes
+from engines.machine.shared_gpu import HANDING_OVER, SharedGpu, handed_bytes
+from engines.machine.trainer_advice import trainer_advice
 from engines.machine.trainer_memory import (
     Training,
     adapter_params,
@@ -25,9 +28,6 @@ from engines.machine.trainer_memory import (
     resting_bytes,
     trainer_footprint,
 )
-from engines.machine.nodes import Nodes
-from engines.machine.shared_gpu import HANDING_OVER, SharedGpu, handed_bytes
-from engines.machine.trainer_advice import trainer_advice
 from engines.pat.memory import (
     USABLE_SHARE,
     WORKING_BYTES,

@@ -15,8 +15,8 @@ from engines.histospec.gate import ProfiledStepTimes
 from engines.latency.hardware import Hardware
 from engines.latency.interface import Latency
 from engines.latency.model_shape import ModelShape
-from engines.machine.trainer_memory import Training, resting_bytes, trainer_footprint
 from engines.machine.shared_gpu import SharedGpu
+from engines.machine.trainer_memory import Training, resting_bytes, trainer_footprint
 from engines.pat.memory import gpu_footprint
 from engines.simulate.cluster import PolicySet, known_acceptances, step_requests
 from engines.simulate.consecutive_steps import LAG, CourseStep, CourseTimes, run_course

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.memory import CASES, PROMPT_TOKENS, RESPONSE_TOKENS, qwen3_config
 from benchmarks.tracked_memory import track_peak
 from engines.latency.model_shape import SHAPES, ModelShape
-from engines.machine.trainer_memory import Training, adapter_params, trainer_footprint
 from engines.learn.lora import add_adapters
+from engines.machine.trainer_memory import Training, adapter_params, trainer_footprint
 from schemas.bench import BenchReport
 from schemas.trainer import LoraConfig
 from tests.conftest import REPOSITORY

@@ -13,10 +13,10 @@ from engines.actors import RemoteActor
 from engines.gpus.placement import GpuPlacement
 from engines.gpus.reservation import ReservedGpus
 from engines.latency.model_shape import SHAPES, ModelShape
-from engines.machine.trainer_memory import resting_bytes, trainer_footprint
 from engines.machine.nodes import Nodes
 from engines.machine.plan import Need, plan_run, require_fits, share_gpu, training_of
 from engines.machine.shared_gpu import SharedGpu
+from engines.machine.trainer_memory import resting_bytes, trainer_footprint
 from engines.pat.memory import CONTEXT_BYTES, NCCL_BYTES, PARKED_BYTES, WORKING_BYTES
 from flows.config_file import load_config
 from schemas.config import TrainConfig

@@ -11,7 +11,6 @@ from numba import float32, int32, int64, njit, uint32, uint64, void
 from numba.extending import intrinsic
 from torch import Tensor
 
-from engines.noise.generator import philox, stream_of
 from engines.inference.sampling.noise import (
     LOG_OF_2,
     LOG_SERIES,
@@ -19,6 +18,7 @@ from engines.inference.sampling.noise import (
     SQRT_HALF_BITS,
 )
 from engines.inference.sampling.step_rows import GREEDY_BELOW, REJECTED, StepRows
+from engines.noise.generator import philox, stream_of
 
 _BLOCK = 1024
 """Token ids per block. Their scores fit into the L1 cache."""
