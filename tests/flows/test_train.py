@@ -308,10 +308,10 @@ def test_run_killed_anywhere_resumes(refrain: Any, whole_run: Path, tmp_path: Pa
     forget_lengths(run_dir)
     command = refrain("train", "--resume", run_dir)
     command.wait_for_line("train step 3: rolling out")
-    live = query_run(run_dir, "SELECT DISTINCT step FROM rollouts WHERE step < 3", 20.0)
-    assert sorted(live["step"].to_pylist()) == [0, 1, 2]
-    kill_history_worker(run_dir)
     with slowed(run_dir):
+        live = query_run(run_dir, "SELECT DISTINCT step FROM rollouts WHERE step < 3", 20.0)
+        assert sorted(live["step"].to_pylist()) == [0, 1, 2]
+        kill_history_worker(run_dir)
         command.finish()
     assert_complete_in_a_pipeline(run_dir)
     assert_moved(run_dir)
