@@ -17,6 +17,7 @@ import ast
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import networkx as nx
@@ -45,14 +46,15 @@ def measure(args: Namespace, console: Console) -> Measured:
     readme = ROOT / "README.md"
     pages = [readme, *sorted((ROOT / "docs").rglob("*.md"))]
     texts = [page.read_text() for page in pages]
-    docstrings = [text for file in python_files(*SOURCE) for text in docstrings_of(file)]
+    source = python_files(*SOURCE)
+    docstrings = [text for file in source for text in docstrings_of(file)]
     prose = [*docstrings, *(NO_PROSE.sub("", text) for text in texts)]
     rows = rooms()
     figures = {
         "engines_lines": lines("engines"),
         "benchmarks_lines": lines("benchmarks"),
         "tests_lines": lines("tests"),
-        "classes": sum(1 for file in python_files(*SOURCE) for _ in classes_of(file)),
+        "classes": num_classes(source),
         "settings": len(list(declared_settings(TrainConfig))),
         "imports_back": len(imports_back(rows)),
         "docs_words_per_sentence": words_per_sentence(texts),
@@ -71,15 +73,18 @@ def lines(folder: str) -> int:
     return sum(len(file.read_text().splitlines()) for file in python_files(folder))
 
 
-def classes_of(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ClassDef):
-            yield node.name
+@cache
+def nodes(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
+def num_classes(files: Sequence[Path]) -> int:
+    return sum(isinstance(node, ast.ClassDef) for file in files for node in nodes(file))
 
 
 def docstrings_of(file: Path) -> Iterator[str]:
     """Yield docstrings of modules, classes, functions and fields."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         match node:
             case ast.Expr(ast.Constant(str(text))):
                 yield text
@@ -112,7 +117,7 @@ def rooms() -> list[Row]:
             {
                 "room": room,
                 "lines": lines(f"engines/{room}"),
-                "classes": sum(1 for file in files for _ in classes_of(file)),
+                "classes": num_classes(files),
                 "imports": sorted(imported),
             }
         )
@@ -121,7 +126,7 @@ def rooms() -> list[Row]:
 
 def rooms_imported(file: Path) -> Iterator[str]:
     """Yield the folders of `engines` that a file imports from."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.ImportFrom):
             parts = (node.module or "").split(".")
             if parts[0] == "engines" and len(parts) > 1 and (ROOT / "engines" / parts[1]).is_dir():
