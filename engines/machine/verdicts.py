@@ -153,7 +153,7 @@ def _gpu(gpu: GpuInfo, build: str | None) -> Finding:
     verdict, fix = OK, ""
     if capability and build and capability < MIN_CAPABILITY:
         verdict = PROBLEM
-        fix = "CUDA 13 needs Turing (7.5) or later: exclude this GPU with CUDA_VISIBLE_DEVICES"
+        fix = "this build needs Turing (7.5) or later: exclude this GPU with CUDA_VISIBLE_DEVICES"
     elif capability and build and capability < BFLOAT16_CAPABILITY:
         verdict, fix = WARNING, "this GPU has no bfloat16: set model.dtype=float32"
     elif total and free is not None and free < FREE_SHARE * total:
@@ -214,7 +214,7 @@ def _disks(disks: Mapping[str, Room]) -> Iterator[Finding]:
         elif room.free_bytes < (1 - FULL_SHARE) * room.num_bytes:
             verdict, fix = WARNING, "make room: Ray spills nothing to a disk that is 95 % full"
         elif room.free_bytes < ROOMY_DISK_BYTES:
-            verdict, fix = WARNING, "make room: a checkpoint takes 16 bytes per parameter"
+            verdict, fix = WARNING, "make room: a checkpoint takes 14 to 16 bytes per parameter"
         yield Finding(what=what, found=found, verdict=verdict, fix=fix)
 
 

@@ -8,7 +8,8 @@ Each profile is one DuckDB file. The flow that measures holds it.
     accuracy   the fit's errors on points that it was not fitted to
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,16 @@ class ProfileStore:
     ) -> MachineFacts:
         """Return the facts under which all points of a TP degree are measured.
 
-        These are the facts of the first engine that started at this TP degree. Points of another
-        machine or other software are deleted with `anew`. Otherwise raise ValueError.
+        These are the facts of the first engine that started at this TP degree. With `anew`, all
+        that another machine or other software measured is deleted, and so is its fit. Otherwise
+        raise ValueError.
         """
         known = self._facts()
         others = [before for before in known.values() if _machine(before) != _machine(facts)]
         if others and anew:
-            self._con.execute("BEGIN; DELETE FROM header; DELETE FROM points; COMMIT")
+            with self._transaction():
+                for table in ("header", "points", "fits", "accuracy"):
+                    self._con.execute(f"DELETE FROM {table}")
             known = {}
         elif others:
             raise ValueError(
@@ -111,9 +115,8 @@ class ProfileStore:
     ) -> None:
         """Add a measurement with all its points in one transaction."""
         measured_by = (pass_index, measurement.kind, measurement.prompt_tokens)
-        self._con.execute("BEGIN")
-        self._insert("points", ((*measured_by, *_values(point)) for point in points))
-        self._con.execute("COMMIT")
+        with self._transaction():
+            self._insert("points", ((*measured_by, *_values(point)) for point in points))
 
     def measured(self) -> set[tuple[int, Measurement]]:
         """Return the (pass, measurement) pairs that the store has."""
@@ -134,9 +137,19 @@ class ProfileStore:
     ) -> None:
         """Replace the fit and its accuracies. `accuracies`: pairs of (withheld, figures), where
         `withheld` names the points that the fit did not see."""
-        self._con.execute("BEGIN; DELETE FROM fits; DELETE FROM accuracy")
-        self._insert("fits", map(_values, knots))
-        self._insert("accuracy", ((withheld, *_values(one)) for withheld, one in accuracies))
+        with self._transaction():
+            self._con.execute("DELETE FROM fits; DELETE FROM accuracy")
+            self._insert("fits", map(_values, knots))
+            self._insert("accuracy", ((withheld, *_values(one)) for withheld, one in accuracies))
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._con.execute("BEGIN")
+        try:
+            yield
+        except BaseException:
+            self._con.execute("ROLLBACK")
+            raise
         self._con.execute("COMMIT")
 
     def _rows(self, query: str) -> list[dict[str, Any]]:

@@ -21,6 +21,13 @@ MEASUREMENT = Measurement(kind=PointKind.DECODE, tp_degree=1, batch=2, prompt_to
 DECODE = ProfilePoint(kind=PointKind.DECODE, batch=2, context_tokens=80, seconds=0.1, num_repeats=9)
 PREFILL = ProfilePoint(kind=PointKind.PREFILL, batch=2, rms_tokens=10.0, seconds=0.2)
 
+KNOT = FitKnot(
+    kind=PointKind.DECODE, tp_degree=1, drafter=None, batch=2, window=0, x=80.0, seconds=0.1
+)
+ACCURACY = Accuracy(
+    kind=PointKind.DECODE, num_points=3, num_extrapolated=0, median_error=0.1, p90_error=0.2
+)
+
 
 @pytest.fixture
 def store(tmp_path):
@@ -89,8 +96,12 @@ def test_another_machine_is_refused(store):
     for tp_degree in (1, 2):
         with pytest.raises(ValueError, match=r"begun on another machine.*abacus.*--overwrite"):
             store.check_facts(other, tp_degree)
+    store.add(0, MEASUREMENT, [DECODE])
+    store.replace_fit([KNOT], [("points", ACCURACY)])
     assert store.check_facts(other, 2, anew=True) == store.facts(2) == other
     assert store.facts(1) is None
+    assert not store.points()
+    assert _fit(store) == ([], [])
 
 
 def test_each_tp_degree_has_its_own_limits(store):
@@ -101,23 +112,24 @@ def test_each_tp_degree_has_its_own_limits(store):
     assert (store.facts(1), store.facts(2)) == (FACTS, larger)
 
 
-def test_the_fit_is_replaced(tmp_path, store):
-    knot = FitKnot(
-        kind=PointKind.DECODE, tp_degree=1, drafter=None, batch=2, window=0, x=80.0, seconds=0.1
-    )
-    accuracy = Accuracy(
-        kind=PointKind.DECODE, num_points=3, num_extrapolated=0, median_error=0.1, p90_error=0.2
-    )
+def test_the_fit_is_replaced_as_a_whole_or_not_at_all(store):
     for _ in range(2):
-        store.replace_fit([knot], [("points", accuracy)])
-    store.close()
-    con = duckdb.connect(str(tmp_path / "profile.duckdb"), read_only=True)
-    assert con.sql("FROM fits").fetchall() == [("decode", 1, None, 2, 0, 80.0, 0.1)]
-    assert con.sql("FROM accuracy").fetchall() == [("points", "decode", 3, 0, 0.1, 0.2)]
-    con.close()
+        store.replace_fit([KNOT], [("points", ACCURACY)])
+    fit = [("decode", 1, None, 2, 0, 80.0, 0.1)], [("points", "decode", 3, 0, 0.1, 0.2)]
+    assert _fit(store) == fit
+    broken = ACCURACY.model_copy(update={"median_error": None})
+    with pytest.raises(duckdb.Error):
+        store.replace_fit([KNOT, KNOT], [("points", broken)])
+    assert _fit(store) == fit
+    store.add(0, MEASUREMENT, [DECODE])
 
 
 def test_a_runs_store_is_no_profile(tmp_path):
     Store(tmp_path / "run.duckdb").close()
     with pytest.raises(ValueError, match="is not a refrain profile"):
         ProfileStore(tmp_path / "run.duckdb")
+
+
+def _fit(store):
+    """Return the rows of the tables of the fit."""
+    return tuple(store._con.execute(f"FROM {name}").fetchall() for name in ("fits", "accuracy"))
