@@ -121,6 +121,19 @@ class Verifier:
         return self.drafting.propose([row], max_draft_tokens)[0]
 
 
+def test_a_request_waits_for_its_drafter_and_ends_without_it(oracle):
+    """A drafter that was never connected gives no drafts, and its requests end as others do."""
+    verifier = Verifier(COUPLED)
+    assert verifier.step([]) == []
+    assert verifier.step([]) == []
+    verifier.drafting.begin("other", COUPLED, sample_key=2, max_tokens=60)
+    other = DraftedRow(0, "other", 1, np.array(PROMPT, np.int32))
+    assert verifier.drafting.propose([other], ANY) == [[]]
+    verifier.drafting.end(["other"])
+    verifier.drafting.connect({"small": oracle.address})
+    assert len(verifier.step([], wait_for=3)) == 3
+
+
 def test_a_drafter_computes_a_long_prompt_beside_its_verifier(oracle):
     """The drafter drafts during the verifier's prefill.
 

@@ -66,7 +66,7 @@ class _Request:
     slot: int = NO_SLOT
     """Slot in the n-gram index; `NO_SLOT` with other drafters."""
     stream: VerifyStream | None = None
-    """Verifier's end of its stream; None while no drafter knows the request."""
+    """Verifier's end of its stream; None while no connected drafter knows the request."""
     draft: list[int] = field(default_factory=list)
     """Tokens drafted for the running step, verified or not."""
     num_drafted: int = 0
@@ -234,10 +234,10 @@ class RequestDrafting:
             return {}
         opened: dict[str, list[Opened]] = defaultdict(list)
         verified: dict[str, list[Verified]] = defaultdict(list)
-        behind = {drafter for drafter, link in self._links.items() if not link.writable}
+        writable = {drafter: link for drafter, link in self._links.items() if link.writable}
         for row, request in pairs:
-            if request.setting.drafter in behind:
-                # The drafter would miss tokens, so reopen the request later.
+            if request.setting.drafter not in writable:
+                # The drafter would miss tokens, so open the request later.
                 request.stream = None
             elif request.stream is not None:
                 if told := _advance(row, request.stream):
@@ -245,8 +245,8 @@ class RequestDrafting:
             else:
                 # Open it during prefill too: the drafter computes the prompt at the same time.
                 opened[request.setting.drafter].append(_open(row, request))
-        for drafter in self._links.keys() - behind:
-            self._links[drafter].send(opened[drafter], verified[drafter])
+        for drafter, link in writable.items():
+            link.send(opened[drafter], verified[drafter])
         self._receive({row.id: row.text for row, _ in pairs})
         return {
             row.id: request.stream.pending[: request.room(len(row.text))]
