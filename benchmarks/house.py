@@ -16,11 +16,10 @@ Each row is a room of `engines`: its lines, its classes, and the rooms that it i
 import ast
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-import networkx as nx
 from rich.console import Console
 
 from benchmarks.laps import Measured, Row
@@ -135,8 +134,24 @@ def rooms_imported(file: Path) -> Iterator[str]:
 
 def imports_back(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Return the imports of a room by another that it imports itself, also by way of others."""
-    imports = nx.DiGraph([(row["room"], other) for row in rows for other in row["imports"]])
-    return [(one, other) for one, other in imports.edges if nx.has_path(imports, other, one)]
+    imports = {row["room"]: row["imports"] for row in rows}
+    return [
+        (one, other)
+        for one, others in imports.items()
+        for other in others
+        if one in _reached(imports, other)
+    ]
+
+
+def _reached(imports: Mapping[str, Sequence[str]], room: str) -> set[str]:
+    """Return the rooms that a room imports, itself or by way of others."""
+    found: set[str] = set()
+    left = [room]
+    while left:
+        new = set(imports[left.pop()]) - found
+        found |= new
+        left += new
+    return found
 
 
 def show(report: BenchReport, console: Console) -> None:
