@@ -9,8 +9,11 @@
     docs_words_per_sentence    in README.md and docs/, without code and tables
     what_per_1000_words        the word "what", in docstrings, README.md and docs/
     docs_words, readme_words   words, code and tables included
+    roll_out_to_vllm_calls     functions between a stage's `roll_out` and vLLM, traced in a rollout
+                               on a real engine (`roll_out_path`)
 
-Each row is a room of `engines`: its lines, its classes, and the rooms that it imports.
+Each row is a room of `engines`: its lines, its classes, and the rooms that it imports. The last row
+has the functions between `roll_out` and vLLM.
 """
 
 import ast
@@ -23,12 +26,13 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.laps import Measured, Row
+from benchmarks.roll_out_path import roll_out_path
 from engines.reports.tables import plain_table
 from schemas.bench import BenchReport
 from schemas.config import TrainConfig
 from schemas.settings import declared_settings
 
-PACKAGES = ("refrain",)
+PACKAGES = ("refrain", "ray", "vllm")
 ROOT = Path(__file__).parents[1]
 SOURCE = ("engines", "tasks", "flows", "schemas")
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
@@ -37,11 +41,15 @@ NO_PROSE = re.compile(r"(?s:```.*?```)|^\|.*$|^#.*$|!?\[|\]\([^)]*\)|`[^`]*`", r
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Take no arguments."""
+    parser.add_argument(
+        "--no-engine",
+        action="store_true",
+        help="start no engine: leave out roll_out_to_vllm_calls, which takes a minute",
+    )
 
 
 def measure(args: Namespace, console: Console) -> Measured:
-    del args, console
+    del console
     readme = ROOT / "README.md"
     pages = [readme, *sorted((ROOT / "docs").rglob("*.md"))]
     texts = [page.read_text() for page in pages]
@@ -49,7 +57,7 @@ def measure(args: Namespace, console: Console) -> Measured:
     docstrings = [text for file in source for text in docstrings_of(file)]
     prose = [*docstrings, *(NO_PROSE.sub("", text) for text in texts)]
     rows = rooms()
-    figures = {
+    figures: dict[str, int | float] = {
         "engines_lines": lines("engines"),
         "benchmarks_lines": lines("benchmarks"),
         "tests_lines": lines("tests"),
@@ -61,7 +69,10 @@ def measure(args: Namespace, console: Console) -> Measured:
         "docs_words": sum(len(text.split()) for text in texts[1:]),
         "readme_words": len(texts[0].split()),
     }
-    return figures, rows
+    if args.no_engine:
+        return figures, rows
+    path = roll_out_path()
+    return figures | {"roll_out_to_vllm_calls": len(path)}, [*rows, {"roll_out_to_vllm": path}]
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -157,11 +168,15 @@ def _reached(imports: Mapping[str, Sequence[str]], room: str) -> set[str]:
 def show(report: BenchReport, console: Console) -> None:
     table = plain_table("room", "lines", "classes", "imports", text=("room", "imports"))
     for row in report.rows:
-        table.add_row(
-            row["room"], f"{row['lines']:,}", f"{row['classes']}", " ".join(row["imports"])
-        )
+        if "room" in row:
+            table.add_row(
+                row["room"], f"{row['lines']:,}", f"{row['classes']}", " ".join(row["imports"])
+            )
     console.print(table)
     for name, value in report.figures.items():
         console.print(
             f"{name:<26}{value:,.1f}" if isinstance(value, float) else f"{name:<26}{value:,}"
         )
+    for row in report.rows:
+        for number, function in enumerate(row.get("roll_out_to_vllm", ()), 1):
+            console.print(f"{number:>4}  {function}")

@@ -65,8 +65,8 @@ BENCHES = {
         "10 minutes",
     ),
     "house": Bench(
-        "the size of the source, the imports between its rooms, and how its prose reads",
-        "10 seconds",
+        "the size of the source, its imports and prose, and the calls from a stage to vLLM",
+        "a minute",
     ),
     "index": Bench(
         "the history index: its size, and how fast it builds and drafts",

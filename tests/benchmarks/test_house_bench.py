@@ -1,6 +1,8 @@
 """`refrain bench house` counts this repository's source and prose."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,25 @@ from flows.cli import main
 
 def test_it_counts_this_repository(tmp_path: Path) -> None:
     file = tmp_path / "house.json"
-    done = CliRunner().invoke(main, ["bench", "house", f"--json={file}"])
+    done = CliRunner().invoke(main, ["bench", "house", "--no-engine", f"--json={file}"])
     assert done.exit_code == 0, done.output
     report = json.loads(file.read_text())
     files = [one.read_text().splitlines() for one in (ROOT / "engines").rglob("*.py")]
     assert report["figures"]["engines_lines"] == sum(map(len, files))
     assert {"rollout", "learn"} <= {row["room"] for row in report["rows"]}
+    assert "roll_out_to_vllm_calls" not in report["figures"]
+
+
+@pytest.mark.engine
+def test_it_traces_a_request_from_the_coordinator_to_vllm(tmp_path: Path) -> None:
+    file = tmp_path / "house.json"
+    command = [sys.executable, "-m", "flows.cli", "bench", "house", f"--json={file}"]
+    subprocess.run(command, check=True, timeout=200)
+    report = json.loads(file.read_text())
+    path = report["rows"][-1]["roll_out_to_vllm"]
+    assert path[0] == "engines/rollout/coordinator.py:Coordinator.roll_out"
+    assert path[-1] == "engines/inference/engine/admission.py:admit"
+    assert report["figures"]["roll_out_to_vllm_calls"] == len(path)
 
 
 @pytest.mark.parametrize(
