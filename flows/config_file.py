@@ -4,12 +4,16 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engines.user_files import naming, read_text, validated
 from schemas.config import TrainConfig
+from schemas.removed_settings import current_settings
 from schemas.secret import fill_in, secrets_of
-from tasks.run.config_record import with_secrets
+from tasks.run.config_record import CONFIG_FILE, with_secrets
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 MAX_VALUES = 100_000
 """Limit on the values of a config file. Each YAML alias counts as the values it stands for."""
@@ -54,6 +58,8 @@ def read_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, A
     with _reading(path or "overrides"):
         _refuse_bomb(text)
         loaded = OmegaConf.load(StringIO(text)) if path else OmegaConf.create()
+        if path and path.name == CONFIG_FILE and isinstance(loaded, DictConfig):
+            loaded = OmegaConf.create(_current(loaded))
     if not isinstance(loaded, DictConfig):
         raise ValueError(f"{path} has no settings: give a YAML file with `name: value` lines")
     for override in overrides:
@@ -65,6 +71,15 @@ def read_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, A
     assert isinstance(values, dict)
     named = {str(name): value for name, value in values.items()}
     return with_secrets(path, named) if path else named
+
+
+def _current(recorded: "DictConfig") -> dict[str, Any]:
+    """Return the values of a run's recorded config under their current names."""
+    from omegaconf import OmegaConf
+
+    values = OmegaConf.to_container(recorded)
+    assert isinstance(values, dict)
+    return current_settings({str(name): value for name, value in values.items()})
 
 
 def _refuse_bomb(text: str) -> None:

@@ -15,6 +15,7 @@ from schemas.algorithm import MINIBATCHES, AlgorithmConfig
 from schemas.base import Frozen, UnitInterval, refuse_unusable
 from schemas.drafting import NGRAM, DrafterConfig, DraftingConfig, SpecActorConfig
 from schemas.inputs import DataConfig, ModelConfig, Texts
+from schemas.removed_settings import refuse_removed
 from schemas.resume import Free, Kept, Rounding
 from schemas.reward import BuiltinReward, RewardConfig
 from schemas.rollout import Split
@@ -216,22 +217,6 @@ class EngineConfig(Frozen):
         )
 
 
-_PROFILED = {"drafting", "specactor", "histopipe", "pat"}
-"""Sections that use `TrainConfig.profile`."""
-
-
-def _without_profile(name: str, section: Any) -> Any:
-    """Return a section's values without an empty `profile`; refuse one that is given."""
-    if not isinstance(section, dict) or "profile" not in section:
-        return section
-    if section["profile"]:
-        raise ValueError(
-            f"{name}.profile: there is one profile for the whole run: leave this out and set "
-            f"profile={section['profile']}"
-        )
-    return {key: value for key, value in section.items() if key != "profile"}
-
-
 class TrainConfig(Frozen):
     """A training run: RL of a local model on data in veRL's format."""
 
@@ -349,12 +334,10 @@ class TrainConfig(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_profile(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return values | {
-            name: _without_profile(name, values[name]) for name in _PROFILED & values.keys()
-        }
+    def _no_removed_settings(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            refuse_removed(values)
+        return values
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":

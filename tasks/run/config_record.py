@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from engines.durable import write_durably
 from engines.user_files import read_json_object
+from schemas.removed_settings import current_settings
 from schemas.secret import fill_in, redacted_settings, secrets_of
 
 CONFIG_FILE = "config.json"
@@ -34,8 +35,9 @@ def write_config(run_dir: Path, config: BaseModel) -> None:
 
 
 def read_values(config_file: Path) -> dict[str, Any]:
-    """Return the values of a recorded config, with the secrets if this user may read them."""
-    return with_secrets(config_file, read_json_object(config_file))
+    """Return the values of a recorded config under their current names, with the secrets if this
+    user may read them."""
+    return with_secrets(config_file, current_settings(read_json_object(config_file)))
 
 
 def with_secrets(config_file: Path, values: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from engines.shared_memory import clear_dead
 from engines.user_files import read_json_object, readable_lines, validated
 from schemas.config import TrainConfig
 from schemas.profile import ProfileConfig
+from schemas.removed_settings import removed_changes
 from schemas.resume import OnResume, SettingChange, changed_settings
 from schemas.run import RunRef
 from schemas.secret import fill_in, secrets_of
@@ -75,6 +76,7 @@ def check_run_dir(config: Config, resume: bool) -> list[SettingChange]:
     before = validated(recorded, str(stored), type(config))
     # Ignore the name and place of the run, because the user found it by them.
     changes = [c for c in changed_settings(before, config) if c.name not in ("runs_dir", "name")]
+    changes += removed_changes(read_json_object(stored))
     # Runs of an earlier version have no date, and a config file given for a resume need not.
     changes = [c for c in changes if c.name not in DATED or None not in (c.before, c.after)]
     kept = [str(change) for change in changes if change.on_resume is OnResume.KEPT]

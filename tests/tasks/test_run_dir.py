@@ -1,6 +1,7 @@
 """The run directory, when something goes wrong with it."""
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -17,7 +18,10 @@ from engines.failures import Failures
 from engines.learn.checkpoint import CheckpointState, write_checkpoint
 from engines.learn.mirror import CopyTimeout, Mirror
 from engines.store.rows import rollout_rows
+from flows.config_file import load_config
 from schemas.config import TrainConfig
+from schemas.removed_settings import REMOVED, Removed
+from schemas.resume import OnResume
 from schemas.rollout import Split
 from tasks.run.live import _fetch_lost, go_back
 from tasks.run.record import list_runs
@@ -217,3 +221,35 @@ def test_of_a_directory_of_indexes_only_indexes_are_deleted(tmp_path):
         (given.history_dir / name).touch()
     delete_run(given.run_dir)
     assert [path.name for path in given.history_dir.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("value", [None, "old"])
+def test_a_run_with_a_removed_setting_resumes_and_reports_its_value(tmp_path, value):
+    """Only a value that differs from what runs have now is a change."""
+    claim_run_dir(config(tmp_path), resume=False).release()
+    file = tmp_path / "it" / CONFIG_FILE
+    recorded = json.loads(file.read_text())
+    recorded["drafting"]["profile"] = value
+    file.write_text(json.dumps(recorded))
+    assert read_config(tmp_path / "it") == config(tmp_path)
+    assert load_config(file).drafting == config(tmp_path).drafting
+    changes = [str(change) for change in check_run_dir(config(tmp_path), resume=True)]
+    assert changes == (["drafting.profile: 'old' -> None"] if value else [])
+    claim_again(tmp_path / "it")
+    assert "profile" not in json.loads(file.read_text())["drafting"]
+    assert check_run_dir(config(tmp_path), resume=True) == []
+
+
+def test_a_removed_setting_that_decides_on_tokens_ends_a_resume(tmp_path, monkeypatch):
+    kept = Removed(1.1, "refrain measures it", OnResume.KEPT)
+    claim_run_dir(config(tmp_path), resume=False).release()
+    file = tmp_path / "it" / CONFIG_FILE
+    recorded = json.loads(file.read_text())
+    monkeypatch.setitem(REMOVED, "histopipe.growth", kept)
+    for growth in (1.1, 2.0):
+        recorded["histopipe"]["growth"] = growth
+        file.write_text(json.dumps(recorded))
+        if growth == 1.1:
+            assert check_run_dir(config(tmp_path), resume=True) == []
+    with pytest.raises(ValueError, match=r"histopipe\.growth: 2\.0 -> 1\.1"):
+        check_run_dir(config(tmp_path), resume=True)

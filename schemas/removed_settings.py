@@ -1,0 +1,97 @@
+"""Settings that earlier versions had: new names, and the values of those that cannot be set now.
+
+run.yaml, overrides ──► refuse_removed      an old name is an error that tells what to do
+a run's config.json ──► current_settings    old names are replaced or dropped
+                   └──► removed_changes     values that differ from now, for the resume
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from pydantic import JsonValue
+
+from schemas.resume import OnResume, SettingChange
+
+
+class Removed(NamedTuple):
+    """A setting that cannot be set any more."""
+
+    value: JsonValue
+    """Its value in every run now."""
+    advice: str
+    """Reason, or what to do instead."""
+    on_resume: OnResume = OnResume.FREE
+    """KEPT: a run that had another value cannot be resumed."""
+
+
+RENAMED: dict[str, str] = {}
+"""New name of each renamed setting, both dotted."""
+
+REMOVED: dict[str, Removed] = {
+    f"{section}.profile": Removed(
+        None, "there is one profile for the whole run. Set `profile` without a section"
+    )
+    for section in ("drafting", "specactor", "histopipe", "pat")
+}
+"""Removed settings by dotted name."""
+
+
+def refuse_removed(values: Mapping[str, Any]) -> None:
+    """Raise ValueError, with a line for each old name, if the values of a config have any."""
+    lines = [f"{old} is now {new}: rename it" for old, new in RENAMED.items() if _has(values, old)]
+    lines += [
+        f"{name} is gone: {removed.advice}. Leave it out"
+        for name, removed in REMOVED.items()
+        if _has(values, name)
+    ]
+    if lines:
+        raise ValueError("\n    ".join(lines))
+
+
+def current_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a run's recorded config with current names, without removed settings."""
+    values = _copied(recorded)
+    for old, new in RENAMED.items():
+        if _has(values, old):
+            _section(values, new).setdefault(_last(new), _section(values, old).pop(_last(old)))
+    for name in REMOVED:
+        if _has(values, name):
+            del _section(values, name)[_last(name)]
+    return values
+
+
+def removed_changes(recorded: Mapping[str, Any]) -> Iterator[SettingChange]:
+    """Yield the removed settings that had another value in a run's recorded config."""
+    for name, removed in REMOVED.items():
+        if _has(recorded, name):
+            before = _section(recorded, name)[_last(name)]
+            if before != removed.value:
+                yield SettingChange(
+                    name=name, before=before, after=removed.value, on_resume=removed.on_resume
+                )
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _copied(value) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+    }
+
+
+def _has(values: Mapping[str, Any], name: str) -> bool:
+    for part in name.split(".")[:-1]:
+        inner = values.get(part)
+        if not isinstance(inner, Mapping):
+            return False
+        values = inner
+    return _last(name) in values
+
+
+def _section(values: Any, name: str) -> Any:
+    for part in name.split(".")[:-1]:
+        values = values[part]
+    return values
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

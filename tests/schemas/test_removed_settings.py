@@ -1,0 +1,54 @@
+"""Old names of settings: refused in a config, replaced in the record of a run."""
+
+import pytest
+
+from engines.user_files import validated
+from schemas.config import TrainConfig
+from schemas.removed_settings import REMOVED, RENAMED, current_settings, removed_changes
+from schemas.settings import declared_settings
+
+GIVEN = {"model": {"path": "m"}, "data": {"train": ["d"]}}
+NAMES = {setting.name for setting in declared_settings(TrainConfig)}
+
+
+def given(name: str, value: object) -> dict:
+    """Return a config's values with one more setting."""
+    section, _, last = name.rpartition(".")
+    return GIVEN | ({section: {last: value}} if section else {last: value})
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_old_name_is_refused_with_the_new_one(old: str, new: str) -> None:
+    with pytest.raises(ValueError, match=rf"{old} is now {new}: rename it"):
+        validated(given(old, 1), "run.yaml", TrainConfig)
+    assert current_settings(given(old, 1)) == given(new, 1)
+    assert not list(removed_changes(given(old, 1)))
+    assert (old in NAMES, new in NAMES) == (False, True)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_is_refused_with_the_reason(name: str) -> None:
+    value = REMOVED[name].value
+    with pytest.raises(ValueError, match=rf"{name} is gone: \w.*\. Leave it out"):
+        validated(given(name, value), "run.yaml", TrainConfig)
+    recorded = given(name, value)
+    assert not current_settings(recorded).get(name.partition(".")[0])
+    assert recorded == given(name, value), "the record was changed"
+    assert not list(removed_changes(recorded)), "it has the value that every run has now"
+    (change,) = removed_changes(given(name, "another"))
+    assert (change.name, change.before, change.after) == (name, "another", value)
+    assert change.on_resume is REMOVED[name].on_resume
+    assert name not in NAMES
+
+
+def test_all_old_names_are_listed_at_once() -> None:
+    values = GIVEN | {"drafting": {"profile": "a"}, "pat": {"profile": "b"}}
+    with pytest.raises(ValueError, match=r"(?s)drafting\.profile is gone.*pat\.profile is gone"):
+        validated(values, "run.yaml", TrainConfig)
+
+
+def test_current_names_pass() -> None:
+    values = GIVEN | {"profile": "mine", "drafting": {"window": "paper"}}
+    assert current_settings(values) == values
+    assert not list(removed_changes(values))
+    assert validated(values, "run.yaml", TrainConfig).profile == "mine"
