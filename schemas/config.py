@@ -119,29 +119,15 @@ class PatConfig(Frozen):
     """Higher TP degrees that the GPUs of a node may switch to within a step. Each is a multiple of
     the one before, for example `[4, 8]` after `rollout.tp_degree: 2`. Needs a `profile` that
     measured all of them. Empty: GPUs never switch."""
-    lengths: Literal["history", "maximum"] = "history"
-    """Expected length of unfinished responses. `history`: from the prompt's last epoch. `maximum`:
-    `data.max_response_tokens`, as in the paper."""
-    opening: Literal["best", "base"] = "best"
-    """TP degree in which a step begins. `best`: the one that is predicted to end the step soonest.
-    `base`: always `rollout.tp_degree`, as in the paper. `best` acts like `base` until lengths are
-    known, in `mode: pipelined`, and with `rollout.weights: ipc` on GPUs shared with the trainer."""
-    waits: bool = True
-    """Postpone a switch while a later one is predicted to be better. Off: as in the paper, compare
-    it with no switch only."""
-    kv: Literal["auto", "move", "recompute"] = "auto"
-    """KV cache of unfinished responses at a switch. `move`: copy it to the new engine. `recompute`:
-    compute it again. `auto`: whichever is predicted to be faster."""
-    parked_weights: Literal["auto", "resident", "reloaded"] = "auto"
-    """Weights of parked engines, whose GPUs another layout uses. `resident`: in GPU memory, updated
-    at every sync. `reloaded`: loaded at the switch. `auto`: `resident` where memory allows."""
+    rule: Literal["forecast", "paper"] = "forecast"
+    """When GPUs switch. `forecast`: when this is predicted to end the step sooner, from the lengths
+    of the prompt's last epoch, and no later switch would be better. A step begins in the TP degree
+    that is predicted to end it soonest. `paper`: every response is expected to reach
+    `data.max_response_tokens`, and a switch is compared with no switch only. Every step begins in
+    `rollout.tp_degree`. So it does with `forecast` until lengths are known, in `mode: pipelined`,
+    and with `rollout.weights: ipc` on GPUs shared with the trainer."""
     gpus_per_node: PositiveInt = 8
     """Number of GPUs of a node. A switch stays within one node."""
-    switch_s: PositiveFloat = 0.5
-    """Seconds that a switch takes, without the KV cache, until the run has measured it. You measure
-    it with `refrain bench switch`."""
-    kv_bytes_per_s: PositiveFloat = 2e9
-    """Bytes per second between a GPU's KV cache and host memory, until the run has measured it."""
 
 
 class EngineConfig(Frozen):

@@ -32,6 +32,14 @@ REMOVED: dict[str, Removed] = {
         None, "there is one profile for the whole run. Set `profile` without a section"
     )
     for section in ("drafting", "specactor", "histopipe", "pat")
+} | {
+    "pat.lengths": Removed("history", "`pat.rule: paper` expects maximum lengths"),
+    "pat.opening": Removed("best", "`pat.rule: paper` begins each step in rollout.tp_degree"),
+    "pat.waits": Removed(True, "`pat.rule: paper` does not consider later switches"),
+    "pat.kv": Removed("auto", "refrain moves or recomputes, whichever it predicts to be faster"),
+    "pat.parked_weights": Removed("auto", "parked engines keep their weights if there is room"),
+    "pat.switch_s": Removed(0.5, "refrain measures it"),
+    "pat.kv_bytes_per_s": Removed(2e9, "refrain measures it"),
 }
 """Removed settings by dotted name."""
 

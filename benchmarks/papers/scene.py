@@ -27,7 +27,7 @@ from engines.control.techniques import (
 from engines.histopipe.placement import place_prompts, time_rollouts
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
-from engines.pat.remaining import Remaining
+from engines.pat.remaining import Maximum, Remaining
 from engines.rollout.moves import EngineView, FirstLayout, Move, Policy, Reshape, RolloutView
 from engines.rollout.stage import Outcome
 from engines.simulate.batching import Interval
@@ -90,6 +90,11 @@ class Scene:
     """None: prompts are placed by `lengths`, as a run with the config does."""
     exact: bool = False
     """How long responses will be is known."""
+    waits: bool = True
+    opens: bool = True
+    """As of `MoveModel`."""
+    by_maximum: bool = False
+    """Every response is taken to reach the limit, as with `pat.rule: paper`."""
     missed_savings: MissedSavings = field(default_factory=MissedSavings)
     """Missed savings, as of `MoveModel`; one object over all steps that follow each other."""
 
@@ -147,10 +152,10 @@ class Scene:
     def best_opening_s(self) -> float:
         """Least seconds of the step with all techniques over the TP degrees in which pools may
         begin, and lengths known or not: which is the best, hindsight says."""
-        pat = self.config.pat.model_copy(update={"opening": "base"})
-        own = replace(self, config=self.config.model_copy(update={"pat": pat}))
         begun = (
-            replace(own, exact=exact).beginning({pool.index: degree for pool in self.pools})
+            replace(self, exact=exact, opens=False).beginning(
+                {pool.index: degree for pool in self.pools}
+            )
             for degree in self.pools[0].engines
             for exact in (False, True)
         )
@@ -186,6 +191,8 @@ class Scene:
             remaining=self.remaining(),
             prompt_tokens=self.prompt_tokens,
             speculation=TYPICAL.speculation if drafts else (1.0, 0),
+            waits=self.waits,
+            opens=self.opens,
         )
         to_come = tokens_to_come(self.config, self.lengths)
         inputs = replace(self.inputs, to_come=to_come, move_model=model)
@@ -195,6 +202,8 @@ class Scene:
         """How long responses are taken to go on."""
         if self.exact:
             return Exact(step_requests(self.rows, self.rows.steps[0])[1])
+        if self.by_maximum:
+            return Maximum(self.config.data.max_response_tokens)
         return expected_lengths(self.config, self.lengths)
 
     @cached_property

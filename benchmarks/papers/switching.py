@@ -133,13 +133,7 @@ class Steps:
             config=run_config(
                 machine.point.max_tokens,
                 rollout={"num_engines": num_engines, "tp_degree": base, "group_size": GROUP_SIZE},
-                pat={
-                    "tp_degrees": higher,
-                    "lengths": "maximum" if variant.lengths == "maximum" else "history",
-                    "opening": variant.opening,
-                    "waits": variant.waits,
-                    "kv": variant.kv,
-                },
+                pat={"tp_degrees": higher},
             ),
             rows=rows,
             latency=machine.latency,
@@ -153,6 +147,9 @@ class Steps:
             },
             report_s=REPORT_S,
             exact=variant.lengths == "exact",
+            by_maximum=variant.lengths == "maximum",
+            waits=variant.waits,
+            opens=variant.opening == "best",
         )
 
 

@@ -50,6 +50,10 @@ class MoveModel:
     speculation: tuple[float, int] = (1.0, 0)
     """Tokens per forward pass and draft tokens verified per pass, for a request that is drafted
     from history. Measured in the step before."""
+    waits: bool = True
+    """Off: compare a switch with no switch only, also with `pat.rule: forecast`."""
+    opens: bool = True
+    """Off: begin in the lowest TP degree, also with `pat.rule: forecast`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +88,7 @@ def plan_policies(config: TrainConfig, inputs: StepInputs) -> tuple[Policy, ...]
 def expected_lengths(config: TrainConfig, lengths: Mapping[str, LengthHistory]) -> Remaining:
     """Return the estimate of remaining tokens. `lengths`: last epoch's lengths, by prompt."""
     max_tokens = config.data.max_response_tokens
-    if config.pat.lengths == "maximum":
+    if config.pat.rule == "paper":
         return Maximum(max_tokens)
     return FromHistory(lengths, max_tokens, group_size=config.rollout.group_size)
 
@@ -119,7 +123,7 @@ def _controller(
     races: BestOfN | None,
 ) -> Controller:
     objective = FewestGpuSeconds() if config.mode == "pipelined" else SoonestEnd()
-    wait_shares = WAIT_SHARES if config.pat.waits else ()
+    wait_shares = WAIT_SHARES if model.waits and config.pat.rule == "forecast" else ()
     reshaping = Reshaping(objective, wait_shares, model.missed_savings)
     techniques: list[MoveTechnique] = [reshaping]
     if outliers:
@@ -134,7 +138,7 @@ def _controller(
         Effects(model.latency, pools, model.costs),
         objective,
         shares_engines=bool(races) and config.mode == "sync",
-        opening=reshaping if _opens(config) else None,
+        opening=reshaping if model.opens and _opens(config) else None,
     )
 
 
@@ -145,7 +149,7 @@ def _opens(config: TrainConfig) -> bool:
     leaves the weights on the GPUs for the engines of the lowest TP degree.
     """
     handed = config.takes_turns and config.rollout.weights == "ipc"
-    return config.pat.opening == "best" and config.mode == "sync" and not handed
+    return config.pat.rule == "forecast" and config.mode == "sync" and not handed
 
 
 def _outlook(config: TrainConfig, inputs: StepInputs, model: MoveModel) -> Outlook:

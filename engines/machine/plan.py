@@ -193,8 +193,7 @@ def _engine_footprint(config: TrainConfig, shape: ModelShape, gpu_bytes: float) 
                 "none of them may take all free memory. Set it to the bytes of one process's KV "
                 "cache"
             )
-        parked = config.pat.parked_weights
-        choice = plan_parked_weights(parked, shape.weight_bytes, degrees, kv_bytes, gpu_bytes)
+        choice = plan_parked_weights(shape.weight_bytes, degrees, kv_bytes, gpu_bytes)
         resident = choice == "resident"
     if kv_bytes is None:
         own = gpu_bytes * rollout.gpu_memory_utilization

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-ParkedWeights = Literal["auto", "resident", "reloaded"]
-
 CONTEXT_BYTES = 0.5e9
 """Assumed size of a process's CUDA context and loaded code."""
 NCCL_BYTES = 0.3e9
@@ -84,30 +82,26 @@ def start_share(
 
 
 def plan_parked_weights(
-    parked_weights: ParkedWeights,
     weight_bytes: float,
     tp_degrees: Sequence[int],
     kv_cache_bytes: float,
     gpu_bytes: float,
 ) -> Literal["resident", "reloaded"]:
-    """Choose whether parked engines keep their weights. With `auto` they do if there is room.
+    """Choose whether parked engines keep their weights: they do if there is room.
 
     `tp_degrees`: of all layouts. `gpu_bytes`: memory of one GPU. Raise ValueError if nothing fits.
     """
     usable = gpu_bytes * USABLE_SHARE
-    choices = ("resident", "reloaded") if parked_weights == "auto" else (parked_weights,)
-    for choice in choices:
+    for choice in ("resident", "reloaded"):
         needed = gpu_footprint(
             weight_bytes, tp_degrees, kv_cache_bytes, resident=choice == "resident"
         )
         if needed.bytes <= usable:
             return choice
-    further = ", pat.parked_weights=reloaded" if choices == ("resident",) else ""
     raise ValueError(
         f"pat.tp_degrees: engines of TP degree {_listed(tp_degrees)} on the same GPUs need "
         f"{_gb(needed.bytes)} of each GPU ({needed}), but only {_gb(usable)} can be used. Take "
-        f"fewer pat.tp_degrees, a smaller rollout.kv_cache_bytes{further} or a higher "
-        "rollout.tp_degree"
+        "fewer pat.tp_degrees, a smaller rollout.kv_cache_bytes or a higher rollout.tp_degree"
     )
 
 

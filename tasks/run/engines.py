@@ -330,7 +330,5 @@ def _keeps_weights(config: TrainConfig, reserved: Mapping[str, ReservedGpus]) ->
             "can take all free memory. Set it to the size of one process's KV cache"
         )
     gpu_bytes = min(gpus.memory_bytes for gpus in reserved.values())
-    choice = plan_parked_weights(
-        config.pat.parked_weights, weight_bytes, config.tp_degrees, kv_cache_bytes, gpu_bytes
-    )
+    choice = plan_parked_weights(weight_bytes, config.tp_degrees, kv_cache_bytes, gpu_bytes)
     return choice == "resident"

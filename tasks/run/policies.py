@@ -26,6 +26,12 @@ from tasks.run.attach import Run
 from tasks.run.engines import Engines
 from tasks.run.model_inputs import model_shape
 
+FIRST_SWITCH_S = 0.5
+"""Seconds of a switch, without the KV cache, until the run has measured one. No setting, because it
+has no effect after the first switch."""
+FIRST_KV_BYTES_PER_S = 2e9
+"""Bytes per second between a GPU's KV cache and host memory, until the run has measured it."""
+
 
 def choose_drafting(run: Run, health: DrafterHealth, num_requests: int) -> DraftSetting | None:
     """Return the draft setting that a step's requests begin with. None: the engines draft from
@@ -139,18 +145,17 @@ async def _lengths(run: Run, plan: StepPlan) -> dict[str, LengthHistory]:
 
 
 def _costs(run: Run, latency: Latency, engines: Engines, last: RolloutBatch | None) -> SwitchCosts:
-    """Return the costs of a switch: as measured in the last switches, or from the settings before
-    the first."""
-    pat, shape = run.config.pat, model_shape(run.config)
+    """Return the costs of a switch: as measured in the last switches, or guesses before the
+    first."""
+    shape = model_shape(run.config)
     synced = last.sync_s if last else 0.0
     costs = SwitchCosts(
         latency=latency,
         kv_bytes_per_token=shape.kv_bytes_per_token,
         num_kv_heads=shape.num_kv_heads,
-        link_bytes_per_s=pat.kv_bytes_per_s,
-        wake_s=pat.switch_s,
+        link_bytes_per_s=FIRST_KV_BYTES_PER_S,
+        wake_s=FIRST_SWITCH_S,
         weights_s=0.0 if engines.keeps_weights else synced,
-        kv=pat.kv,
     )
     return costs.as_measured(last.switches) if last else costs
 

@@ -52,20 +52,17 @@ def test_weights_stay_only_if_memory_allows(weight_bytes, kv, degrees):
     # Test just enough memory, and just too little.
     assert plan(weight_bytes, degrees, kv, kept * 1.001) == "resident"
     assert plan(weight_bytes, degrees, kv, max(loaded * 1.001, kept * 0.99)) == "reloaded"
-    assert plan(weight_bytes, degrees, kv, kept * 1.001, "reloaded") == "reloaded"
     with pytest.raises(ValueError, match=r"need .* GB of each GPU .* only .* GB can be used"):
         plan(weight_bytes, degrees, kv, loaded * 0.999)
-    with pytest.raises(ValueError, match="parked_weights=reloaded"):
-        plan(weight_bytes, degrees, kv, kept * 0.999, "resident")
 
 
-def plan(weight_bytes, degrees, kv, usable, parked="auto"):
-    return plan_parked_weights(parked, weight_bytes, degrees, kv, usable / USABLE_SHARE)
+def plan(weight_bytes, degrees, kv, usable):
+    return plan_parked_weights(weight_bytes, degrees, kv, usable / USABLE_SHARE)
 
 
 def test_refusal_has_figures_and_a_fix():
     with pytest.raises(ValueError, match="tp_degrees") as refusal:
-        plan_parked_weights("auto", LLAMA.weight_bytes, (2, 4, 8), 60 * GB, A40.memory_bytes)
+        plan_parked_weights(LLAMA.weight_bytes, (2, 4, 8), 60 * GB, A40.memory_bytes)
     assert str(refusal.value) == (
         "pat.tp_degrees: engines of TP degree 2, 4, 8 on the same GPUs need 74.4 GB of each GPU "
         "(8.0 GB of weights, 60.0 GB of KV cache and 6.4 GB of processes), but only 45.6 GB can be "

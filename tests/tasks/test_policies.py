@@ -34,7 +34,7 @@ from schemas.counts import SwitchCounts
 from schemas.layout import Pool
 from schemas.rollout import LengthHistory, RequestId, Split
 from schemas.step import PromptGroup, RankingGroup, StepPlan
-from tasks.run.policies import _costs, step_policies
+from tasks.run.policies import FIRST_KV_BYTES_PER_S, FIRST_SWITCH_S, _costs, step_policies
 from tasks.run.preflight import Inputs
 from tests.conftest import DEMO
 from tests.specactor.latencies import AffineLatency
@@ -75,7 +75,7 @@ def run_of(**changes: Any) -> StandIn:
         "data": {"train": ["d"], "max_response_tokens": 16_384},
         "trainer": {"micro_batch_tokens": 32_768},
         "rollout": {"num_engines": 4},
-        "pat": {"tp_degrees": [2, 4], "switch_s": 0.1},
+        "pat": {"tp_degrees": [2, 4]},
         "profile": "p",
     }
     return StandIn(TrainConfig.model_validate(values | changes))
@@ -142,12 +142,12 @@ async def test_a_tail_goes_to_a_higher_tp_degree():
 
 
 async def test_switch_costs_are_those_measured_in_the_run():
-    """Before the first switch, and for validation, the costs come from the settings."""
+    """Before the first switch, and for validation, the costs are guesses."""
     seen = SwitchCounts((0.2, 0.4, 0.3), (3e9, 5e9, 4e9))
     last: Any = SimpleNamespace(sync_s=0.0, switches=seen, speculation=(1.0, 0))
     run = run_of()
     told = _costs(run, LATENCY, ENGINES, None)
-    assert (told.wake_s, told.link_bytes_per_s) == (0.1, run.config.pat.kv_bytes_per_s)
+    assert (told.wake_s, told.link_bytes_per_s) == (FIRST_SWITCH_S, FIRST_KV_BYTES_PER_S)
     measured = _costs(run, LATENCY, ENGINES, last)
     assert (measured.wake_s, measured.link_bytes_per_s) == (0.3, 4e9)
     run.stage = last
@@ -161,8 +161,9 @@ async def test_switch_costs_are_those_measured_in_the_run():
 async def test_the_paper_s_rule_is_a_setting():
     (controller,) = await step_policies(run_of(), ENGINES, plan())
     assert controller.techniques[0].wait_shares
-    now_or_never = {"tp_degrees": [2, 4], "switch_s": 0.1, "waits": False, "lengths": "maximum"}
-    (paper,) = await step_policies(run_of(pat=now_or_never), ENGINES, plan())
+    (paper,) = await step_policies(
+        run_of(pat={"tp_degrees": [2, 4], "rule": "paper"}), ENGINES, plan()
+    )
     assert paper.techniques[0].wait_shares == ()
     assert isinstance(paper.outlook.remaining, Maximum)
 
@@ -173,7 +174,7 @@ DRAFTING = {"specactor": {"draft_models": [DRAFTER]}}
 CONFIGS = {
     "switching": ({}, plan(), None),
     "switching, the paper's rule": (
-        {"pat": {"tp_degrees": [2], "waits": False, "lengths": "maximum"}},
+        {"pat": {"tp_degrees": [2], "rule": "paper"}},
         plan(),
         None,
     ),
@@ -258,7 +259,7 @@ def test_paper_scenes_switch_as_runs_do():
     [
         ({}, True),
         ({"mode": "pipelined"}, False),
-        ({"pat": {"tp_degrees": [2], "opening": "base"}}, False),
+        ({"pat": {"tp_degrees": [2], "rule": "paper"}}, False),
         ({"rollout": {"num_engines": 4, "weights": "ipc"}}, False),
     ],
 )

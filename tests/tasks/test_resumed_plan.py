@@ -33,7 +33,7 @@ def config_of(directory: Path, mode: str, drafter: str = "histospec") -> TrainCo
     config = made_up_config(directory, "hollow", 64, 16)
     values = config.model_dump(mode="json") | {
         "mode": mode,
-        "pat": {"tp_degrees": [2], "switch_s": 0.1},
+        "pat": {"tp_degrees": [2]},
         "profile": "p",
         "specactor": {"drafter": drafter},
     }

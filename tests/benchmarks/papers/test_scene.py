@@ -74,7 +74,7 @@ def scene(lengths, *, num_gpus=8, base=2, higher=(4, 8), costs=COSTS):
         config=run_config(
             8192,
             rollout={"num_engines": num_engines, "tp_degree": base},
-            pat={"tp_degrees": higher, "opening": "base"},
+            pat={"tp_degrees": higher},
         ),
         rows=trace(lengths),
         latency=LATENCY,
@@ -85,6 +85,7 @@ def scene(lengths, *, num_gpus=8, base=2, higher=(4, 8), costs=COSTS):
         inputs=StepInputs(plan=bare_plan(1, [f"p{i}" for i in range(len(lengths))], 1)),
         report_s=2.0,
         exact=True,
+        opens=False,
     )
 
 
