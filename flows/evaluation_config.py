@@ -144,8 +144,8 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 def _sampling(rollout: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return the rollout settings: the run's validation sampling, unless an override changes it.
-    Temperature 0 becomes top_k = 1. Drop `weights`: there is no trainer to receive them from."""
-    rollout = {name: value for name, value in rollout.items() if name != "weights"}
+    Temperature 0 becomes top_k = 1. Drop `weight_sync`: there is no trainer to get weights from."""
+    rollout = {name: value for name, value in rollout.items() if name != "weight_sync"}
     names = tuple(f"rollout.{name}=" for name in SamplingConfig.model_fields)
     if any(override.startswith(names) for override in overrides):
         rollout = {**rollout, "validation": None}

@@ -66,7 +66,7 @@ class RolloutConfig(Frozen):
     """An engine that has work and reports nothing for this many seconds counts as dead."""
     max_restarts: Free[int] = Field(default=3, ge=0)
     """Restarts of one engine that a run allows. When the engine dies once more, the run fails."""
-    weights: Free[Literal["file", "ipc"]] = "file"
+    weight_sync: Free[Literal["file", "ipc"]] = "file"
     """How engines get new weights. `file`: from a file in the node's shared memory. `ipc`:
     vLLM's `ipc` backend copies them from the trainer on the same GPU, before the trainer's turn
     ends. `ipc` needs `placement: shared`, a trainer process on every GPU of the engines, and
@@ -125,7 +125,7 @@ class PatConfig(Frozen):
     that is predicted to end it soonest. `paper`: every response is expected to reach
     `data.max_response_tokens`, and a switch is compared with no switch only. Every step begins in
     `rollout.tp_degree`. So it does with `forecast` until lengths are known, in `mode: pipelined`,
-    and with `rollout.weights: ipc` on GPUs shared with the trainer."""
+    and with `rollout.weight_sync: ipc` on GPUs shared with the trainer."""
     gpus_per_node: PositiveInt = 8
     """Number of GPUs of a node. A switch stays within one node."""
 

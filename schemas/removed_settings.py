@@ -24,7 +24,9 @@ class Removed(NamedTuple):
     """KEPT: a run that had another value cannot be resumed."""
 
 
-RENAMED: dict[str, str] = {}
+RENAMED = {
+    "rollout.weights": "rollout.weight_sync",
+}
 """New name of each renamed setting, both dotted."""
 
 REMOVED: dict[str, Removed] = {

@@ -148,7 +148,7 @@ def _opens(config: TrainConfig) -> bool:
     Not in `pipelined` mode, where engines start the next step one by one. And not when the trainer
     leaves the weights on the GPUs for the engines of the lowest TP degree.
     """
-    handed = config.takes_turns and config.rollout.weights == "ipc"
+    handed = config.takes_turns and config.rollout.weight_sync == "ipc"
     return config.pat.rule == "forecast" and config.mode == "sync" and not handed
 
 

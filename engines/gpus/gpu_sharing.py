@@ -6,7 +6,7 @@
 The GPUs change hands when a role asks for them and all work of the present turn is done. Owners
 bound their waits, name a process that died or hangs, and free the GPUs of dead processes.
 
-With `rollout.weights: ipc`, weights are handed over on the GPUs. Engines then take memory for
+With `rollout.weight_sync: ipc`, weights are handed over on the GPUs. Engines then take memory for
 weights during the trainer's turn, but generate nothing before the GPUs change hands.
 """
 

@@ -141,7 +141,7 @@ def share_gpu(config: TrainConfig, shape: ModelShape, gpu_bytes: float) -> Share
         trainer=trainer_footprint(shape, training),
         resting_bytes=resting_bytes(shape, training),
         gpu_bytes=gpu_bytes,
-        handed_bytes=handed_bytes(shape) if config.rollout.weights == "ipc" else None,
+        handed_bytes=handed_bytes(shape) if config.rollout.weight_sync == "ipc" else None,
     )
 
 
@@ -152,7 +152,7 @@ def _shared(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> list[Need]:
     free = gpu.usable_bytes - gpu.asleep_bytes
     of_trainer = trainer_advice(shape, training, config, free)
     of_engine = _engine_advice(config, shape, nodes, gpu.trainer.process_bytes)
-    fixes = {"training": of_trainer, HANDING_OVER: "set rollout.weights=file"}
+    fixes = {"training": of_trainer, HANDING_OVER: "set rollout.weight_sync=file"}
     return [
         Need(
             f"a shared GPU ({phase.name})",

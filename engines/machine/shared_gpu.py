@@ -12,7 +12,7 @@ By default, the trainer copies its weights to host memory before its turn ends. 
 allocates memory for its weights, and for the KV cache last. So the GPU never has the engine's
 weights beside more of the trainer than stays there anyway.
 
-With `rollout.weights: ipc`, the weights are handed over on the GPU. During this phase the GPU also
+With `rollout.weight_sync: ipc`, the weights are handed over on the GPU. In this phase the GPU also
 has the trainer's state without gradients. The trainer adds a buffer and two whole tensors. The
 engine adds a copy of the buffer and one assembled layer. An engine that dies in this phase takes
 the weights through host memory instead.

@@ -144,7 +144,7 @@ async def make_generation(
     `log`: receives messages about dead drafters and lost engines. `engine_class`: ignored for
     engines that share GPUs. `learnt`: each engine's drafting state at the start (`Store.learnt`).
     Raise ValueError when engines of several TP degrees do not fit into memory, or when
-    rollout.weights is ipc and there are no GPUs.
+    rollout.weight_sync is ipc and there are no GPUs.
     """
     times = latency.profile.model_dump_json() if latency else None
     exports = config.rollout.metrics and names_cluster()
@@ -197,10 +197,12 @@ def _receivers(
 ) -> list[RayEngine]:
     """Return the engines that receive weights from the trainer on their GPUs. Engines of other
     layouts have no memory for weights at that time. Raise ValueError when there are no GPUs."""
-    if not config.takes_turns or config.rollout.weights == "file":
+    if not config.takes_turns or config.rollout.weight_sync == "file":
         return []
     if not reserved:
-        raise ValueError("rollout.weights is ipc, but there are no GPUs: set rollout.weights=file")
+        raise ValueError(
+            "rollout.weight_sync is ipc, but there are no GPUs: set rollout.weight_sync=file"
+        )
     return [engine for engine in engines if engine.tp_degree == config.rollout.tp_degree]
 
 

@@ -56,10 +56,10 @@ def plan_training(config: TrainConfig, gpus: str | None = None) -> MemoryPlan:
         if gpu_bytes is None:
             return MemoryPlan(f"{says} Their memory is not planned: nvidia-smi does not report it.")
         return _on_gpus(config, wanted, _here(config, num_gpus, gpu_bytes), says)
-    if config.rollout.weights == "ipc":
+    if config.rollout.weight_sync == "ipc":
         raise ValueError(
-            "rollout.weights is ipc, but this machine has no GPU to keep weights on: set "
-            "rollout.weights=file"
+            "rollout.weight_sync is ipc, but this machine has no GPU to keep weights on: set "
+            "rollout.weight_sync=file"
         )
     need = _host_need(config, config.trainer.num_processes)
     disk = plan_disk(config, model_shape(config), _disk_bytes(config))

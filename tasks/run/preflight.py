@@ -112,21 +112,22 @@ def check_engine_fits(config: TrainConfig) -> None:
 
 
 def check_ways_of_weights(config: TrainConfig) -> None:
-    """Raise ValueError when rollout.weights is ipc, but engines and trainer share no GPUs."""
-    if config.rollout.weights == "file":
+    """Raise ValueError when rollout.weight_sync is ipc, but engines and trainer share no GPUs."""
+    if config.rollout.weight_sync == "file":
         return
     if not config.takes_turns:
         raise ValueError(
-            "rollout.weights is ipc, which needs engines and trainer on the same GPUs, but they "
-            "are on separate ones: set mode=sync and placement=shared, or rollout.weights=file"
+            "rollout.weight_sync is ipc, which needs engines and trainer on the same GPUs, but "
+            "they are on separate ones: set mode=sync and placement=shared, or "
+            "rollout.weight_sync=file"
         )
     num_gpus = config.rollout.num_engines * config.rollout.tp_degree
     if config.trainer.num_processes < num_gpus:
         raise ValueError(
-            f"rollout.weights is ipc, but trainer.num_processes ({config.trainer.num_processes}) "
-            f"is less than the engines' {num_gpus} GPUs (rollout.num_engines x "
-            f"rollout.tp_degree): set trainer.num_processes={num_gpus}, or "
-            "rollout.weights=file"
+            "rollout.weight_sync is ipc, but trainer.num_processes "
+            f"({config.trainer.num_processes}) is less than the engines' {num_gpus} "
+            "GPUs (rollout.num_engines x rollout.tp_degree): set "
+            f"trainer.num_processes={num_gpus}, or rollout.weight_sync=file"
         )
 
 

@@ -108,7 +108,7 @@ def test_run_needs_only_one_gpu(config: Path, split: Path) -> None:
 
 def test_weights_that_stay_on_the_gpu(config: Path, split: Path) -> None:
     """The run must not read any file of weights."""
-    values = ("rollout.weights=ipc", "rollout.num_engines=1")
+    values = ("rollout.weight_sync=ipc", "rollout.num_engines=1")
     gpus = str(Path(__file__).parent / "with_gpus")
     output = start(config, "name=ipc", *values, num_gpus=1, PYTHONPATH=gpus).finish()
     assert "reads the weights from their file" not in output

@@ -48,7 +48,7 @@ class Fleet:
             directory,
             PROMPT_TOKENS,
             response_tokens=RESPONSE_TOKENS,
-            weights="ipc",
+            weight_sync="ipc",
             kv_cache_bytes=KV_CACHE_BYTES,
             gpu_memory_utilization=SHARE,
         )
@@ -87,7 +87,7 @@ class Fleet:
         from schemas.drafting import DraftingConfig
 
         way = "ipc" if changes.get("takes_turns") else "file"
-        rollout = self.config.rollout.model_copy(update={"weights": way})
+        rollout = self.config.rollout.model_copy(update={"weight_sync": way})
         drafting = DraftingConfig(enabled=drafts)
         return self.config.engine.model_copy(
             update={"rollout": rollout, "drafting": drafting, **changes}

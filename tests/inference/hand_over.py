@@ -26,7 +26,7 @@ class EngineWithGpu(PacedEngine):
     """An engine on the GPU of the last rank."""
 
     def __init__(self, index: int, config: EngineConfig) -> None:
-        rollout = config.rollout.model_copy(update={"weights": "ipc"})
+        rollout = config.rollout.model_copy(update={"weight_sync": "ipc"})
         super().__init__(index, config.model_copy(update={"rollout": rollout}))
 
     async def start(self) -> None:

@@ -260,7 +260,7 @@ def test_paper_scenes_switch_as_runs_do():
         ({}, True),
         ({"mode": "pipelined"}, False),
         ({"pat": {"tp_degrees": [2], "rule": "paper"}}, False),
-        ({"rollout": {"num_engines": 4, "weights": "ipc"}}, False),
+        ({"rollout": {"num_engines": 4, "weight_sync": "ipc"}}, False),
     ],
 )
 async def test_a_step_begins_in_the_best_layout_where_it_can(changes, opens):

@@ -31,7 +31,7 @@ PRESETS = REPOSITORY / "infra" / "presets"
 PHASES = tuple(f"a shared GPU ({name})" for name in ("generating", "training", "taking weights"))
 GENERATING, TRAINING, TAKING_WEIGHTS = PHASES
 HANDING_OVER = "a shared GPU (handing over weights)"
-IPC = "rollout.weights=ipc"
+IPC = "rollout.weight_sync=ipc"
 HOLDER = RemoteActor.of("holder", None)
 ONE_H100, ONE_4090 = "1xH100-80GB", "1xRTX4090-24GB"
 SMALL_GPU = ("rollout.gpu_memory_utilization=0.9", "trainer.micro_batch_tokens=5120")
@@ -236,7 +236,7 @@ def test_both_copies_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     said = refusal(one_gpu(tmp_path, "Qwen3-4B", *changes, IPC), ONE_4090)
     assert said.count(" needs ") == 1
     assert f"{HANDING_OVER} needs" in said
-    assert said.endswith("set rollout.weights=file")
+    assert said.endswith("set rollout.weight_sync=file")
 
 
 @pytest.mark.parametrize(
@@ -264,9 +264,9 @@ async def test_weights_do_not_stay_on_a_gpu_that_is_not_there(
 ) -> None:
     monkeypatch.setattr(tasks.run.machine, "require_gpus", lambda: 0)
     config = one_gpu(tmp_path, "Qwen3-1.7B", IPC)
-    with pytest.raises(ValueError, match=r"this machine has no GPU.*set rollout\.weights=file"):
+    with pytest.raises(ValueError, match=r"this machine has no GPU.*set rollout\.weight_sync=file"):
         plan_training(config)
-    with pytest.raises(ValueError, match=r"there are no GPUs: set rollout\.weights=file"):
+    with pytest.raises(ValueError, match=r"there are no GPUs: set rollout\.weight_sync=file"):
         await make_generation(config, None, 0, GpuPlacement(), print)
 
 
@@ -284,7 +284,7 @@ async def test_the_trainer_hands_weights_to_the_engines_that_are_there(
     changes = ("rollout.num_engines=2", "pat.tp_degrees=[2]", "pat.gpus_per_node=2")
     cache = "rollout.kv_cache_bytes=20_000_000_000"
     for way, expected in (("ipc", {0: "actor 0"}), ("file", None)):
-        how = f"rollout.weights={way}"
+        how = f"rollout.weight_sync={way}"
         config = one_gpu(tmp_path, "Qwen3-1.7B", *changes, cache, how)
         made = await make_generation(config, None, 0, GpuPlacement(num_gpus=2), print)
         for index, tracked in made.coordinator._engines.items():

@@ -88,7 +88,7 @@ class VLLMEngine:
             self.tp_degree,
             self._config.devices,
             batch_invariant=self._config.rollout.batch_invariant,
-            takes_handles=self._config.rollout.weights == "ipc",
+            takes_handles=self._config.rollout.weight_sync == "ipc",
         )
         from vllm import AsyncEngineArgs
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
