@@ -9,6 +9,7 @@ with a policy of high entropy trying out each one would cost time.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,12 @@ _PRECISION = 1.0
 """Ridge penalty of each coefficient: a prior standard deviation of 1 in log odds."""
 _NEWTON_STEPS = 3
 _LARGEST_STEP = 2.0  # of a coefficient, in log odds
+
+
+def blended(num_right: Any, num_tried: Any, prior: Any, weight: Any = PRIOR_WEIGHT) -> Any:
+    """Return the share of tried tokens that were right, if a prior share counts as `weight` tried
+    tokens. Takes numbers or arrays."""
+    return (num_right + weight * prior) / (num_tried + weight)
 
 
 def live_evidence(matched: np.ndarray) -> np.ndarray:
@@ -101,7 +108,7 @@ class Acceptance:
     def shares(self) -> np.ndarray:
         """Accepted share of each class, blended with the regression's estimate; float64
         [NUM_CLASSES]."""
-        return (self._right + self._weights * self._prior) / (self._tried + self._weights)
+        return blended(self._right, self._tried, self._prior, self._weights)
 
     def _upper_bounds(self) -> np.ndarray:
         shares = self.shares

@@ -403,3 +403,33 @@ def test_request_starts_with_the_accuracy_of_others():
             own += [*draft, 7, 1, 2, 3]
             drafting.propose([DraftedRow(0, id, len(draft) + 1, np.array(own, np.int32))], 0)
     assert worth[0] < worth[8]
+
+
+def test_a_small_budget_goes_to_the_likeliest_token():
+    """`long` has fewer of its draft tokens accepted, but more of its first ones."""
+    drafting = RequestDrafting(0, VOCAB_SIZE)
+    windows = {"long": 4, "short": 1}
+    texts = {id: [1, 2, 3, 4, 5, 6, 9, 1, 2, 3] for id in windows}
+    for id, window in windows.items():
+        drafting.begin(id, DraftSetting("ngram", window), sample_key=1, max_tokens=400)
+
+    def rows(num_sampled):
+        return [
+            DraftedRow(row, id, num_sampled[id], np.array(texts[id], np.int32))
+            for row, id in enumerate(windows)
+        ]
+
+    def keep(budget):
+        drafts = drafting.propose(rows(dict.fromkeys(windows, 1)), budget)
+        return dict(zip(windows, drafts, strict=True))
+
+    for number in range(16):
+        drafts = keep(ANY)
+        num_right = {"long": 2, "short": number % 5 < 3}
+        for id in windows:
+            texts[id] += [*drafts[id][: num_right[id]], 100 + number]
+        drafting.propose(rows({id: num + 1 for id, num in num_right.items()}), 0)
+        for text in texts.values():
+            text += [1, 2, 3]
+    assert drafting.progress() == {"long": (64, 32, 16), "short": (16, 10, 6)}
+    assert {id: len(draft) for id, draft in keep(1).items()} == {"long": 1, "short": 0}

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engines.histospec.acceptance import PRIOR_WEIGHT
+from engines.histospec.acceptance import blended
 from engines.histospec.budget import keep_likeliest
 from engines.histospec.siblings import NO_SLOT
 from engines.inference.drafting.draft_link import DraftLink
@@ -48,14 +48,6 @@ class _Accuracy:
     num_right: int = 0
     num_tried: int = 0
 
-    def of(self, one: "_Accuracy") -> float:
-        """Return the probability that the next draft token of request `one` is right.
-
-        `self` counts all requests and serves as the prior.
-        """
-        prior = (self.num_right + PRIOR_WEIGHT / 2) / (self.num_tried + PRIOR_WEIGHT)
-        return (one.num_right + PRIOR_WEIGHT * prior) / (one.num_tried + PRIOR_WEIGHT)
-
 
 @dataclass(slots=True)
 class _Request:
@@ -76,15 +68,6 @@ class _Request:
     num_rejections: int = 0
     accuracy: _Accuracy = field(default_factory=_Accuracy)
 
-    @property
-    def acceptance_rate(self) -> float:
-        """Share of draft tokens accepted, starting from a prior of one half.
-
-        A few dozen draft tokens outweigh the prior.
-        """
-        tried = self.num_draft_tokens + PRIOR_WEIGHT
-        return (self.num_accepted_tokens + PRIOR_WEIGHT / 2) / tried
-
     def room(self, num_tokens: int) -> int:
         """Return the most tokens to draft after `num_tokens` tokens of prompt and response.
 
@@ -94,19 +77,6 @@ class _Request:
 
 
 Pair = tuple[DraftedRow, _Request]
-
-
-def _num_kept(
-    pairs: Sequence[Pair], drafts: Mapping[str, Sequence[int]], max_tokens: int
-) -> np.ndarray:
-    """Return how many draft tokens of each row to verify: the likeliest ones within the budget.
-
-    A request's acceptance rate so far gives the probability of each token.
-    """
-    num_drafted = np.array([len(drafts[row.id]) for row, _ in pairs], np.int32)
-    rates = np.array([request.acceptance_rate for _, request in pairs])
-    windows = np.arange(1, num_drafted.max(initial=0) + 1)
-    return keep_likeliest(rates[:, None] ** windows, num_drafted, max_tokens)
 
 
 class RequestDrafting:
@@ -166,19 +136,19 @@ class RequestDrafting:
                 self._observe(row, request)
         drafts = self._from_text([pair for pair in pairs if pair[1].setting.drafter == NGRAM])
         drafts |= self._from_streams([p for p in pairs if p[1].setting.drafter != NGRAM])
-        num_kept = _num_kept(pairs, drafts, max_draft_tokens).tolist()
-        for (row, request), num in zip(pairs, num_kept, strict=True):
+        num_drafted = np.array([len(drafts[row.id]) for row in rows], np.int32)
+        acceptances = np.array([self._acceptance(request) for _, request in pairs])
+        windows = np.arange(1, num_drafted.max(initial=0) + 1)
+        likely = acceptances[:, None] ** windows
+        num_kept = keep_likeliest(likely, num_drafted, max_draft_tokens)
+        for (row, request), num in zip(pairs, num_kept.tolist(), strict=True):
             request.draft, request.num_drafted = drafts[row.id][:num], num
         return [request.draft for _, request in pairs]
 
     def expected(self, rows: Sequence[DraftedRow]) -> list[float]:
         """Return how many tokens of each row's draft we expect to be accepted."""
         requests = [self._requests[row.id] for row in rows]
-        return [
-            expected_tokens(len(one.draft), self._accuracy[one.setting.drafter].of(one.accuracy))
-            - 1
-            for one in requests
-        ]
+        return [expected_tokens(len(one.draft), self._acceptance(one)) - 1 for one in requests]
 
     def fuse(self, row: DraftedRow, other: list[int]) -> list[int]:
         """Return the better of two drafts of a row: ours if it starts with `other`, else `other`.
@@ -191,6 +161,13 @@ class RequestDrafting:
             return request.draft
         request.num_drafted = num_agreeing
         return other
+
+    def _acceptance(self, request: _Request) -> float:
+        """Return the probability that the request's next draft token is right. Its drafter's other
+        requests serve as the prior, and one half as theirs."""
+        own, others = request.accuracy, self._accuracy[request.setting.drafter]
+        prior = blended(others.num_right, others.num_tried, 0.5)
+        return blended(own.num_right, own.num_tried, prior)
 
     def _observe(self, row: DraftedRow, request: _Request) -> None:
         """Count how much of the last draft was right, from the emitted tokens."""
