@@ -5,7 +5,7 @@ may take another drafter, window and mode, and another engine, for nothing. All 
 drafters have others, which are not counted.
 
 A step takes s + sum_i c_i, with s for the weights and c_i for the computation and the context of
-request i, and yields g tokens for it (`engines.specactor.expectation`): coupled 1 + p + ... + p^w,
+request i, and yields g tokens for it (`engines.latency.expectation`): coupled 1 + p + ... + p^w,
 with w D in s; drafted for meanwhile, as many as in a step of r D seconds, which it takes at least.
 A request of the step has a share c_i / sum_j c_j of its engine. So a token of a request whose
 steps take s + y costs, in seconds of an engine and with a price l of its own seconds,
@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import brentq
 
-from engines.specactor.expectation import streamed_step
+from engines.latency.expectation import streamed_step
 
 PRICES = np.geomspace(1e-3, 1e3, 37)
 """Prices l that are tried: of a batch of hundreds to one of less than one."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from engines.latency.interface import Latency
 from engines.specactor.ladder import Ladder
-from engines.specactor.reconfigure import RequestModel, near
+from engines.specactor.reconfigure import near
 from schemas.rollout import DraftSetting
 
 MAX_BATCH_WINDOW = 6
@@ -36,7 +36,8 @@ class SettingByBatch:
         ladder = Ladder(
             self.latency, self.tp_degree, drafters, context_tokens_each, MAX_BATCH_WINDOW
         )
-        model = RequestModel(ladder, coupled=self.modes == (True,))
-        best = model.best_setting(self.drafter, self.acceptance, batch)
+        only_coupled = self.modes == (True,) or None
+        best = ladder.best_setting(self.drafter, self.acceptance, batch, coupled=only_coupled)
         decode_s = self.latency.decode_s(self.tp_degree, batch, batch * context_tokens_each)
-        return best if model.tokens_per_s(best, self.acceptance, batch) * decode_s > 1.0 else None
+        pays = ladder.pace(best, self.acceptance, batch).tokens_per_s * decode_s > 1.0
+        return best if pays else None

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from engines.latency.expectation import expected_tokens
 from engines.latency.interface import Latency
 from engines.simulate.member import Passes
-from engines.specactor.expectation import expected_tokens
 from schemas.drafting import HISTORY
 from schemas.rollout import DraftSetting
 

@@ -12,27 +12,18 @@ a decoupled drafter, and how its drafts slow a step, are those of the present ba
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import NamedTuple, Self
 
+from engines.latency.drafting_pace import Drafted, Pace, batch_paces, draft_s
 from engines.latency.forecast import BatchForecast, forecast, step_s
 from engines.latency.interface import Bounded, Latency
-from engines.specactor.expectation import (
-    expected_tokens,
-    paced_step,
-    rounded_pace,
-    settled_s,
-    step_at,
-)
 from schemas.rollout import DraftSetting, RequestId
 
 Times = dict[int, float]
 """Seconds until the end, by request row."""
-_Drafted = tuple[DraftSetting, float]
-"""Setting and acceptance of a copy."""
-_coupled_tokens = lru_cache(1 << 14)(expected_tokens)
 
 
 class PlacedRequest(NamedTuple):
@@ -154,54 +145,41 @@ class Forecaster:
 
     def _forecast(self, engine: EngineState) -> "BatchForecast[_Going]":
         """Return the forecast from the moment the engine decodes."""
-        groups: dict[_Drafted, int] = {}
-        group_of = [
-            groups.setdefault((copy.drafting, copy.acceptance), len(groups))
+        places: dict[Drafted, int] = {}
+        place_of = [
+            places.setdefault((copy.drafting, copy.acceptance), len(places))
             if copy.drafting
             else -1
             for copy in engine.copies
         ]
-        counts = Counter(group_of)
-        alike = {key: counts[group] for key, group in groups.items()}
-        costs_s = self._draft_s(alike)
-        step = self._step_s(engine, alike, costs_s) if alike else 0.0
+        counts = Counter(place_of)
+        paces = self._paces(engine, {one: counts[place] for one, place in places.items()})
         # The last pace, index -1, is for copies without drafts.
-        paces = [*(_pace(*key, costs_s[key[0]], step) for key in groups), (1.0, 0, 0.0)]
+        known = [*(of[:3] for of in paces.values()), (1.0, 0, 0.0)]
         going = [
-            _Going(copy.context_tokens, copy.remaining_tokens, *paces[group], copy)
-            for copy, group in zip(engine.copies, group_of, strict=True)
+            _Going(copy.context_tokens, copy.remaining_tokens, *known[place], copy)
+            for copy, place in zip(engine.copies, place_of, strict=True)
         ]
         return forecast(self.latency, engine.tp_degree, going, max_num_seqs=self.max_num_seqs)
 
-    def _draft_s(self, alike: Mapping[_Drafted, int]) -> dict[DraftSetting, float]:
-        """Return the drafting time by setting: of a whole window if coupled, else of one token. All
-        copies with the same drafter share its batch. `alike`: number of copies by setting and
-        acceptance."""
+    def _paces(self, engine: EngineState, counts: Mapping[Drafted, int]) -> dict[Drafted, Pace]:
+        """Return the pace of each way of drafting. `counts`: number of copies by way. All copies
+        with the same drafter share its batch."""
+        if not counts:
+            return {}
         sharing: Counter[tuple[str, bool]] = Counter()
-        for (drafting, _), times in alike.items():
-            sharing[drafting.drafter, drafting.coupled] += times
-        return {
-            drafting: self.latency.draft_s(
-                drafting.drafter,
-                min(self.max_num_seqs, sharing[drafting.drafter, drafting.coupled]),
-                drafting.window if drafting.coupled else 1,
-            )
-            for drafting in dict.fromkeys(drafting for drafting, _ in alike)
-        }
+        for (setting, _), num in counts.items():
+            sharing[setting.drafter, setting.coupled] += num
 
-    def _step_s(
-        self,
-        engine: EngineState,
-        alike: Mapping[_Drafted, int],
-        costs_s: Mapping[DraftSetting, float],
-    ) -> float:
-        """Return the seconds of a step that verifies the drafts arriving during one step."""
+        def drafting_s(setting: DraftSetting) -> float:
+            batch = min(self.max_num_seqs, sharing[setting.drafter, setting.coupled])
+            return draft_s(self.latency, setting, batch)
+
         num = len(engine.copies)
         batch = min(num, self.max_num_seqs)
         context = engine.context_tokens * batch / num
-        most = sum(times * drafting.window for (drafting, _), times in alike.items()) / num
         verify_s = partial(step_s, self.latency, engine.tp_degree, batch, context)
-        return settled_s(_num_verified(alike, costs_s, num), verify_s, most)
+        return batch_paces(counts, num, drafting_s, verify_s)
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,46 +250,3 @@ def merge(states: Sequence[EngineState]) -> list[PlacedRequest]:
             if known is None or copy.context_tokens > known.context_tokens:
                 most[copy.row] = copy
     return list(most.values())
-
-
-def _num_verified(
-    alike: Mapping[_Drafted, int], costs_s: Mapping[DraftSetting, float], num_copies: int
-) -> Callable[[float], float]:
-    """Return a function from a step's seconds to the mean draft tokens verified per copy. The
-    result is cached by the rounded paces."""
-    coupled = sum(n * setting.window for (setting, _), n in alike.items() if setting.coupled)
-    streamed = [
-        (times, setting.window, acceptance, costs_s[setting])
-        for (setting, acceptance), times in alike.items()
-        if not setting.coupled
-    ]
-    paced = list(dict.fromkeys((window, draft_s) for _, window, _, draft_s in streamed))
-    places = [paced.index((window, draft_s)) for _, window, _, draft_s in streamed]
-
-    @cache
-    def at_paces(paces: tuple[int, ...]) -> float:
-        verified = float(coupled)
-        for (times, window, acceptance, _), place in zip(streamed, places, strict=True):
-            verified += times * step_at(window, acceptance, paces[place]).num_verified
-        return verified / num_copies
-
-    def in_step(seconds: float) -> float:
-        steps = ((window, _drafts_per_step(seconds, draft_s)) for window, draft_s in paced)
-        return at_paces(tuple(rounded_pace(*one) for one in steps))
-
-    return in_step
-
-
-def _pace(
-    drafting: DraftSetting, acceptance: float, draft_s: float, step_s: float
-) -> tuple[float, float, float]:
-    """Return tokens per pass, draft tokens verified per pass, and seconds of drafting before it."""
-    if drafting.coupled:
-        return _coupled_tokens(drafting.window, acceptance), drafting.window, draft_s
-    step = paced_step(drafting.window, acceptance, _drafts_per_step(step_s, draft_s))
-    return step.tokens, step.num_verified, 0.0
-
-
-def _drafts_per_step(step_s: float, draft_s: float) -> float:
-    """Return the number of tokens drafted during one step."""
-    return step_s / draft_s if draft_s else math.inf

@@ -26,7 +26,7 @@ from engines.pat.remaining import FromHistory, Maximum, Remaining
 from engines.rollout.moves import Policy
 from engines.specactor.best_of_n import BestOfN, TokensToCome
 from engines.specactor.ladder import Ladder, token_acceptance
-from engines.specactor.reconfigure import Reconfiguration, RequestModel
+from engines.specactor.reconfigure import Reconfiguration
 from schemas.config import TrainConfig
 from schemas.drafting import HISTORY, NGRAM
 from schemas.layout import Pool
@@ -219,14 +219,14 @@ def _race_settings(config: TrainConfig, inputs: StepInputs) -> list[DraftSetting
     settings = [_raced_as(config, name) for name in names]
     if ladder is None or not known:
         return settings
-    model, mean = RequestModel(ladder, specactor.coupled), fmean(known.values())
+    mean = fmean(known.values())
     speeds: dict[DraftSetting, float] = {}
     for setting in settings:
         drafter = setting.drafter
         at = known.get(drafter, mean), specactor.max_race_batch
         if drafter in ladder.drafters:
-            setting = model.best_setting(drafter, *at, coupled=setting.coupled)
-        speeds[setting] = model.tokens_per_s(setting, *at) if drafter in known else 0.0
+            setting = ladder.best_setting(drafter, *at, coupled=setting.coupled)
+        speeds[setting] = ladder.pace(setting, *at).tokens_per_s if drafter in known else 0.0
     return sorted(speeds, key=speeds.__getitem__, reverse=True)
 
 
@@ -241,7 +241,8 @@ def _reconfiguration(config: TrainConfig, inputs: StepInputs) -> Reconfiguration
     if not specactor.draft_models or inputs.ladder is None or not specactor.reconfigure_tokens:
         return None
     return Reconfiguration(
-        RequestModel(inputs.ladder, specactor.coupled),
+        inputs.ladder,
+        coupled=specactor.coupled,
         every_tokens=specactor.reconfigure_tokens,
         prompt_tokens=inputs.prompt_tokens,
     )

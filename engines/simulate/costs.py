@@ -11,7 +11,7 @@ linear between whole windows. Several drafters draft one after the other before 
 side during a step.
 
 The pace is the number of draft tokens per request that arrive during a step. It decides how many
-tokens a decoupled step yields (`engines.specactor.expectation`, streamed). The paper's max(w D, V)
+tokens a decoupled step yields (`engines.latency.expectation`, streamed). The paper's max(w D, V)
 is not needed, because a step never waits for a whole window. The pace changes the step's time, and
 the time changes the pace: `set_paces` is repeated until neither changes. Paces are rounded, so that
 they change rarely.

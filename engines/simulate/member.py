@@ -3,7 +3,7 @@
 The tokens that a step yields depend on the request's draft setting:
 
     no drafting      1
-    coupled          1 + p + ... + p^w, an expectation (`engines.specactor.expectation`)
+    coupled          1 + p + ... + p^w, an expectation (`engines.latency.expectation`)
     decoupled        an expectation too (streamed, in the same module)
     history          the mean over the replayed response (`engines.simulate.history`)
 
@@ -27,10 +27,9 @@ end of a step, where the gate allows more drafts.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import sub
 
-from engines.specactor.expectation import expected_tokens, streamed_step
+from engines.latency.expectation import expected_tokens, streamed_step
 from schemas.drafting import HISTORY
 from schemas.rollout import DraftProgress, DraftSetting, RolloutRequest
 
@@ -74,7 +73,6 @@ DECODING = Passes(1, 1)
 Replayed = Passes | Mapping[int, Passes]
 """Decode steps with drafts from history: the same for every setting, or by the setting's window,
 which limits the verified drafts."""
-_streamed_step = lru_cache(1 << 17)(streamed_step)
 
 
 def drafted_passes(setting: DraftSetting, acceptance: float, pace: float = math.inf) -> Passes:
@@ -87,7 +85,7 @@ def drafted_passes(setting: DraftSetting, acceptance: float, pace: float = math.
         tokens, verifying, verified = expected_tokens(window, acceptance), 1.0, float(window)
         rejecting = 1.0 - acceptance**window
     else:
-        tokens, verified, verifying, rejecting = _streamed_step(window, acceptance, pace)
+        tokens, verified, verifying, rejecting = streamed_step(window, acceptance, pace)
     return Passes(
         num_passes=NUM_STEPS,
         num_tokens=NUM_STEPS * tokens,

@@ -27,8 +27,8 @@ Deviations:
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from engines.latency.expectation import expected_tokens
 from engines.rollout.moves import Concede, EngineView, Race, RolloutView
-from engines.specactor.expectation import expected_tokens
 from engines.specactor.ladder import request_acceptance
 from schemas.rollout import DraftProgress, DraftSetting, RequestId
 

@@ -20,17 +20,22 @@ p^k:
 `token_acceptance` inverts this if only the rate is known. The paper uses one word for both.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import brentq
 
+from engines.latency.drafting_pace import Pace, decoupled_paces, draft_s, pace
+from engines.latency.expectation import expected_tokens
+from engines.latency.forecast import step_s
 from engines.latency.interface import Latency
-from engines.specactor.expectation import expected_tokens
 from schemas.rollout import DraftProgress, DraftSetting
+
+NEAR = 0.01
+"""Share by which a chosen setting may be slower than the fastest."""
 
 
 def acceptance_rate(window: int, acceptance: float) -> float:
@@ -99,20 +104,58 @@ class Ladder:
     """Mean context of one sequence, in tokens."""
     max_window: int = 32
 
+    def pace(
+        self,
+        setting: DraftSetting,
+        acceptance: float,
+        batch: int = 1,
+        context_tokens_each: float | None = None,
+    ) -> Pace:
+        """Return the pace of one request in a batch of requests like it.
+
+        `context_tokens_each`: mean context of a request. None: the ladder's.
+        """
+        drafting_s = draft_s(self.latency, setting, batch)
+        verify_s = self._verify_s(batch, context_tokens_each)
+        return pace((setting, acceptance), drafting_s, verify_s)
+
     def speedup(self, drafter: str, acceptance: float, batch: int, window: int) -> float:
         """Return tokens per second with this window over tokens per second without drafts."""
         if window == 0:
             return 1.0
-        at = self.tp_degree, batch, batch * self.context_tokens_each
-        decode_s, verify_s = self.latency.decode_s(*at), self.latency.verify_s(*at, window)
-        draft_s = self.latency.draft_s(drafter, batch, window)
-        return expected_tokens(window, acceptance) * (decode_s / (verify_s + draft_s))
+        found = self.pace(DraftSetting(drafter, window), acceptance, batch)
+        return found.tokens * (self._verify_s(batch)(0) / found.step_s)
 
     def best(self, drafter: str, acceptance: float, batch: int) -> Choice:
         """Return the fastest window. In a tie, return the smaller, so 0 unless drafting pays."""
         windows = range(self.max_window + 1)
         choices = (Choice(w, self.speedup(drafter, acceptance, batch, w)) for w in windows)
         return max(choices, key=lambda choice: choice.speedup)
+
+    def best_setting(
+        self,
+        drafter: str,
+        acceptance: float,
+        batch: int = 1,
+        context_tokens_each: float | None = None,
+        *,
+        coupled: bool | None = None,
+    ) -> DraftSetting:
+        """Return the shortest window that is nearly the fastest (`NEAR`), coupled if one such is.
+
+        The arguments are those of `pace`. `coupled`: the mode. None: choose it.
+        """
+        paces: dict[DraftSetting, Pace] = {}
+        if coupled is not False:
+            in_turn = (DraftSetting(drafter, w) for w in range(1, self.max_window + 1))
+            at = acceptance, batch, context_tokens_each
+            paces |= {setting: self.pace(setting, *at) for setting in in_turn}
+        if not coupled:
+            token_s = self.latency.draft_s(drafter, batch, 1)
+            verify_s = self._verify_s(batch, context_tokens_each)
+            paces |= decoupled_paces(drafter, acceptance, token_s, verify_s, self.max_window)
+        enough = max(of.tokens_per_s for of in paces.values()) / (1.0 + NEAR)
+        return next(setting for setting, of in paces.items() if of.tokens_per_s >= enough)
 
     def surfaces(
         self, batches: Sequence[int], acceptances: Sequence[float]
@@ -125,6 +168,13 @@ class Ladder:
             ]
             surfaces[drafter] = SpeedupSurface(tuple(batches), tuple(acceptances), np.array(best))
         return surfaces
+
+    def _verify_s(
+        self, batch: int, context_tokens_each: float | None = None
+    ) -> Callable[[float], float]:
+        """Return a function from draft tokens that each request verifies to seconds."""
+        each = self.context_tokens_each if context_tokens_each is None else context_tokens_each
+        return partial(step_s, self.latency, self.tp_degree, batch, batch * each)
 
 
 def choose_drafter(

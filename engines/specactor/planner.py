@@ -1,7 +1,7 @@
 """Splits GPUs into drafters and verifiers, and chooses the window (SpecActor, Algorithm 1). Pure.
 
     group = 1 verifier of g_v GPUs + g_d drafter GPUs        b = ceil((g_d + g_v) B / G) requests
-    D = draft_s(ceil(b / g_d), w) / w         V = verify_s(g_v, b, m), m: tokens verified per step
+    D = draft_s(ceil(b / g_d), 1)             V = verify_s(g_v, b, m), m: tokens verified per step
 
 B requests and G GPUs in all. The paper's TGS is the speed of one request in a batch of b. All B
 requests run at that speed, so the cluster generates B TGS tokens per second. A larger share of
@@ -13,9 +13,10 @@ Deviations:
   coefficients of V and D (line 5). V' and beta depend on the window that they bound, and alpha is 0
   for lookups. With tau_w the bound loses nothing: beyond it TGS = tau_w / (w D), which falls. With
   the exact expectation it can lose, because no drafter is so fast that a step always finds the next
-  whole window (`tests/specactor/test_planner.py`). Here windows end where one more token of window
-  changes nothing: a step then always finds fewer tokens than the window.
-- V is not the time of a full window. A step verifies what has arrived (`expectation.settled_step`).
+  whole window (`tests/specactor/test_planner.py`). Here every window
+  up to `max_window` is tried.
+- V is not the time of a full window. A step verifies what has arrived
+  (`engines.latency.drafting_pace`).
 - A drafter takes one GPU, and g_d of them share the requests of a group.
 - As in the paper, a group may be a fraction of one if G is no multiple of its size. A run has whole
   engines and whole drafters, and each drafter drafts for some of the engines. `split_gpus` plans
@@ -23,13 +24,13 @@ Deviations:
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from engines.latency.drafting_pace import decoupled_paces
 from engines.latency.forecast import step_s
 from engines.latency.interface import Latency
-from engines.specactor.expectation import settled_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +109,12 @@ def plan_decoupled(
         context_tokens = batch * cluster.context_tokens_each
         verify_s = partial(step_s, latency, verifier_gpus, batch, context_tokens)
         # Each drafter drafts for its share of the batch.
-        draft_s = partial(latency.draft_s, drafter, math.ceil(batch / drafter_gpus))
-        speeds = _speeds(draft_s, verify_s, acceptance, max_window)
-        for window, tgs in _while_changing(speeds):
-            if num_requests * tgs > best.tokens_per_s:
-                best = ExecutionPlan(drafter_gpus, verifier_gpus, window, num_requests * tgs)
+        token_s = latency.draft_s(drafter, math.ceil(batch / drafter_gpus), 1)
+        paces = decoupled_paces(drafter, acceptance, token_s, verify_s, max_window)
+        for setting, pace in paces.items():
+            speed = num_requests * pace.tokens_per_s
+            if speed > best.tokens_per_s:
+                best = ExecutionPlan(drafter_gpus, verifier_gpus, setting.window, speed)
     if best.coupled:
         raise ValueError(f"{cluster.num_gpus} GPUs have no room for a drafter beside a verifier")
     return best
@@ -136,9 +138,9 @@ def split_gpus(
     """
     num_requests, (tp_degree,) = cluster.num_requests, cluster.verifier_gpus
 
-    def drafted_s(num_drafted: int, window: int) -> float:
+    def token_s(num_drafted: int) -> float:
         num_steps = math.ceil(num_drafted / max_drafted)
-        return num_steps * latency.draft_s(drafter, math.ceil(num_drafted / num_steps), window)
+        return num_steps * latency.draft_s(drafter, math.ceil(num_drafted / num_steps), 1)
 
     def verified_s(batch: int, window: float) -> float:
         context_tokens = batch * cluster.context_tokens_each
@@ -152,10 +154,13 @@ def split_gpus(
         batch = min(max_batch, math.ceil(num_requests / num_engines))
         at_once = min(num_requests, num_engines * batch)
         # The drafter with the most engines sets the pace.
-        draft_s = partial(drafted_s, math.ceil(num_engines / num_drafters) * batch)
-        for window, tgs in _speeds(draft_s, partial(verified_s, batch), acceptance, max_window):
-            if at_once * tgs > best.tokens_per_s:
-                best = GpuSplit(num_engines, num_drafters, window, batch, at_once * tgs, plain)
+        drafted_s = token_s(math.ceil(num_engines / num_drafters) * batch)
+        verify_s = partial(verified_s, batch)
+        paces = decoupled_paces(drafter, acceptance, drafted_s, verify_s, max_window)
+        for setting, pace in paces.items():
+            speed, window = at_once * pace.tokens_per_s, setting.window
+            if speed > best.tokens_per_s:
+                best = GpuSplit(num_engines, num_drafters, window, batch, speed, plain)
     if not best.num_drafters:
         raise ValueError(
             f"{cluster.num_gpus} GPUs have no room for a drafter beside a verifier of {tp_degree}"
@@ -171,29 +176,6 @@ def _whole_layouts(num_gpus: int, tp_degree: int) -> Iterator[tuple[int, int]]:
         if num_drafters > num_engines:
             return
         yield num_engines, num_drafters
-
-
-def _speeds(
-    draft_s: Callable[[int], float],
-    verify_s: Callable[[float], float],
-    acceptance: float,
-    max_window: int,
-) -> Iterator[tuple[int, float]]:
-    """Yield windows with a request's tokens per second. `draft_s`: seconds to draft a window.
-    `verify_s`: see `settled_step`."""
-    for window in range(1, max_window + 1):
-        settled = settled_step(window, acceptance, draft_s(window) / window, verify_s)
-        yield window, settled.tokens_per_s
-
-
-def _while_changing(speeds: Iterable[tuple[int, float]]) -> Iterator[tuple[int, float]]:
-    """Yield windows until a longer one changes nothing."""
-    before = 0.0
-    for window, tgs in speeds:
-        if tgs == before:
-            return
-        before = tgs
-        yield window, tgs
 
 
 def _layouts(cluster: Cluster) -> Iterator[tuple[int, int]]:

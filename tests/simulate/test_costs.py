@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.latency.expectation import streamed_step
 from engines.simulate.batching import VirtualBatch
 from engines.simulate.costs import StepCosts
 from engines.simulate.member import SimulatedRequest
-from engines.specactor.expectation import streamed_step, streamed_tokens_per_s
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
 from tests.simulate.latencies import LinearLatency
+from tests.specactor.expectations import streamed_tokens_per_s
 
 LATENCY = LinearLatency(0.01)
 COUPLED, DECOUPLED = DraftSetting("small", 4), DraftSetting("small", 4, coupled=False)

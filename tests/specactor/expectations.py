@@ -1,4 +1,4 @@
-"""Estimates of decoupled drafting that are less exact than `engines.specactor.expectation`.
+"""Estimates of decoupled drafting: those of `engines.latency.expectation`, and less exact ones.
 
     paper      tau_w / max(w D, V)      tau_w = sum_{a<w} p^a (1-p) (a+1) / 2 + w p^w
     windowed   tau / max(w D, V)        tau = (1 + p + ... + p^(w-1) + 1 - p^w) / (2 - p^w)
@@ -9,7 +9,26 @@ a + 1, and a step worth 1. The estimate assumes that the verifier waits for whol
 a whole window as w: the model adds a token, but one draft token fewer is under way.
 """
 
-from engines.specactor.expectation import _require, expected_tokens
+from engines.latency.expectation import expected_tokens, streamed_step
+
+
+def streamed_tokens_per_s(
+    window: int, acceptance: float, draft_token_s: float, verify_s: float
+) -> float:
+    """Return tokens per second by `streamed_step`."""
+    return streamed_step(window, acceptance, verify_s / draft_token_s).tokens / verify_s
+
+
+def coupled_tokens_per_s(
+    window: int, acceptance: float, draft_window_s: float, verify_s: float
+) -> float:
+    """Return tokens per second when drafting and verification take turns."""
+    return expected_tokens(window, acceptance) / (draft_window_s + verify_s)
+
+
+def _require(window: int, acceptance: float) -> None:
+    if window < 1 or not 0.0 <= acceptance <= 1.0:
+        raise ValueError(f"window {window} must be >= 1 and acceptance {acceptance} in [0, 1]")
 
 
 def paper_tokens(window: int, acceptance: float) -> float:

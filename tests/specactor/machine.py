@@ -1,4 +1,4 @@
-"""Event-driven simulations of a drafter and a verifier, to check `engines.specactor.expectation`.
+"""Event-driven simulations of a drafter and a verifier, to check `engines.latency.expectation`.
 
 They follow the protocol and share no code with the formulas. Each draft token is right with
 probability p, drawn when it is drafted. After a wrong token, all that follow are useless.

@@ -8,14 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.specactor.expectation import (
-    coupled_tokens_per_s,
-    expected_tokens,
-    streamed_tokens_per_s,
-)
+from engines.latency.expectation import expected_tokens
 from tests.specactor.expectations import (
     paper_tokens,
     paper_tokens_per_s,
+    streamed_tokens_per_s,
     windowed_tokens,
     windowed_tokens_per_s,
 )
@@ -110,11 +107,6 @@ def test_decoupled_yields_no_more_per_step_than_a_free_drafter_in_turn(window, p
     most = expected_tokens(window, p) / step_s
     for expect in EXPECTATIONS:
         assert 0 < expect(window, p, draft_s, step_s) <= most * (1 + 1e-9)
-
-
-def test_coupled_at_window_0_is_plain_decoding():
-    assert coupled_tokens_per_s(0, 0.7, 0.0, 0.02) == pytest.approx(50.0)
-    assert coupled_tokens_per_s(1, 0.7, 0.01, 0.02) == pytest.approx(1.7 / 0.03)
 
 
 @pytest.mark.parametrize(("window", "acceptance"), [(0, 0.5), (2, 1.1), (2, float("nan"))])

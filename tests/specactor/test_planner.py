@@ -9,10 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from engines.latency.drafting_pace import pace
 from engines.latency.forecast import step_s
-from engines.specactor.expectation import settled_step, streamed_tokens_per_s
 from engines.specactor.planner import Cluster, ExecutionPlan, plan_decoupled, split_gpus
-from tests.specactor.expectations import paper_tokens_per_s
+from schemas.rollout import DraftSetting
+from tests.specactor.expectations import paper_tokens_per_s, streamed_tokens_per_s
 from tests.specactor.latencies import AffineLatency, affine_latencies
 
 MAX_WINDOW = 10
@@ -29,6 +30,11 @@ clusters = st.builds(
 )
 
 
+def tgs_of(window: int, p: float, token_s: float, verify_s) -> float:
+    drafted = DraftSetting("small", window, coupled=False), p
+    return pace(drafted, token_s, verify_s).tokens_per_s
+
+
 def every_plan(cluster, latency, p) -> list[ExecutionPlan]:
     """Return all plans of the search space, computed directly from the formulas."""
     plans = []
@@ -39,9 +45,8 @@ def every_plan(cluster, latency, p) -> list[ExecutionPlan]:
         b = math.ceil((g_d + g_v) * num / gpus)
         for w in range(1, MAX_WINDOW + 1):
             v = partial(step_s, latency, g_v, b, b * 1000.0)
-            d = latency.draft_s("small", math.ceil(b / g_d), w)
-            speed = settled_step(w, p, d / w, v).tokens_per_s
-            plans.append(ExecutionPlan(g_d, g_v, w, num * speed))
+            d = latency.draft_s("small", math.ceil(b / g_d), 1)
+            plans.append(ExecutionPlan(g_d, g_v, w, num * tgs_of(w, p, d, v)))
     return plans
 
 
@@ -152,10 +157,10 @@ def every_split(cluster, latency, p, max_batch, max_drafted) -> list[tuple[float
         b = min(max_batch, math.ceil(cluster.num_requests / engines))
         drafted = b * math.ceil(engines / drafters)
         steps = math.ceil(drafted / max_drafted)
-        d = steps * latency.draft_s("small", math.ceil(drafted / steps), w)
+        d = steps * latency.draft_s("small", math.ceil(drafted / steps), 1)
         v = partial(step_s, latency, tp, b, b * 1000.0)
-        tgs = settled_step(w, p, d / w, v).tokens_per_s
-        found.append((min(cluster.num_requests, engines * b) * tgs, engines, drafters, w))
+        at_once = min(cluster.num_requests, engines * b)
+        found.append((at_once * tgs_of(w, p, d, v), engines, drafters, w))
     return found
 
 

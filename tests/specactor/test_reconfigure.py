@@ -8,21 +8,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.latency.drafting_pace import pace
 from engines.latency.forecast import step_s
 from engines.rollout.moves import Redraft
-from engines.specactor.expectation import coupled_tokens_per_s, settled_step
-from engines.specactor.ladder import Ladder
-from engines.specactor.reconfigure import LEAST_GAIN, NEAR, Reconfiguration, RequestModel
+from engines.specactor.ladder import NEAR, Ladder
+from engines.specactor.reconfigure import LEAST_GAIN, Reconfiguration
 from schemas.rollout import DraftSetting
+from tests.specactor.expectations import coupled_tokens_per_s
 from tests.specactor.latencies import AffineLatency, affine_latencies
 from tests.specactor.views import SMALL, drafted, request, view_of
 
-MODEL = RequestModel(Ladder(AffineLatency(), 4, ("small",), 1000.0, 8), coupled=False)
+LADDER = Ladder(AffineLatency(), 4, ("small",), 1000.0, 8)
 MIXED = {0: drafted(0.2), 1: drafted(0.7), 2: drafted(0.8)}
 
 
-def policy(model=MODEL) -> Reconfiguration:
-    return Reconfiguration(model)
+def policy(ladder=LADDER) -> Reconfiguration:
+    return Reconfiguration(ladder, coupled=False)
+
+
+def speed(ladder, setting, p, *at) -> float:
+    return ladder.pace(setting, p, *at).tokens_per_s
 
 
 def turns(policy, engines, *num_tokens) -> list[list[Redraft]]:
@@ -37,26 +42,26 @@ def test_everybody_each_thousand_tokens():
 
 
 def test_the_choice_is_the_best_for_the_engine_s_batch_and_context():
-    decider = Reconfiguration(MODEL, prompt_tokens=500.0)
+    decider = Reconfiguration(LADDER, coupled=False, prompt_tokens=500.0)
     moves = {move.id: move.drafting for move in turns(decider, {0: MIXED}, 0, 1000)[-1]}
-    assert moves[request(2)] == MODEL.best_setting("small", 0.8, 3, 1500.0)
+    assert moves[request(2)] == LADDER.best_setting("small", 0.8, 3, 1500.0)
 
 
 def test_request_below_mean_acceptance_keeps_the_mean_window():
     """With a shorter window it would end later, and the others of its engine would end before
     it."""
-    slow, mean = (MODEL.best_setting("small", p, 3, 1000.0) for p in (0.2, 0.57))
+    slow, mean = (LADDER.best_setting("small", p, 3, 1000.0) for p in (0.2, 0.57))
     assert slow.window < mean.window
     moves = {move.id: move.drafting for move in turns(policy(), {0: MIXED}, 0, 1000)[-1]}
     assert moves[request(0)] == mean
     alone = {0: {0: drafted(0.2)}}
     (move,) = turns(policy(), alone, 0, 1000)[-1]
-    assert move.drafting == MODEL.best_setting("small", 0.2, 1, 1000.0)
+    assert move.drafting == LADDER.best_setting("small", 0.2, 1, 1000.0)
 
 
 def test_best_setting_is_not_changed():
     alike = dict.fromkeys(range(2), 0.3)
-    best = MODEL.best_setting("small", 0.3, 2, 1000.0)
+    best = LADDER.best_setting("small", 0.3, 2, 1000.0)
     assert turns(policy(), {0: {i: drafted(p, best) for i, p in alike.items()}}, 0, 1000)[-1] == []
     worse = {0: {i: drafted(p, DraftSetting("small", 8)) for i, p in alike.items()}}
     assert [move.drafting for move in turns(policy(), worse, 0, 1000)[-1]] == [best, best]
@@ -65,12 +70,12 @@ def test_best_setting_is_not_changed():
 def test_small_gains_change_no_setting():
     """Two settings of one mode differ in speed by less than a change is worth."""
     p, at = 0.5, (1, 1000.0)
-    best = MODEL.best_setting("small", p, *at)
+    best = LADDER.best_setting("small", p, *at)
     near = [
         setting
         for w in range(1, 9)
         if (setting := replace(best, window=w)) != best
-        and MODEL.tokens_per_s(best, p, *at) < LEAST_GAIN * MODEL.tokens_per_s(setting, p, *at)
+        and speed(LADDER, best, p, *at) < LEAST_GAIN * speed(LADDER, setting, p, *at)
     ]
     assert near
     for setting in near:
@@ -80,48 +85,48 @@ def test_small_gains_change_no_setting():
 def test_the_mode_is_the_engine_s():
     """A request that would be coupled if it were alone does not slow the others down."""
     quick = AffineLatency(drafters={"small": (2e-4, 0.0)})
-    model = replace(MODEL, ladder=replace(MODEL.ladder, latency=quick))
-    low, high = (model.best_setting("small", p, 4, 1000.0) for p in (0.3, 0.97))
+    ladder = replace(LADDER, latency=quick)
+    low, high = (ladder.best_setting("small", p, 4, 1000.0) for p in (0.3, 0.97))
     assert low.coupled
     assert not high.coupled
     mixed = {0: {i: drafted(0.99 if i else 0.3) for i in range(30)}}
-    assert {m.drafting.coupled for m in turns(policy(model), mixed, 0, 1000)[-1]} == {False}
+    assert {m.drafting.coupled for m in turns(policy(ladder), mixed, 0, 1000)[-1]} == {False}
 
 
-def close_modes() -> tuple[RequestModel, float, bool]:
-    """Return a model and an acceptance at which the best mode gains less than a change is worth.
+def close_modes() -> tuple[Ladder, float, bool]:
+    """Return a ladder and an acceptance at which the best mode gains less than a change is worth.
     Also return whether the other mode is coupled."""
     at = 4, 1000.0
     for draft_us in range(100, 4000, 50):
         quick = AffineLatency(drafters={"small": (draft_us * 1e-6, 0.0)})
-        model = replace(MODEL, ladder=replace(MODEL.ladder, latency=quick))
+        ladder = replace(LADDER, latency=quick)
         for p in (0.5, 0.6, 0.7, 0.8, 0.9):
-            best = model.best_setting("small", p, *at)
-            other = model.best_setting("small", p, *at, coupled=not best.coupled)
-            gain = model.tokens_per_s(best, p, *at) / model.tokens_per_s(other, p, *at)
+            best = ladder.best_setting("small", p, *at)
+            other = ladder.best_setting("small", p, *at, coupled=not best.coupled)
+            gain = speed(ladder, best, p, *at) / speed(ladder, other, p, *at)
             if 1.0 + NEAR < gain < LEAST_GAIN:
-                return model, p, other.coupled
+                return ladder, p, other.coupled
     raise AssertionError("no machine is so")
 
 
 def test_the_mode_changes_only_where_that_pays():
-    model, p, other = close_modes()
-    kept = model.best_setting("small", p, 4, 1000.0, coupled=other)
+    ladder, p, other = close_modes()
+    kept = ladder.best_setting("small", p, 4, 1000.0, coupled=other)
     alike = {0: {i: drafted(p, kept) for i in range(4)}}
-    assert turns(policy(model), alike, 0, 1000)[-1] == []
+    assert turns(policy(ladder), alike, 0, 1000)[-1] == []
     far, mode = (
-        (0.3, False) if model.best_setting("small", 0.3, 4, 1000.0).coupled else (0.97, True)
+        (0.3, False) if ladder.best_setting("small", 0.3, 4, 1000.0).coupled else (0.97, True)
     )
-    start = model.best_setting("small", far, 4, 1000.0, coupled=mode)
-    moved = turns(policy(model), {0: {i: drafted(far, start) for i in range(4)}}, 0, 1000)[-1]
+    start = ladder.best_setting("small", far, 4, 1000.0, coupled=mode)
+    moved = turns(policy(ladder), {0: {i: drafted(far, start) for i in range(4)}}, 0, 1000)[-1]
     assert [move.drafting.coupled for move in moved] == [not mode] * 4
 
 
 def test_request_follows_the_mode_of_its_engine():
-    model, p, other = close_modes()
-    kept, own = (model.best_setting("small", p, 4, 1000.0, coupled=c) for c in (other, not other))
+    ladder, p, other = close_modes()
+    kept, own = (ladder.best_setting("small", p, 4, 1000.0, coupled=c) for c in (other, not other))
     mixed = {0: {i: drafted(p, kept if i else own) for i in range(4)}}
-    assert turns(policy(model), mixed, 0, 1000)[-1] == [Redraft(request(0), 0, kept)]
+    assert turns(policy(ladder), mixed, 0, 1000)[-1] == [Redraft(request(0), 0, kept)]
 
 
 def test_a_copy_s_turns_begin_where_it_came_in():
@@ -141,25 +146,27 @@ def test_of_whom_nothing_is_known_nothing_is_decided(told):
 
 def test_a_plan_without_drafter_gpus_stays_coupled():
     slow = AffineLatency(drafters={"small": (8e-3, 0.0)})
-    decoupled = RequestModel(replace(MODEL.ladder, latency=slow), coupled=False)
-    assert not decoupled.best_setting("small", 0.9).coupled
-    assert replace(decoupled, coupled=True).best_setting("small", 0.9).coupled
+    ladder = replace(LADDER, latency=slow)
+    assert not ladder.best_setting("small", 0.9).coupled
+    alone = {0: {0: drafted(0.9, DraftSetting("small", 8))}}
+    (move,) = turns(Reconfiguration(ladder, coupled=True), alone, 0, 1000)[-1]
+    assert move.drafting == ladder.best_setting("small", 0.9, 1, 1000.0, coupled=True)
 
 
 @settings(deadline=None, max_examples=40)
 @given(affine_latencies, st.floats(0, 1), st.booleans())
 def test_no_setting_is_faster(latency, p, coupled):
-    model = RequestModel(Ladder(latency, 4, ("small",), 1000.0, max_window=6), coupled)
-    best = model.best_setting("small", p)
+    ladder = Ladder(latency, 4, ("small",), 1000.0, max_window=6)
+    best = ladder.best_setting("small", p, coupled=coupled or None)
     assert best.drafter == "small"
     speeds = {}
     for w in range(1, 7):
         v, d = partial(step_s, latency, 4, 1, 1000.0), latency.draft_s("small", 1, w)
         speeds[DraftSetting("small", w)] = coupled_tokens_per_s(w, p, d, v(w))
         if not coupled:
-            settled = settled_step(w, p, d / w, v)
-            speeds[DraftSetting("small", w, coupled=False)] = settled.tokens_per_s
-    found = model.tokens_per_s(best, p)
+            ahead = DraftSetting("small", w, coupled=False)
+            speeds[ahead] = pace((ahead, p), d / w, v).tokens_per_s
+    found = speed(ladder, best, p)
     assert found == pytest.approx(speeds[best])
     assert found * (1 + NEAR) >= max(speeds.values()) * (1 - 1e-9)
     shorter = [s for s in speeds if s.coupled == best.coupled and s.window < best.window]
@@ -167,7 +174,7 @@ def test_no_setting_is_faster(latency, p, coupled):
 
 
 def test_misguessed_requests_draft_less_far():
-    windows = [MODEL.best_setting("small", p, 64).window for p in (0.1, 0.5, 0.9)]
+    windows = [LADDER.best_setting("small", p, 64).window for p in (0.1, 0.5, 0.9)]
     assert windows == sorted(windows)
     assert windows[0] < windows[-1]
 

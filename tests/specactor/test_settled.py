@@ -8,13 +8,14 @@ from math import sqrt
 import pytest
 
 from benchmarks.papers.drafters import LATENCY, SMALL
+from engines.latency.drafting_pace import pace
 from engines.latency.forecast import step_s
 from engines.rollout.moves import Redraft
-from engines.specactor.expectation import coupled_tokens_per_s, settled_step
 from engines.specactor.ladder import Ladder, token_acceptance
 from engines.specactor.planner import Cluster, plan_decoupled
-from engines.specactor.reconfigure import Reconfiguration, RequestModel
+from engines.specactor.reconfigure import Reconfiguration
 from schemas.rollout import DraftProgress, DraftSetting
+from tests.specactor.expectations import coupled_tokens_per_s
 from tests.specactor.latencies import AffineLatency
 from tests.specactor.machine import BatchMachine
 from tests.specactor.views import drafted, request, view_of
@@ -40,6 +41,10 @@ def machine(slow: bool, batch: int, window: int, acceptance: float) -> BatchMach
     )
 
 
+def decoupled(window: int, p: float) -> tuple[DraftSetting, float]:
+    return DraftSetting("small", window, coupled=False), p
+
+
 GRID = list(product((True, False), BATCHES, WINDOWS, ACCEPTANCES))
 
 
@@ -47,10 +52,10 @@ def test_tokens_a_step_are_those_of_the_machine():
     off = []
     for slow, batch, window, p in GRID:
         latency, run = SLOW if slow else FAST, machine(slow, batch, window, p)
-        found = settled_step(window, p, run.draft_token_s, run.verify_s)
-        off.append(abs(found.step.tokens / run.tokens_per_step - 1))
+        found = pace(decoupled(window, p), run.draft_token_s, run.verify_s)
+        off.append(abs(found.tokens / run.tokens_per_step - 1))
         assert found.tokens_per_s == pytest.approx(run.tokens_per_s, rel=0.03), (batch, window, p)
-        assert found.seconds <= latency.verify_s(1, batch, batch * 1000.0, window)
+        assert found.step_s <= latency.verify_s(1, batch, batch * 1000.0, window)
     assert max(off) < 0.03
     assert sum(off) / len(off) < 0.01
 
@@ -86,9 +91,9 @@ def test_the_step_of_specactor_s_plan():
     """At b = 321 and p = 0.77, a step verifies 1.4 tokens of a window of 3. Drafting pays."""
     context_tokens = 321 * 2048.0
     verify_s = partial(step_s, LATENCY, 4, 321, context_tokens)
-    found = settled_step(3, 0.77, LATENCY.draft_s(SMALL, 321, 3) / 3, verify_s)
+    found = pace(decoupled(3, 0.77), LATENCY.draft_s(SMALL, 321, 1), verify_s)
     decode_s = LATENCY.decode_s(4, 321, context_tokens)
-    assert found.step.num_verified == pytest.approx(1.4, abs=0.05)
+    assert found.num_verified == pytest.approx(1.4, abs=0.05)
     assert found.tokens_per_s * decode_s == pytest.approx(1.33, abs=0.01)
     plan = plan_decoupled(Cluster(16384, 256, (4,), 2048.0), LATENCY, SMALL, 0.77, max_window=8)
     assert (plan.drafter_gpus, plan.window) == (1, 3)
@@ -113,16 +118,15 @@ def speeds(slow: bool, batch: int, p: float) -> dict[DraftSetting, float]:
 @pytest.mark.parametrize("slow", [True, False])
 def test_decisions_are_the_best_by_brute_force(slow):
     """The plan and the reconfiguration reach 98 % of the best simulated speed."""
-    model = RequestModel(Ladder(SLOW if slow else FAST, 1, ("small",), 1000.0, 8), coupled=False)
+    ladder = Ladder(SLOW if slow else FAST, 1, ("small",), 1000.0, 8)
     for batch, p in product(BATCHES, ACCEPTANCES):
-        best = model.best_setting("small", p, batch)
+        best = ladder.best_setting("small", p, batch)
         truth = speeds(slow, batch, p)
         if best not in truth:
             truth[best] = machine(slow, batch, best.window, p).tokens_per_s
         assert truth[best] >= 0.98 * max(truth.values()), (batch, p, best)
-        plan = plan_decoupled(
-            Cluster(batch, 2, (1,), 1000.0), model.ladder.latency, "small", p, max_window=8
-        )
+        cluster = Cluster(batch, 2, (1,), 1000.0)
+        plan = plan_decoupled(cluster, ladder.latency, "small", p, max_window=8)
         ahead = {s.window: speed for s, speed in truth.items() if not s.coupled}
         planned = machine(slow, batch, plan.window, p).tokens_per_s
         assert planned >= 0.98 * max(ahead.values()), (batch, p, plan)
@@ -130,10 +134,10 @@ def test_decisions_are_the_best_by_brute_force(slow):
 
 def test_request_above_mean_acceptance_drafts_further():
     """But not as far as a request that is alone."""
-    model = RequestModel(Ladder(SLOW, 1, ("small",), 1000.0, 16), coupled=False)
+    ladder = Ladder(SLOW, 1, ("small",), 1000.0, 16)
     narrow = DraftSetting("small", 2, coupled=False)
     many = {0: {i: drafted(0.95 if i else 0.5, narrow) for i in range(200)}}
-    policy = Reconfiguration(model)
+    policy = Reconfiguration(ladder, coupled=False)
     policy.decide(view_of(many, 0))
     found = {move.id: move for move in policy.decide(view_of(many, 1000))}
     window = found[request(1)].drafting.window
@@ -142,4 +146,4 @@ def test_request_above_mean_acceptance_drafts_further():
     alone = {0: {0: drafted(0.95, narrow)}}
     policy.decide(view_of(alone, 2000))
     (move,) = policy.decide(view_of(alone, 3000))
-    assert move.drafting == model.best_setting("small", 0.95, 1, 3000.0)
+    assert move.drafting == ladder.best_setting("small", 0.95, 1, 3000.0)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 
 from engines.latency.analytic import LOOKUP_S, AnalyticLatency
+from engines.latency.expectation import expected_tokens
 from engines.latency.hardware import H800
 from engines.latency.model_shape import SHAPES
-from engines.specactor.expectation import expected_tokens
 from engines.specactor.ladder import Ladder
 
 LATENCY = AnalyticLatency(

@@ -8,7 +8,7 @@ from engines.control.techniques import StepInputs, plan_policies
 from engines.specactor.best_of_n import BestOfN
 from engines.specactor.health import DrafterHealth
 from engines.specactor.ladder import Ladder
-from engines.specactor.reconfigure import Reconfiguration, RequestModel
+from engines.specactor.reconfigure import Reconfiguration
 from schemas.config import TrainConfig
 from schemas.rollout import DraftSetting, Split
 from schemas.step import PromptGroup, StepPlan
@@ -147,8 +147,7 @@ def test_a_freed_engine_races_with_what_is_expected_to_be_the_fastest():
     assert unknown[1] == DraftSetting("small", 4, coupled=False)
     known = raced(run_of(LADDER), small=0.85, ngram=0.1)
     assert [setting.drafter for setting in known] == ["small", "ngram", "histospec"]
-    model = RequestModel(LADDER, coupled=False)
-    assert known[0] == model.best_setting("small", 0.85, 8, coupled=False)
+    assert known[0] == LADDER.best_setting("small", 0.85, 8, coupled=False)
     assert known[0].window != 4
     assert raced(run_of(LADDER), small=0.3, ngram=0.9)[0].drafter == "ngram"
 

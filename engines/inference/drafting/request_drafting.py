@@ -23,7 +23,7 @@ from engines.histospec.acceptance import blended
 from engines.histospec.budget import keep_likeliest
 from engines.histospec.siblings import NO_SLOT
 from engines.inference.drafting.draft_link import DraftLink
-from engines.specactor.expectation import expected_tokens
+from engines.latency.expectation import expected_tokens
 from engines.specactor.ngram import NgramDrafter
 from engines.specactor.streams import Opened, Verified, VerifyStream, agreeing
 from schemas.drafting import NGRAM

@@ -15,8 +15,9 @@ from benchmarks.papers.bound import (
 from benchmarks.papers.settings import SETTINGS
 from benchmarks.papers.specactor import BASELINE, PARTS, RANKED, variants
 from benchmarks.papers.speculation_case import Case
-from engines.specactor.expectation import coupled_tokens_per_s, streamed_step
+from engines.latency.expectation import streamed_step
 from schemas.simulate import ClusterLayout
+from tests.specactor.expectations import coupled_tokens_per_s
 
 COSTS = VerifierCosts(step_s=0.01, sequence_s=1e-4, token_s=0.0)
 (SETTING,) = SETTINGS["specactor"]

@@ -1,0 +1,130 @@
+"""How fast a draft setting is: tokens, drafts and seconds of a step. Pure.
+
+    coupled     1 + p + ... + p^w tokens; verifies w drafts, which are drafted before the step
+    decoupled   tokens and drafts of `expectation.paced_step`; drafted while a step runs
+    seconds     s = D + V(m): D of the slowest coupled drafting, m the mean drafts verified
+
+p: probability that a draft token is accepted. w: the draft window. Decoupled, m depends on the
+drafts that arrive within s, and s on m. So s is a fixed point. Compared with batches simulated
+token by token (`tests/specactor/test_settled.py`), tokens per step are off by 0.5 % on average and
+by less than 3 % everywhere.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import NamedTuple
+
+from scipy.optimize import brentq
+
+from engines.latency.expectation import expected_tokens, paced_step, rounded_pace
+from engines.latency.interface import Latency
+from schemas.rollout import DraftSetting
+
+_SETTLED = 1e-3
+"""Relative precision of a step's seconds."""
+
+
+Drafted = tuple[DraftSetting, float]
+"""How a request is drafted for: its setting, and the probability that a draft token is accepted."""
+
+
+class Pace(NamedTuple):
+    """Means over the steps of a request."""
+
+    tokens: float
+    """Tokens that a step adds, including the model's own."""
+    num_verified: float
+    """Draft tokens that a step verifies."""
+    draft_s: float
+    """Seconds of drafting before each step."""
+    step_s: float
+    """Seconds of a step of the batch, with drafting."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s
+
+
+def draft_s(latency: Latency, setting: DraftSetting, batch: int) -> float:
+    """Return the seconds to draft for a batch: a whole window if coupled, else a token each."""
+    return latency.draft_s(setting.drafter, batch, setting.window if setting.coupled else 1)
+
+
+def pace(drafted: Drafted, drafting_s: float, verify_s: Callable[[float], float]) -> Pace:
+    """Return the pace in a batch whose requests are all drafted for alike. The arguments are those
+    of `batch_paces`."""
+    return batch_paces({drafted: 1}, 1, lambda _: drafting_s, verify_s)[drafted]
+
+
+def decoupled_paces(
+    drafter: str,
+    acceptance: float,
+    token_s: float,
+    verify_s: Callable[[float], float],
+    max_window: int,
+) -> dict[DraftSetting, Pace]:
+    """Return the pace of each decoupled setting, the shortest window first. `token_s`: seconds to
+    draft a token for each request of the batch."""
+    settings = (DraftSetting(drafter, w, coupled=False) for w in range(1, max_window + 1))
+    return {of: pace((of, acceptance), token_s, verify_s) for of in settings}
+
+
+def batch_paces(
+    counts: Mapping[Drafted, int],
+    num_requests: int,
+    drafting_s: Callable[[DraftSetting], float],
+    verify_s: Callable[[float], float],
+) -> dict[Drafted, Pace]:
+    """Return the pace of each way of drafting in one batch.
+
+    `counts`: requests that are drafted for in each way, out of `num_requests`.
+    `drafting_s`: see `draft_s`; at least 0.
+    `verify_s`: seconds by the mean draft tokens that a request verifies; positive, never falling.
+    """
+    costs_s = {setting: drafting_s(setting) for setting in dict.fromkeys(of for of, _ in counts)}
+    before_s = max((cost_s for of, cost_s in costs_s.items() if of.coupled), default=0.0)
+    coupled = sum(num * of.window for (of, _), num in counts.items() if of.coupled)
+    ahead: dict[DraftSetting, list[tuple[int, float]]] = {}
+    for (setting, acceptance), num in counts.items():
+        if not setting.coupled:
+            ahead.setdefault(setting, []).append((num, acceptance))
+
+    def after(num_verified: float) -> float:
+        return before_s + verify_s(num_verified / num_requests)
+
+    @cache
+    def num_arrived(setting: DraftSetting, pace: float) -> float:
+        of_each = ahead[setting]
+        return sum(num * paced_step(setting.window, p, pace).num_verified for num, p in of_each)
+
+    @cache
+    def excess_s(step_s: float) -> float:
+        arrived = (num_arrived(of, _arrivals(of, costs_s[of], step_s)) for of in ahead)
+        return after(coupled + sum(arrived)) - step_s
+
+    step_s = after(sum(num * of.window for (of, _), num in counts.items()))
+    if ahead:
+        step_s = _fixed_point(excess_s, after(coupled), step_s)
+    arrivals = {of: _arrivals(of, costs_s[of], step_s) for of in ahead}
+    return {
+        (of, p): Pace(expected_tokens(of.window, p), of.window, costs_s[of], step_s)
+        if of.coupled
+        else Pace(*paced_step(of.window, p, arrivals[of])[:2], 0.0, step_s)
+        for of, p in counts
+    }
+
+
+def _fixed_point(excess_s: Callable[[float], float], low_s: float, high_s: float) -> float:
+    """Return the step's seconds. Apart from rounding, the excess is at least 0 at the low end and
+    at most 0 at the high end."""
+    if excess_s(low_s) <= 0:
+        return low_s
+    if excess_s(high_s) >= 0:
+        return high_s
+    return float(brentq(excess_s, low_s, high_s, rtol=_SETTLED))
+
+
+def _arrivals(setting: DraftSetting, token_s: float, step_s: float) -> float:
+    """Return the draft tokens of a request that arrive during a step, rounded."""
+    return rounded_pace(setting.window, step_s / token_s if token_s else math.inf)
