@@ -1,10 +1,8 @@
 """One RL step: index -> rank -> rollout -> reward -> train."""
 
 from contextlib import AsyncExitStack
-from typing import TypeVar, cast
 
 from prefect import flow
-from prefect.utilities.annotations import opaque
 
 from engines.gpus.gpu_sharing import Role
 from flows.subflow import this_call
@@ -19,8 +17,6 @@ from tasks.run.engines import Engines
 from tasks.run.milestones import Milestones
 from tasks.schedule import plan_validation, rank_and_group
 
-T = TypeVar("T")
-
 
 @flow(flow_run_name="step {step}")
 async def rl_step(step: int, run: RunRef, engines: Engines, reached: Milestones) -> StepReport:
@@ -31,7 +27,7 @@ async def rl_step(step: int, run: RunRef, engines: Engines, reached: Milestones)
     plan = await rank_and_group(run, step, history, engines.living)
     weights = await reached.published.left_by(plan.policy_version)
     async with engines.turns.of(Role.ENGINES):
-        batch = await rollout(run, _whole(plan), _whole(weights), engines)
+        batch = await rollout(run, plan, weights, engines)
     rewarded = await reward(run, batch)
     await reached.committed.wait(step - 1)
     async with AsyncExitStack() as turn:
@@ -39,9 +35,7 @@ async def rl_step(step: int, run: RunRef, engines: Engines, reached: Milestones)
         trained = await train_policy(run, rewarded)
         await reached.published.reach(step, trained.weights)
         before = await reached.drawn.left_by(step - 1)
-        report = await report_step(
-            run, history, _whole(plan), batch, rewarded, _whole(trained), before
-        )
+        report = await report_step(run, history, plan, batch, rewarded, trained, before)
         await reached.reported.reach(step, None)
         # A run resumed from this checkpoint has no earlier weights, so validate them first.
         await reached.validated.wait(step - 1)
@@ -63,13 +57,7 @@ async def validation(
     plan = await plan_validation(run, policy_version, engines.living)
     weights = await reached.published.left_by(policy_version)
     async with engines.turns.of(Role.ENGINES):
-        batch = await rollout(run, _whole(plan), _whole(weights), engines)
+        batch = await rollout(run, plan, weights, engines)
     rewarded = await reward(run, batch)
     await report_validation(run, batch, rewarded)
     return rewarded
-
-
-def _whole(value: T) -> T:
-    """Wrap an argument of a task, so that Prefect does not search it for results of other tasks. In
-    a plan it would search every group."""
-    return cast("T", opaque(value))

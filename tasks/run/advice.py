@@ -1,4 +1,4 @@
-"""Add advice to the error of a failed task, in the message that Prefect shows."""
+"""Prefect tasks of a training run, with advice in the errors that Prefect shows."""
 
 import shutil
 from collections.abc import Callable, Coroutine
@@ -6,8 +6,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from prefect import Task, task
+from prefect import Task
 from prefect.cache_policies import NO_CACHE
+from prefect.utilities.annotations import opaque
 
 from engines.durable import is_disk_full, mount_of
 from engines.learn.checkpoint import CHECKPOINTS, latest_checkpoint
@@ -54,11 +55,23 @@ class TaskFailed(RuntimeError):
     """A task's error, with advice on how to fix it."""
 
 
+class RunTask(Task[P, T]):
+    """A task whose arguments Prefect does not search for results of other tasks.
+
+    The search would visit every group of a plan. Prefect still links a task to those whose results
+    are its arguments.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # ty: ignore[incompatible-method-override]
+        call: Any = super().__call__
+        return call(*map(opaque, args), **{name: opaque(kwargs[name]) for name in kwargs})
+
+
 def run_task(
     body: Callable[Concatenate[RunRef, P], Coroutine[Any, Any, T]],
 ) -> Task[Concatenate[RunRef, P], Coroutine[Any, Any, T]]:
     """Make a Prefect task of a training run, and add advice to its errors."""
-    return task(cache_policy=NO_CACHE)(with_advice(body))
+    return RunTask(with_advice(body), cache_policy=NO_CACHE)
 
 
 def with_advice(

@@ -92,8 +92,8 @@ class Stage:
         return SimpleNamespace(step=step, policy_version=version)
 
     async def _roll_out(self, _: Any, plan: Any, *__: Any) -> Any:
-        await self.reached.queued.reach(plan.value.step, None)
-        return SimpleNamespace(step=plan.value.step)
+        await self.reached.queued.reach(plan.step, None)
+        return SimpleNamespace(step=plan.step)
 
     async def _train(self, *_: Any) -> Any:
         step = self.reached.published.reached + 1
@@ -101,7 +101,7 @@ class Stage:
         return SimpleNamespace(weights=PolicyWeights(step, b"", ()))
 
     async def _report(self, _: Any, __: Any, plan: Any, *___: Any) -> Any:
-        return SimpleNamespace(step=plan.value.step)
+        return SimpleNamespace(step=plan.step)
 
     async def _save(self, _: Any, report: Any) -> None:
         await asyncio.sleep(self.save_s)

@@ -1,5 +1,6 @@
 """A retried flow shows each of its subflows once. These tests use a real Prefect server."""
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,6 +22,7 @@ from prefect.states import Pending  # noqa: E402
 from prefect.testing.utilities import prefect_test_harness  # noqa: E402
 
 from flows.subflow import call_numbered, is_retried, this_call, tried_again  # noqa: E402
+from tasks.run.advice import run_task  # noqa: E402
 from tasks.run.run_dir import CONFIG_FILE  # noqa: E402
 
 FAILS_IN, GOES_ON_FROM, LAST = 3, 2, 4
@@ -79,6 +81,15 @@ async def parts_of(run_id: Any) -> list[Any]:
     return sorted(found, key=lambda run: run.name)
 
 
+async def tasks_of(run_id: Any, number: int) -> list[Any]:
+    """Return the tasks of a flow run. Prefect's server writes them down a little later."""
+    of_run = FlowRunFilter.model_validate({"id": {"any_": [run_id]}})
+    async with get_client() as client, asyncio.timeout(60.0):
+        while len(found := await client.read_task_runs(flow_run_filter=of_run)) < number:
+            await asyncio.sleep(0.2)
+    return found
+
+
 async def test_each_subflow_is_shown_once_as_it_ended() -> None:
     whole, calls = made_by(call_numbered)
     run_id = await tried_twice(whole)
@@ -120,6 +131,33 @@ async def test_the_graph_shows_what_builds_on_what() -> None:
     }
     assert inputs["part-2"] == {calls["part-1"].id}
     assert inputs["part-4"] == {calls["part-3"].id}
+
+
+async def test_a_task_is_linked_to_its_arguments_but_not_to_their_contents() -> None:
+    @run_task
+    async def make(ref: Any) -> Any:
+        return {"made for": ref}
+
+    @run_task
+    async def use(_: Any, given: Any, *, named: Any, contents: Any) -> Any:
+        return given, named, contents
+
+    @flow
+    async def whole() -> Any:
+        run: Any = "run"
+        first, second, third = [await make(run) for _ in range(3)]
+        used = await use(run, first, named=second, contents=[third])
+        assert used == (first, second, [third])
+
+    state = await whole(return_state=True)
+    assert state.is_completed(), state.message
+    tasks = await tasks_of(state.state_details.flow_run_id, 4)
+    (used,) = (task for task in tasks if task.name.startswith("use"))
+    made = {task.id for task in tasks if task.name.startswith("make")}
+    links = {name: {one.id for one in ids} for name, ids in used.task_inputs.items()}
+    assert len(links["given"]) == len(links["named"]) == 1
+    assert links["given"] | links["named"] < made
+    assert links["contents"] == set()
 
 
 async def test_without_their_numbers_they_are_mixed_up() -> None:
