@@ -13,7 +13,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from schemas.algorithm import MINIBATCHES, AlgorithmConfig
 from schemas.base import Frozen, UnitInterval, refuse_unusable
-from schemas.drafting import NGRAM, DrafterConfig, DraftingConfig, SpecActorConfig
+from schemas.drafting import HISTORY, DrafterConfig, DraftingConfig, SpecActorConfig
 from schemas.inputs import DataConfig, ModelConfig, Texts
 from schemas.removed_settings import refuse_removed
 from schemas.resume import Free, Kept, Rounding
@@ -161,7 +161,7 @@ class EngineConfig(Frozen):
     def speculates(self) -> bool:
         """Whether the engine may verify drafts."""
         specactor = self.specactor
-        return self.drafting.enabled or bool(specactor.draft_models) or specactor.drafter == NGRAM
+        return self.drafting.enabled or bool(specactor.draft_models) or specactor.drafter != HISTORY
 
     @property
     def moves_kv(self) -> bool:

@@ -11,6 +11,8 @@ HISTORY = "histospec"
 """Drafter that every run has: the earlier responses of a prompt."""
 NGRAM = "ngram"
 """Drafter that looks up the last tokens earlier in the same text."""
+TEXT_DRAFTERS = (NGRAM,)
+"""Drafters that need only the text of a request (`engines.specactor.text_drafters`)."""
 
 
 class DraftingConfig(Frozen):
@@ -83,9 +85,10 @@ class DraftModel(Frozen):
 
 def _named_apart(models: tuple[DraftModel, ...]) -> tuple[DraftModel, ...]:
     names = [model.name for model in models]
-    if len({HISTORY, NGRAM, *names}) < 2 + len(names):
+    taken = (HISTORY, *TEXT_DRAFTERS)
+    if len({*taken, *names}) < len(taken) + len(names):
         raise ValueError(
-            f"{', '.join(names)}: each needs a name of its own, other than {HISTORY} and {NGRAM}"
+            f"{', '.join(names)}: each needs a name of its own, other than {' and '.join(taken)}"
         )
     return models
 
@@ -146,7 +149,7 @@ class SpecActorConfig(Frozen):
     @property
     def drafters(self) -> tuple[str, ...]:
         """Names of all drafters other than history."""
-        return (NGRAM, *(model.name for model in self.draft_models))
+        return (*TEXT_DRAFTERS, *(model.name for model in self.draft_models))
 
     @property
     def races(self) -> bool:

@@ -36,6 +36,9 @@ class NgramDrafter:
         self.index.forget(group)
         return slot
 
+    def remove(self, slot: int) -> None:
+        self.index.remove(slot)
+
     def propose(
         self,
         slots: np.ndarray,

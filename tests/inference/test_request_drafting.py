@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from engines.inference.drafting.draft_link import decode_feedback, encode
 from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
 from engines.specactor.streams import Drafted, DraftStream
+from engines.specactor.text_drafters import TEXT_DRAFTERS
 from schemas.counts import StreamCounts
 from schemas.rollout import DraftSetting
 from tests.sockets import free_port
@@ -433,3 +434,38 @@ def test_a_small_budget_goes_to_the_likeliest_token():
             text += [1, 2, 3]
     assert drafting.progress() == {"long": (64, 32, 16), "short": (16, 10, 6)}
     assert {id: len(draft) for id, draft in keep(1).items()} == {"long": 1, "short": 0}
+
+
+class Constant:
+    """A text drafter that always drafts the same tokens, and knows which requests it has."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+
+    def add(self) -> int:
+        self.slots.append(max(self.slots, default=-1) + 1)
+        return self.slots[-1]
+
+    def remove(self, slot: int) -> None:
+        self.slots.remove(slot)
+
+    def propose(self, slots, token_ids, num_tokens, windows, drafts):
+        assert set(slots.tolist()) <= set(self.slots)
+        assert all(text[num - 1] > 0 for text, num in zip(token_ids, num_tokens, strict=True))
+        for draft, window in zip(drafts, windows, strict=True):
+            draft[:window] = 8
+        return windows
+
+
+def test_each_text_drafter_drafts_for_its_own_requests(monkeypatch):
+    monkeypatch.setitem(TEXT_DRAFTERS, "constant", Constant)
+    drafting = RequestDrafting(0, VOCAB_SIZE)
+    for id, drafter in (("a", "constant"), ("b", "ngram"), ("c", "constant")):
+        drafting.begin(id, DraftSetting(drafter, 2), sample_key=1, max_tokens=60)
+    text = np.array([1, 2, 3, 1, 2], np.int32)
+    rows = [DraftedRow(row, id, 1, text) for row, id in enumerate("abc")]
+    assert drafting.propose(rows, ANY) == [[8, 8], [3, 1], [8, 8]]
+    constant = drafting._text_drafters["constant"]
+    drafting.end("a")
+    assert constant.slots == [1]
+    assert drafting.propose(rows[1:], ANY) == [[3, 1], [8, 8]]

@@ -1,6 +1,6 @@
 """Drafting between two steps of an engine, for requests that have their own draft setting.
 
-    `ngram`          drafts come from the request's own tokens
+    a text drafter   drafts come from the request's own tokens, for example by `ngram`
     a draft model    drafts come from a drafter process that runs ahead; we verify what has arrived
 
 After each step we send the emitted tokens to each drafter, read the drafts that it has sent, and
@@ -24,9 +24,8 @@ from engines.histospec.budget import keep_likeliest
 from engines.histospec.siblings import NO_SLOT
 from engines.inference.drafting.draft_link import DraftLink
 from engines.latency.expectation import expected_tokens
-from engines.specactor.ngram import NgramDrafter
 from engines.specactor.streams import Opened, Verified, VerifyStream, agreeing
-from schemas.drafting import NGRAM
+from engines.specactor.text_drafters import TEXT_DRAFTERS, TextDrafter
 from schemas.rollout import DraftSetting
 
 
@@ -56,7 +55,7 @@ class _Request:
     max_tokens: int
     """Most tokens of prompt and response together."""
     slot: int = NO_SLOT
-    """Slot in the n-gram index; `NO_SLOT` with other drafters."""
+    """Slot of its text drafter; `NO_SLOT` with a draft model."""
     stream: VerifyStream | None = None
     """Verifier's end of its stream; None while no connected drafter knows the request."""
     draft: list[int] = field(default_factory=list)
@@ -84,7 +83,7 @@ class RequestDrafting:
 
     def __init__(self, engine: int, vocab_size: int) -> None:
         self._engine, self._vocab_size = engine, vocab_size
-        self._ngram = NgramDrafter()
+        self._text_drafters = {name: make() for name, make in TEXT_DRAFTERS.items()}
         self._links: dict[str, DraftLink] = {}
         """Connection to each drafter, by name."""
         self._requests: dict[str, _Request] = {}
@@ -105,14 +104,15 @@ class RequestDrafting:
         return id in self._requests
 
     def begin(self, id: str, setting: DraftSetting, sample_key: int, max_tokens: int) -> None:
-        slot = self._ngram.add() if setting.drafter == NGRAM else NO_SLOT
+        drafter = self._text_drafters.get(setting.drafter)
+        slot = drafter.add() if drafter else NO_SLOT
         self._requests[id] = _Request(setting, sample_key, max_tokens, slot)
 
     def end(self, ids: Collection[str]) -> None:
         for id in ids:
             request = self._requests.pop(id, None)
-            if request and request.setting.drafter == NGRAM:
-                self._ngram.index.remove(request.slot)
+            if request and (drafter := self._text_drafters.get(request.setting.drafter)):
+                drafter.remove(request.slot)
             elif request and request.stream:
                 self._links[request.setting.drafter].close_streams([id])
 
@@ -134,8 +134,13 @@ class RequestDrafting:
             # A request that the step left out has emitted nothing, and its draft still waits.
             if row.num_sampled and request.draft:
                 self._observe(row, request)
-        drafts = self._from_text([pair for pair in pairs if pair[1].setting.drafter == NGRAM])
-        drafts |= self._from_streams([p for p in pairs if p[1].setting.drafter != NGRAM])
+        by_drafter: dict[str, list[Pair]] = defaultdict(list)
+        for row, request in pairs:
+            by_drafter[request.setting.drafter].append((row, request))
+        drafts: dict[str, list[int]] = {}
+        for name in by_drafter.keys() & self._text_drafters.keys():
+            drafts |= _from_text(self._text_drafters[name], by_drafter.pop(name))
+        drafts |= self._from_streams([pair for pairs in by_drafter.values() for pair in pairs])
         num_drafted = np.array([len(drafts[row.id]) for row in rows], np.int32)
         acceptances = np.array([self._acceptance(request) for _, request in pairs])
         windows = np.arange(1, num_drafted.max(initial=0) + 1)
@@ -186,25 +191,6 @@ class RequestDrafting:
             accuracy.num_right += num_right
             accuracy.num_tried += num_tried
 
-    def _from_text(self, pairs: Sequence[Pair]) -> dict[str, list[int]]:
-        if not pairs:
-            return {}
-        num_tokens = np.array([len(row.text) for row, _ in pairs], np.int32)
-        texts = np.zeros((len(pairs), num_tokens.max()), np.int32)
-        for text, (row, _) in zip(texts, pairs, strict=True):
-            text[: len(row.text)] = row.text
-        windows = np.array(
-            [request.room(len(row.text)) if row.num_sampled else 0 for row, request in pairs],
-            np.int32,
-        )
-        drafts = np.zeros((len(pairs), max(1, windows.max())), np.int32)
-        slots = np.array([request.slot for _, request in pairs], np.int32)
-        lengths = self._ngram.propose(slots, texts, num_tokens, windows, drafts)
-        return {
-            row.id: draft[:length].tolist()
-            for (row, _), draft, length in zip(pairs, drafts, lengths, strict=True)
-        }
-
     def _from_streams(self, pairs: Sequence[Pair]) -> dict[str, list[int]]:
         """Send the verified tokens to the drafters. Return the pending drafts by request id."""
         if not pairs:
@@ -240,6 +226,25 @@ class RequestDrafting:
                 known = request and request.setting.drafter == drafter and told.id in texts
                 if known and request.stream is not None:
                     request.stream.receive(told, texts[told.id])
+
+
+def _from_text(drafter: TextDrafter, pairs: Sequence[Pair]) -> dict[str, list[int]]:
+    """Return the drafts of a drafter's requests by request id."""
+    num_tokens = np.array([len(row.text) for row, _ in pairs], np.int32)
+    texts = np.zeros((len(pairs), num_tokens.max()), np.int32)
+    for text, (row, _) in zip(texts, pairs, strict=True):
+        text[: len(row.text)] = row.text
+    windows = np.array(
+        [request.room(len(row.text)) if row.num_sampled else 0 for row, request in pairs],
+        np.int32,
+    )
+    drafts = np.zeros((len(pairs), max(1, windows.max())), np.int32)
+    slots = np.array([request.slot for _, request in pairs], np.int32)
+    lengths = drafter.propose(slots, texts, num_tokens, windows, drafts)
+    return {
+        row.id: draft[:length].tolist()
+        for (row, _), draft, length in zip(pairs, drafts, lengths, strict=True)
+    }
 
 
 def _open(row: DraftedRow, request: _Request) -> Opened:
