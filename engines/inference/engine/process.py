@@ -15,7 +15,6 @@ _ENGINE_ENV = {
     "DO_NOT_TRACK": "1",
     # Exact sampling is written against the V1 runner's batch.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
 }
 
 
@@ -37,6 +36,7 @@ def prepare_process(
         takes_handles: whether `HandOver` will send CUDA IPC handles to this process.
     """
     os.environ.update(_ENGINE_ENV)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if takes_handles:
         # vLLM pickles the handles. They only travel from Ray to this engine's own processes,
         # through sockets in its private directory.
