@@ -4,6 +4,6 @@ Coordinator (coordinator.py)     reads one inbox: stages, events, deaths
   ├── GenerationStage (stage.py)     the requests of one step, with their Races (races.py)
   ├── Reassigner (reassign.py)       moves the requests of dead engines to others
   ├── Mover, Reshaper                make the moves that policies decide on (moves.py)
-  └── Fleet (fleet.py)               sends orders to the engines, restarts dead ones
+  └── Fleet (fleet.py)               gives orders (orders.py) to the engines, restarts dead ones
         └── TrackedEngine            record of one Engine (interface.py), real or simulated
 """

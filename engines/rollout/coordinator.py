@@ -28,7 +28,7 @@ from itertools import cycle
 
 from engines.balance import in_turn
 from engines.bounded import cancel
-from engines.rollout import gpu_handover, slow_policy
+from engines.rollout import gpu_handover, orders, slow_policy
 from engines.rollout.engine_reports import Copied, EngineReport, Fatal, Refreshed, Signal, Synced
 from engines.rollout.fleet import Fleet
 from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone, Finished
@@ -185,20 +185,16 @@ class Coordinator:
         while self._stages:
             self._fleet.listen()
             try:
-                await self._serve_stages()
+                while self._stages or not self._fleet.settled:
+                    await self._handle(*await self._fleet.inbox.get())
+                    await self._reshaper.settle()
+                    await self._end_stages()
+                    await self._open_stage()
+                    await self._enter_stages()
             except Exception as error:
                 self._fail(error)
             finally:
                 await self._fleet.stop_listening()
-
-    async def _serve_stages(self) -> None:
-        while self._stages or not self._fleet.settled:
-            index, report = await self._fleet.inbox.get()
-            await self._handle(index, report)
-            await self._reshaper.settle()
-            await self._end_stages()
-            await self._open_stage()
-            await self._enter_stages()
 
     async def _handle(self, index: int, report: EngineReport) -> None:
         self._fleet.changed.add(index)
@@ -211,7 +207,8 @@ class Coordinator:
             case Refreshed():
                 self._on_refreshed(self._engines[index], report)
             case Synced():
-                await self._on_synced(self._engines[index], report)
+                self._on_refreshed(self._engines[index], report)
+                await self._on_awake(self._engines[index])
             case Copied():
                 await self._reshaper.note_copied(self._engines[index], report)
             case Signal.WOKEN:
@@ -252,21 +249,19 @@ class Coordinator:
                 await self._reshaper.begin(stage, move)
 
     async def _enter_stages(self) -> None:
+        """Let engines that are free load the weights of their next stage. `_on_awake` follows."""
         for tracked in self._fleet.take_changed():
             while tracked.free and tracked.waiting:
                 if tracked.stage in self._stages:
                     await tracked.count()
                 tracked.rest()
-                tracked.stage = tracked.waiting.popleft()
-                self._enter(tracked, tracked.stage)
-                self._follow(tracked, tracked.stage)
-
-    def _enter(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
-        """Load the stage's weights. The engine submits its requests once they are loaded."""
-        tracked.expect(stage.queues.pop(tracked.index, ()))
-        # Load weights even without requests: others may move here until the stage ends.
-        if stage in self._stages:
-            self._fleet.sync(tracked, stage)
+                stage = tracked.stage = tracked.waiting.popleft()
+                tracked.expect(stage.queues.pop(tracked.index, ()))
+                # Load weights even without requests: others may move here until the stage ends.
+                if stage in self._stages:
+                    tracked.enter()
+                    self._fleet.order(orders.sync, tracked, stage)
+                self._follow(tracked, stage)
 
     def _follow(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
         """Also load the weights into the engines of other layouts on these GPUs, so that a later
@@ -286,10 +281,6 @@ class Coordinator:
             tracked.stage.canary_errors.append(synced.canary_error)
             tracked.stage.sync_s = max(tracked.stage.sync_s, synced.sync_s)
 
-    async def _on_synced(self, tracked: TrackedEngine, synced: Synced) -> None:
-        self._on_refreshed(tracked, synced)
-        await self._on_awake(tracked)
-
     async def _on_awake(self, tracked: TrackedEngine) -> None:
         """Submit the requests that wait for this engine, or first load the weights it lacks."""
         if not tracked.entering:
@@ -299,11 +290,11 @@ class Coordinator:
             tracked.serve()  # Its pool switched layouts before the first stage.
             return
         if self._lacks_weights(tracked, stage):
-            self._fleet.sync(tracked, stage)
+            self._fleet.order(orders.sync, tracked, stage)
             return
         tracked.serve()
         stage.began_s = min(stage.began_s, now_s())
-        await tracked.submit_all()
+        await tracked.submit(tracked.pending)
 
     def _lacks_weights(self, tracked: TrackedEngine, stage: GenerationStage) -> bool:
         """Whether the engine must load the stage's weights. Not if it has finished its part and can
@@ -397,4 +388,5 @@ class Coordinator:
         if tracked.standby:
             self._refresh(tracked)
         elif tracked.takes_requests and tracked.stage in self._stages:
-            self._enter(tracked, tracked.stage)
+            tracked.enter()
+            self._fleet.order(orders.sync, tracked, tracked.stage)

@@ -11,27 +11,30 @@ Each task puts one report into the inbox:
     precopy     an engine has saved keys and values of requests that continue on it
     expect_kv   an engine is ready to load keys and values that others saved
 
-All but pumps and restarts are orders: each engine carries out its orders one by one. The fleet
-decides nothing. The coordinator reads the inbox and decides.
+All but pumps and restarts are orders (`orders.py`): each engine carries out its orders one by one.
+The fleet decides nothing. The coordinator reads the inbox and decides.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import chain
+from typing import Concatenate, ParamSpec
 
 from engines.bounded import cancel, gather_all
+from engines.rollout import orders
 from engines.rollout.deaths import Deaths
-from engines.rollout.engine_reports import Copied, EngineReport, Fatal, Refreshed, Signal, Synced
+from engines.rollout.engine_reports import EngineReport, Fatal, Signal
 from engines.rollout.interface import Engine, EngineDied, EngineGone
 from engines.rollout.stage import GenerationStage
 from engines.rollout.timeline_log import TimelineLog
-from engines.rollout.tracked_engine import Lifecycle, TrackedEngine, now_s
+from engines.rollout.tracked_engine import Lifecycle, TrackedEngine
 from schemas.layout import Pool
-from schemas.rollout import RequestId, SavedKV
+from schemas.rollout import RequestId
 from schemas.timeline import Activity
 from schemas.weights import PolicyWeights
+
+P = ParamSpec("P")
 
 
 class Fleet:
@@ -144,35 +147,55 @@ class Fleet:
 
     # Orders
 
-    def sync(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
-        """Order the engine to load the stage's weights, unless it has them. Its state becomes
-        `ENTERING`."""
-        tracked.enter()
-        self._order(tracked, partial(self._sync, tracked, stage, Synced))
+    def order(
+        self,
+        work: Callable[Concatenate[TrackedEngine, P], Awaitable[EngineReport]],
+        tracked: TrackedEngine,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> asyncio.Task:
+        """Begin `work(tracked, ...)` after the engine's earlier orders. Its report, or the error
+        that it raises, goes to the inbox."""
+        earlier = [order for order in self._orders[tracked.index] if not order.done()]
+        order = asyncio.create_task(self._carry_out(earlier, work, tracked, *args, **kwargs))
+        self._orders[tracked.index] = [*earlier, order]
+        return order
+
+    async def _carry_out(
+        self,
+        earlier: Collection[asyncio.Task],
+        work: Callable[Concatenate[TrackedEngine, P], Awaitable[EngineReport]],
+        tracked: TrackedEngine,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        try:
+            if earlier:
+                await asyncio.wait(earlier)
+            report = await work(tracked, *args, **kwargs)
+        except Exception as failure:
+            report = failure
+        await self.inbox.put((tracked.index, report))
 
     def refresh(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
         """Order a parked engine to load the stage's weights, if `keep_parked_current`."""
         if self._keep_parked_current:
-            self._order(tracked, partial(self._sync, tracked, stage, Refreshed))
+            self.order(orders.refresh, tracked, stage)
 
     def park(self, tracked: TrackedEngine) -> None:
         """Order the engine to release its GPUs."""
-        self._parks[tracked.index] = self._order(tracked, partial(self._park, tracked))
+        self._parks[tracked.index] = self.order(orders.park, tracked)
 
     def wake(self, tracked: TrackedEngine) -> None:
         """Order the engine to take its GPUs once the other engines there have parked. Its state
         becomes `ENTERING`, until it has its GPUs and weights."""
         tracked.enter()
         tracked.begin(Activity.SWITCH, tracked.label)
-        self._order(tracked, partial(self._wake, tracked, self._leaving(tracked)))
+        self.order(self._wake, tracked, self._leaving(tracked))
 
-    def precopy(self, tracked: TrackedEngine, ids: Sequence[RequestId], of: object) -> None:
-        """Order the engine to save keys and values of these requests while they continue."""
-        self._order(tracked, partial(self._precopy, tracked, ids, of))
-
-    def expect_kv(self, tracked: TrackedEngine, saved: Sequence[SavedKV], of: object) -> None:
-        """Order a parked engine to prepare for loading these saved keys and values."""
-        self._order(tracked, partial(self._expect_kv, tracked, saved, of))
+    async def _wake(self, tracked: TrackedEngine, leaving: Collection[asyncio.Task]) -> Signal:
+        await self._wait_for_gpus(tracked, leaving)
+        return await orders.wake(tracked)
 
     def _leaving(self, tracked: TrackedEngine) -> list[asyncio.Task]:
         """Return the tasks after which the GPUs are free."""
@@ -190,81 +213,6 @@ class Fleet:
         sharing = [tracked.index, *(sharer.index for sharer in tracked.gpu_sharers)]
         while ends := [e for i in sharing if (e := self._ends.get(i)) and not e.done()]:
             await asyncio.wait(ends)
-
-    def _order(
-        self,
-        tracked: TrackedEngine,
-        work: Callable[[], Awaitable[EngineReport]],
-    ) -> asyncio.Task:
-        """Start an order that runs after the engine's earlier orders."""
-        own = [order for order in self._orders[tracked.index] if not order.done()]
-        order = asyncio.create_task(self._carry_out(tracked, work, own))
-        self._orders[tracked.index] = [*own, order]
-        return order
-
-    async def _carry_out(
-        self,
-        tracked: TrackedEngine,
-        work: Callable[[], Awaitable[EngineReport]],
-        earlier: Collection[asyncio.Task],
-    ) -> None:
-        try:
-            if earlier:
-                await asyncio.wait(earlier)
-            report = await work()
-        except Exception as failure:
-            report = failure
-        await self.inbox.put((tracked.index, report))
-
-    async def _sync(
-        self, tracked: TrackedEngine, stage: GenerationStage, report: type[Synced]
-    ) -> Synced:
-        started_s, error = now_s(), None
-        if tracked.version != stage.weights.policy_version:
-            tracked.begin(Activity.SYNC, stage.label)
-            error = await tracked.engine.load_weights(stage.weights)
-            tracked.version = stage.weights.policy_version
-        if tracked.standby:
-            tracked.rest()
-        return report(error, now_s() - started_s)
-
-    async def _precopy(
-        self, tracked: TrackedEngine, ids: Sequence[RequestId], of: object
-    ) -> Copied:
-        there = tracked.takes_requests and ids
-        return Copied(of, await tracked.engine.precopy(ids) if there else None)
-
-    async def _expect_kv(
-        self, tracked: TrackedEngine, saved: Sequence[SavedKV], of: object
-    ) -> Copied:
-        if tracked.standby:
-            await tracked.engine.expect_kv(saved)
-        return Copied(of)
-
-    async def _park(self, tracked: TrackedEngine) -> Signal:
-        if not tracked.holds_gpus:
-            return Signal.PARKED
-        try:
-            await tracked.engine.park()
-        except EngineDied:
-            # Other engines take these GPUs after this order, so no process may remain.
-            await tracked.engine.kill()
-            raise
-        finally:
-            tracked.holds_gpus = False
-        return Signal.PARKED
-
-    async def _wake(self, tracked: TrackedEngine, leaving: Collection[asyncio.Task]) -> Signal:
-        await self._wait_for_gpus(tracked, leaving)
-        if tracked.standby:
-            # Another layout owns these GPUs now, so do not wake the engine.
-            return Signal.PARKED
-        tracked.begin(Activity.SWITCH, tracked.label)
-        tracked.holds_gpus = True
-        if not await tracked.engine.wake():
-            tracked.version = None
-        tracked.woken_s = now_s()
-        return Signal.WOKEN
 
     async def sync_all(self, weights: PolicyWeights) -> float:
         """Load this policy version into every live engine. The next stage handles deaths.

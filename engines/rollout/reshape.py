@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 
 from engines.balance import in_turn, longest_first, places_after
 from engines.bounded import gather_all
+from engines.rollout import orders
 from engines.rollout.engine_reports import Copied
 from engines.rollout.fleet import Fleet
 from engines.rollout.moves import Reshape
@@ -142,7 +143,8 @@ class Reshaper:
             return
         state.precopy = Precopy(stage, move, {tracked.index for tracked in state.working})
         for tracked in state.working:
-            self._fleet.precopy(tracked, _not_finishing(tracked), state.precopy)
+            ids = [request.id for request in tracked.pending]
+            self._fleet.order(orders.precopy, tracked, ids, state.precopy)
 
     async def note_copied(self, tracked: TrackedEngine, copied: Copied) -> None:
         """Continue a switch after the last report of its phase, if it is still possible."""
@@ -160,7 +162,7 @@ class Reshaper:
             saved, precopy.saved = precopy.saved, []
             precopy.left = {target.index for target in targets}
             for target in targets:
-                self._fleet.expect_kv(target, saved, precopy)
+                self._fleet.order(orders.expect_kv, target, saved, precopy)
         elif not precopy.left:
             await self._make(state, stage, move)
 
@@ -246,7 +248,7 @@ class Reshaper:
         return [own for of_engine in taken for own in of_engine]
 
     async def _take_from(self, tracked: TrackedEngine, keep_kv: bool) -> list[Taken]:
-        ids = _not_finishing(tracked)
+        ids = [request.id for request in tracked.pending]
         taken = await tracked.take(ids, keep_kv=keep_kv) if ids else []
         return [(tracked, request) for request in taken]
 
@@ -294,10 +296,6 @@ class Reshaper:
             for origin, request in share:
                 stage.races.move(request.id, origin.index, target.index)
                 self._fleet.timeline_log.note(MoveKind.RESHAPED, request, origin, target)
-
-
-def _not_finishing(tracked: TrackedEngine) -> list[RequestId]:
-    return [id for id in tracked.unfinished if id not in tracked.finishing]
 
 
 def _merge(state: PoolState, stage: GenerationStage, taken: Sequence[Taken]) -> list[Taken]:

@@ -138,6 +138,11 @@ class TrackedEngine:
         return self.lifecycle is Lifecycle.SERVING
 
     @property
+    def pending(self) -> list[RolloutRequest]:
+        """Unfinished requests without those in `finishing`: the engine has yet to generate them."""
+        return [r for id, r in self.unfinished.items() if id not in self.finishing]
+
+    @property
     def label(self) -> str:
         return self.stage.label if self.stage else ""
 
@@ -182,7 +187,7 @@ class TrackedEngine:
     # Lifecycle
 
     def enter(self) -> None:
-        """Begin to wake or to load weights. May follow itself: a woken engine may need weights."""
+        """Begin to wake or to load weights. An engine that left standby is entering already."""
         self._become({_SERVING: _ENTERING, _ENTERING: _ENTERING})
 
     def serve(self) -> None:
@@ -277,11 +282,6 @@ class TrackedEngine:
         with suppress(EngineDied):
             await self.engine.submit(requests)
         self._drop_kv(requests)
-
-    async def submit_all(self) -> None:
-        """Submit the requests that waited until the engine woke or had weights."""
-        waiting = [r for id, r in self.unfinished.items() if id not in self.finishing]
-        await self.submit(waiting)
 
     async def add(self, requests: Sequence[RolloutRequest]) -> None:
         """Add requests to the current stage. Submit them now if the engine is serving."""
