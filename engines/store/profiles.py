@@ -8,7 +8,7 @@ Each profile is one DuckDB file. The flow that measures holds it.
     accuracy   the fit's errors on points that it was not fitted to
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ class ProfileStore:
             self._insert("accuracy", ((withheld, *_values(one)) for withheld, one in accuracies))
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _transaction(self) -> Generator[None]:
         self._con.execute("BEGIN")
         try:
             yield
