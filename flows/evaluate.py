@@ -6,6 +6,7 @@ from prefect import flow
 
 from engines.failures import Failures
 from flows.evaluation_config import find_subject
+from flows.prepare import evaluation_plan
 from flows.subflow import is_retried
 from schemas.evaluation import EvaluateConfig, EvaluationReport
 from tasks.evaluate import (
@@ -37,11 +38,9 @@ async def evaluate(
         resume: Continue an evaluation that was stopped. Prefect's Retry does so too.
         overwrite: Delete an earlier evaluation of the same name first.
     """
-    subject = find_subject(config)
-    resume = resume or is_retried(subject.config.run_dir)
-    async with open_evaluation(
-        subject.config, subject.policy_version, resume, overwrite=overwrite
-    ) as live:
+    resume = resume or is_retried(find_subject(config).config.run_dir)
+    subject, plan = evaluation_plan(config, resume, overwrite=overwrite)
+    async with open_evaluation(plan, subject.policy_version) as live:
         run, weights = live.ref, live.milestones.published.last
         plan = await plan_validation(run, subject.policy_version, live.engines.living)
         batch = await rollout(run, plan, weights, live.engines)

@@ -73,6 +73,8 @@ def find_subject(given: EvaluateConfig) -> EvaluationSubject:
         "seed": values.get("seed", 0) if given.seed is None else given.seed,
         "validation_samples": given.samples or values.get("validation_samples", 1),
         "drafting": {"enabled": False},
+        # There is no trainer to share the GPUs with.
+        "placement": "split",
     }
     # An evaluation uses `validation` only, but every config must have `train`.
     config["data"] = _dates(checkpoint) | config["data"] | {"train": data, "validation": data}

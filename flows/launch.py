@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from engines.data.hub import with_local_model
 from engines.user_files import validated
 from flows.auth import refusal
 from flows.cleaner import Cleaner
@@ -45,29 +44,28 @@ def launch_train(
     gpus: str | None = None,
     new_store: bool = False,
 ) -> None:
-    """Validate everything, then train. Raise ValueError for bad input before anything starts."""
-    from flows.check_run import check_training
+    """Plan the run, then train. Raise ValueError for bad input before anything starts."""
+    from flows.prepare import make_way, print_plan, training_plan
 
     if gpus and not check:
         raise ValueError("--gpus works with --check only: a run uses the GPUs of this machine")
-    given = with_local_model(_config(config_file, overrides, resume))
-    checked = check_training(given, resume is not None, overwrite, gpus, new_store=new_store)
-    config = checked.config
+    plan = training_plan(
+        _config(config_file, overrides, resume),
+        resume is not None,
+        overwrite=overwrite,
+        new_store=new_store,
+        gpus=gpus,
+    )
     if check:
-        checked.tell()
+        print_plan(plan)
         return
-    checked.make_way()
+    make_way(plan)
     from engines.reports.progress import print_summary
     from flows.train import train
 
+    config, run_dirs = plan.config, [plan.config.run_dir]
     print_summary(
-        _carry_out(
-            train,
-            config,
-            resume is not None,
-            run_dirs=[config.run_dir],
-            mlflow_dir=config.runs_dir,
-        )
+        _carry_out(train, config, plan.resume, run_dirs=run_dirs, mlflow_dir=config.runs_dir)
     )
     print(f"look at it: refrain show {config.run_dir}")
 
@@ -109,35 +107,18 @@ def read_evaluate_config(data: Sequence[str], values: Mapping[str, Any]) -> Eval
 def launch_evaluate(
     config: EvaluateConfig, resume: bool, overwrite: bool, json_file: str | None
 ) -> None:
-    """Validate everything, then evaluate. Raise ValueError before anything starts."""
+    """Plan the evaluation, then evaluate. Raise ValueError before anything starts."""
     check_output(json_file, JSON, "--json")
-    from flows.evaluation_config import find_subject
+    from flows.prepare import evaluation_plan
 
-    subject = find_subject(config)
-    set_services(config.runs_dir)
-    from tasks.run.machine import check_engines_fit
-    from tasks.run.preflight import read_inputs
-    from tasks.run.start_date import dated
-
-    read_inputs(dated(subject.config, resume))
-    check_engines_fit(subject.config)
-    run_dir = subject.config.run_dir
-    if not (resume or overwrite) and (run_dir / CONFIG_FILE).exists():
-        raise ValueError(
-            f"there is an evaluation in {run_dir} already: continue it with --resume, delete it "
-            "with --overwrite, or give this one another --name"
-        )
-    if overwrite and not resume:
-        check_deletable(run_dir)
-    else:
-        check_run_dir(subject.config, resume)
-    refuse_live(run_dir)
+    _, plan = evaluation_plan(config, resume, overwrite=overwrite)
     use_embedded_services(config.runs_dir)
     from engines.reports.runs import print_evaluation
     from flows.evaluate import evaluate
 
+    run_dirs = [plan.config.run_dir]
     report = _carry_out(
-        evaluate, config, resume, overwrite, run_dirs=[run_dir], mlflow_dir=config.runs_dir
+        evaluate, config, resume, overwrite, run_dirs=run_dirs, mlflow_dir=config.runs_dir
     )
     print_evaluation(report, Console(stderr=json_file == "-", highlight=False, markup=False))
     if json_file:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from engines.data.hub import with_local_model
-from flows.check_run import check_training
 from flows.environment import use_embedded_services
 from flows.own_server import own_server
+from flows.prepare import make_way, training_plan
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluateConfig, EvaluationReport
 from schemas.step import RunSummary
@@ -40,12 +39,12 @@ async def train(
     config: TrainConfig, *, resume: bool = False, overwrite: bool = False
 ) -> RunSummary:
     """Train, like `refrain train`. Raise ValueError for bad input before anything starts."""
-    checked = check_training(with_local_model(config), resume, overwrite)
-    checked.make_way()
+    plan = training_plan(config, resume, overwrite=overwrite)
+    make_way(plan)
     from flows.train import train as flow
 
     with own_server():
-        return await flow(checked.config, resume)
+        return await flow(plan.config, resume)
 
 
 async def evaluate(

@@ -6,7 +6,7 @@ from typing import Any
 from prefect import flow, tags
 
 from engines.bounded import is_cancelled, together
-from engines.data.hub import with_local_model
+from flows.prepare import training_plan
 from flows.step import rl_step, validation
 from flows.subflow import call_numbered, is_retried, tried_again
 from schemas.config import TrainConfig
@@ -15,7 +15,7 @@ from tasks.report import draw_left, show_run
 from tasks.run.crashes import has_begun, is_crash, note_crash
 from tasks.run.end_killed import end_killed
 from tasks.run.live import LiveRun, open_run, write_summary
-from tasks.run.split import with_gpu_split
+from tasks.run.plan import RunPlan, plan_again
 
 
 def _on_end(flow: Any, flow_run: Any, state: Any) -> None:
@@ -35,17 +35,16 @@ async def train(config: TrainConfig, resume: bool = False) -> RunSummary:
         resume: Continue from the run's last checkpoint. Prefect's Retry does so too.
     """
     with tags(config.name):
-        planned = with_gpu_split(with_local_model(config))
-        return await _train_on(planned, resume or is_retried(config.run_dir))
+        return await _train_on(training_plan(config, resume or is_retried(config.run_dir)))
 
 
-async def _train_on(config: TrainConfig, resume: bool) -> RunSummary:
+async def _train_on(plan: RunPlan) -> RunSummary:
     """Train, and resume after crashes, at most `trainer.max_failures` times."""
-    started, goes_on = time.perf_counter(), ""
+    config, started, goes_on = plan.config, time.perf_counter(), ""
     for num_left in reversed(range(config.trainer.max_failures + 1)):
         try:
             with tried_again(bool(goes_on)):
-                return await _train(config, resume or bool(goes_on), started, goes_on)
+                return await _train(plan_again(plan) if goes_on else plan, started, goes_on)
         except Exception as error:
             goes_on_after = num_left and is_crash(error) and has_begun(config.run_dir)
             if is_cancelled() or not goes_on_after:
@@ -54,10 +53,10 @@ async def _train_on(config: TrainConfig, resume: bool) -> RunSummary:
     raise AssertionError("the last try returns or raises")
 
 
-async def _train(config: TrainConfig, resume: bool, started: float, goes_on: str) -> RunSummary:
+async def _train(plan: RunPlan, started: float, goes_on: str) -> RunSummary:
     """Train in one try. `started`: start of the first try, on the performance counter. `goes_on`:
     the reason for another try, or empty."""
-    async with open_run(config, resume) as live:
+    async with open_run(plan) as live:
         if goes_on:
             live.run.progress.phase(goes_on)
         show_run(live.run)

@@ -19,7 +19,6 @@ from engines.reports.progress import Everywhere, TerminalProgress
 from engines.reward import ScorerPool
 from engines.store.actor import StoreClient, start_store
 from engines.tracking.tracker import Tracker, add_to_run
-from schemas.config import TrainConfig
 from schemas.evaluation import EvaluationReport
 from schemas.run import RunRef
 from schemas.step import RewardedBatch, RolloutBatch
@@ -30,19 +29,16 @@ from tasks.run.attach import SCORER, STORE, Run, attach
 from tasks.run.engines import make_generation
 from tasks.run.gpus import wanted_by_engines
 from tasks.run.live import LiveRun, make_ref, recorded
-from tasks.run.machine import check_engines_fit
 from tasks.run.milestones import Milestones
-from tasks.run.preflight import read_inputs
+from tasks.run.plan import RunPlan
 from tasks.run.ray_cluster import ray_cluster, while_ray_lives
 from tasks.run.run_dir import (
-    STORE_FILE,
     claim_run_dir,
     delete_run,
     made_known,
     stop_leftovers,
 )
 from tasks.run.run_log import RunLog
-from tasks.run.start_date import dated
 
 EXPERIMENT = "refrain evaluations"
 """MLflow experiment of all evaluations."""
@@ -50,22 +46,13 @@ EVALUATION_FILE = "evaluation.json"
 
 
 @asynccontextmanager
-async def open_evaluation(
-    config: TrainConfig, policy_version: int, resume: bool, *, overwrite: bool = False
-) -> AsyncGenerator[LiveRun]:
-    """Open a run without trainer and drafters, like `open_run`, and close it after the block.
-
-    `overwrite`: delete an earlier evaluation after all checks, unless it is resumed.
-    """
-    config = dated(config, resume)
-    inputs = read_inputs(config)
-    # There is no trainer to share the GPUs with.
-    config = config.model_copy(update={"placement": "split"})
-    check_engines_fit(config)
-    if overwrite and not resume:
+async def open_evaluation(plan: RunPlan, policy_version: int) -> AsyncGenerator[LiveRun]:
+    """Open a run without trainer and drafters, like `open_run`, and close it after the block."""
+    config, runs_dir = plan.config, plan.config.runs_dir.parent
+    if plan.overwrites:
         delete_run(config.run_dir)
     async with AsyncExitStack() as stack:
-        stack.callback(claim_run_dir(config, resume).release)
+        stack.callback(claim_run_dir(config, plan.resume).release)
         stack.callback(stop_leftovers, config.run_dir)
         terminal = TerminalProgress()
         stack.callback(terminal.close)
@@ -83,16 +70,17 @@ async def open_evaluation(
         stack.push_async_callback(engines.coordinator.shutdown)
         scorers = ScorerPool(config, SCORER)
         stack.push_async_callback(scorers.shutdown)
-        uri, runs_dir = os.environ.get("MLFLOW_TRACKING_URI"), config.runs_dir.parent
         run = Run(
             make_ref(config, policy_version),
             config,
-            inputs,
-            StoreClient(start_store(config.run_dir / STORE_FILE, STORE)),
+            plan.inputs,
+            StoreClient(start_store(plan.addresses.store, STORE)),
             TrainerGroup(config),
             scorers,
             HistoryWorkers(config.history_dir, config.drafting, progress.phase),
-            Tracker(config, uri, failures, experiment=EXPERIMENT, runs_dir=runs_dir),
+            Tracker(
+                config, plan.addresses.mlflow, failures, experiment=EXPERIMENT, runs_dir=runs_dir
+            ),
             pages,
             progress,
             failures,

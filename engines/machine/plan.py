@@ -79,7 +79,7 @@ def require_fits(needs: Iterable[Need]) -> None:
         raise ValueError("the run does not fit. " + "; ".join(lacking))
 
 
-def plan_run(
+def memory_needs(
     config: TrainConfig,
     shape: ModelShape,
     nodes: Nodes,
@@ -133,7 +133,7 @@ def training_of(config: TrainConfig, shape: ModelShape) -> Training:
 
 def share_gpu(config: TrainConfig, shape: ModelShape, gpu_bytes: float) -> SharedGpu:
     """Return the memory of an engine and a trainer rank that take turns on a GPU. Raise ValueError
-    as `plan_run` does."""
+    as `memory_needs` does."""
     training = training_of(config, shape)
     return SharedGpu(
         engine=_engine_footprint(config, shape, gpu_bytes),

@@ -8,7 +8,7 @@ from engines.machine.plan import Need
 from engines.reports.tables import plain_table
 
 
-def print_plan(needs: Sequence[Need]) -> None:
+def print_needs(needs: Sequence[Need]) -> None:
     """Print a row per need. Print nothing if no needs are known."""
     if not needs:
         return

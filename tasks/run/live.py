@@ -6,7 +6,6 @@ this process.
 """
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Generator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from engines.tracking.mlflow_client import require_server
 from engines.tracking.progress_file import ProgressFile
 from engines.tracking.system_metrics import system_metrics
 from engines.tracking.tracker import Tracker, is_known
-from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
 from schemas.rollout import Split
 from schemas.run import RunRef
@@ -39,22 +37,18 @@ from tasks.run.attach import HISTORY, SCORER, STORE, TRAINER, Run, attached
 from tasks.run.engines import Engines, make_generation
 from tasks.run.gpus import TRAINER as THE_TRAINER
 from tasks.run.gpus import wanted_gpus
-from tasks.run.machine import check_training_fits
 from tasks.run.milestones import Milestones
-from tasks.run.preflight import Inputs, read_inputs
+from tasks.run.plan import RunPlan
 from tasks.run.ray_cluster import ray_cluster, ray_logs, token_file, while_ray_lives
-from tasks.run.resuming import Resumption, check_mirror, check_resumable, mirror_of, take_up
+from tasks.run.resuming import Resumption, check_mirror, mirror_of, take_up
 from tasks.run.run_dir import (
-    STORE_FILE,
     SUMMARY_FILE,
-    check_run_dir,
     claim_run_dir,
     made_known,
     stop_leftovers,
 )
 from tasks.run.run_log import RunLog
 from tasks.run.run_metadata import log_run_facts
-from tasks.run.start_date import dated
 
 FETCH_S = 3600.0
 """Seconds that a resumed run may take to fetch the copy of a checkpoint."""
@@ -76,21 +70,16 @@ class LiveRun:
 
 
 @asynccontextmanager
-async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]:
-    """Validate, claim the run's directory, start the actors, and restore the last checkpoint. Raise
-    ValueError for bad input before anything starts.
+async def open_run(plan: RunPlan) -> AsyncGenerator[LiveRun]:
+    """Claim the run's directory, start the actors, and restore the last checkpoint. Raise
+    ValueError when a server or a mirror refuses the run.
 
     After the block, stop everything that was started, also after errors.
     """
-    config = dated(config, resume)
-    inputs = read_inputs(config)
-    check_training_fits(config)
+    config, located, found = plan.config, plan.located, plan.resumption
     async with AsyncExitStack() as stack:
-        changes = check_run_dir(config, resume)
-        located = with_absolute_paths(config)
-        found = check_resumable(located) if resume else Resumption()
-        check_mirror(config, resume, changes)
-        lock = claim_run_dir(config, resume)
+        check_mirror(config, plan.resume, plan.changes)
+        lock = claim_run_dir(config, plan.resume)
         stack.callback(lock.release)
         # Kill the processes that survive Ray's end.
         stack.callback(stop_leftovers, config.run_dir)
@@ -99,18 +88,16 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
         stack.callback(terminal.close)
         failures = Failures(config.run_dir, terminal.warn)
         stack.callback(failures.close)
-        checkpoint = _fetch_lost(located, found, failures) if resume else None
-        file = ProgressFile(config.run_dir, inputs.loader.num_steps, failures)
+        checkpoint = _fetch_lost(located, found, failures) if plan.resume else None
+        file = ProgressFile(config.run_dir, plan.inputs.loader.num_steps, failures)
         progress = Everywhere(failures, terminal, stack.enter_context(file), RunLog())
         failures.warn = progress.warn
-        for change in changes:
+        for change in plan.changes:
             progress.phase(f"resumed with {change}")
-        for note in found.notes:
+        for note in (*plan.notes, *plan.inputs.warnings):
             progress.phase(note)
         if not is_known(config):
-            require_server(os.environ.get("MLFLOW_TRACKING_URI"))
-        for warning in inputs.warnings:
-            progress.phase(warning)
+            require_server(plan.addresses.mlflow)
         progress.phase("starting Ray, the trainer and the engines")
         placement = stack.enter_context(ray_cluster(config.name, wanted_gpus(config)))
         advice = (
@@ -119,9 +106,7 @@ async def open_run(config: TrainConfig, resume: bool) -> AsyncGenerator[LiveRun]
             "rollout.num_engines=N to this command if there are fewer GPUs now"
         )
         async with while_ray_lives(advice):
-            live = await _start_actors(
-                located, checkpoint, inputs, progress, failures, placement, stack
-            )
+            live = await _start_actors(plan, checkpoint, progress, failures, placement, stack)
             needed = await live.run.trainer.nodes()
         file.begin(live.ref.first_version)
         stack.enter_context(made_known(live.ref))
@@ -184,15 +169,15 @@ async def go_back(
 
 
 async def _start_actors(
-    config: TrainConfig,
+    plan: RunPlan,
     checkpoint: Path | None,
-    inputs: Inputs,
     progress: Progress,
     failures: Failures,
     placement: GpuPlacement,
     stack: AsyncExitStack,
 ) -> LiveRun:
-    store = StoreClient(start_store(config.run_dir / STORE_FILE, STORE))
+    config, inputs = plan.located, plan.inputs
+    store = StoreClient(start_store(plan.addresses.store, STORE))
     version = await go_back(checkpoint, inputs.loader, store, config.max_staleness)
     learnt: dict[int, str] = await store.call("learnt")
     engines = await make_generation(
@@ -234,7 +219,7 @@ async def _start_actors(
     for warning in weights.warnings:
         progress.warn(warning)
     actors = (store, trainer, scorers, history)
-    run = _make_run(make_ref(config, version), config, inputs, actors, progress, failures)
+    run = _make_run(make_ref(config, version), plan, actors, progress, failures)
     stack.callback(run.pages.close)
     num_steps = inputs.loader.num_steps
     validates = bool(config.data.validation)
@@ -246,14 +231,14 @@ async def _start_actors(
 
 def _make_run(
     ref: RunRef,
-    config: TrainConfig,
-    inputs: Inputs,
+    plan: RunPlan,
     actors: tuple[StoreClient, TrainerGroup, ScorerPool, HistoryWorkers],
     progress: Progress,
     failures: Failures,
 ) -> Run:
     """Return the run with its tracker, pages and checkpoint copies."""
-    tracker = Tracker(config, os.environ.get("MLFLOW_TRACKING_URI"), failures)
+    config, inputs = plan.located, plan.inputs
+    tracker = Tracker(config, plan.addresses.mlflow, failures)
     with failures.contained("recording facts about the run"):
         log_run_facts(tracker, config, inputs)
     pages = StepPages(config.run_dir, config.name, failures)

@@ -13,7 +13,7 @@ from engines.machine.host import HostNeed, require_room
 from engines.machine.inspect_machine import gpu_memory, room_of
 from engines.machine.memory import host_memory
 from engines.machine.nodes import Nodes, parse_nodes
-from engines.machine.plan import Need, plan_disk, plan_run, require_fits, undrafted
+from engines.machine.plan import Need, memory_needs, plan_disk, require_fits, undrafted
 from engines.pat.memory import USABLE_SHARE, host_footprint
 from engines.shared_memory import shared_memory
 from schemas.config import TrainConfig
@@ -34,18 +34,12 @@ class MemoryPlan:
     """The need of each kind of memory (GPUs, host, disk). Empty: not known."""
 
 
-def check_training_fits(config: TrainConfig) -> str:
-    """Check that engines, drafters and trainer fit on this machine. Return a sentence about their
-    memory. On a cluster, the check happens when the run starts.
+def plan_training(config: TrainConfig, gpus: str | None = None) -> MemoryPlan:
+    """Plan the memory of every role on this machine, or on `gpus`, for example 8xH100-80GB. On a
+    cluster, Ray places the roles when the run starts.
 
     Raise ValueError with the arithmetic when they do not fit, or when the CUDA build finds no GPU.
     """
-    return plan_training(config).says
-
-
-def plan_training(config: TrainConfig, gpus: str | None = None) -> MemoryPlan:
-    """Plan the memory of every role on this machine, or on `gpus`, for example 8xH100-80GB. Raise
-    the errors of `check_training_fits`."""
     wanted = wanted_gpus(config)
     if gpus is not None:
         return _on_gpus(config, wanted, parse_nodes(gpus), f"Planned for {gpus}.")
@@ -74,7 +68,7 @@ def _on_gpus(config: TrainConfig, wanted: Sequence[Wanted], nodes: Nodes, says: 
         shape, drafters = model_shape(config), drafter_shapes(config)
     except ValueError as error:
         return MemoryPlan(f"{says} Its memory is not planned: {error}.")
-    needs = plan_run(config, shape, nodes, max(owners.values()), drafters)
+    needs = memory_needs(config, shape, nodes, max(owners.values()), drafters)
     require_fits(needs)
     return MemoryPlan(" ".join((says, *undrafted(config, drafters, nodes))), needs)
 
@@ -97,14 +91,14 @@ def _disk_bytes(config: TrainConfig) -> float:
     return room_of(config.run_dir).free_bytes + sum(path.stat().st_size for path in own)
 
 
-def check_engines_fit(config: TrainConfig) -> str:
-    """Check the engines alone, like `check_training_fits`."""
+def plan_engines(config: TrainConfig) -> MemoryPlan:
+    """Plan the engines alone. Raise the errors of `plan_training`."""
     wanted = wanted_by_engines(config)
     if names_cluster():
-        return ON_CLUSTER
+        return MemoryPlan(ON_CLUSTER)
     if num_gpus := check_gpus(wanted):
-        return _taken(wanted, num_gpus)
-    return _check_host(_host_need(config, 0))
+        return MemoryPlan(_taken(wanted, num_gpus))
+    return MemoryPlan(_check_host(_host_need(config, 0)))
 
 
 def _taken(wanted: Sequence[Wanted], num_gpus: int) -> str:

@@ -133,7 +133,7 @@ def check_ways_of_weights(config: TrainConfig) -> None:
 
 @lru_cache(maxsize=1)
 def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
-    # Cached, because the command line checks before it starts Prefect, and the flow checks again.
+    # Cached, because the command line plans before it starts Prefect, and the flow plans again.
     values = fill_in(json.loads(config_json), json.loads(secrets_json))
     config = TrainConfig.model_validate(values)
     check_reward_file(config.reward)

@@ -6,8 +6,6 @@ The planned numbers replace `specactor.split_gpus` in the run's recorded config.
 them, unless you give it another number of GPUs.
 """
 
-from collections.abc import Callable
-
 from engines.learn.model_dir import check_model_dir
 from engines.specactor.planner import Cluster, GpuSplit, split_gpus
 from schemas.config import TrainConfig
@@ -15,24 +13,25 @@ from schemas.drafting import DraftModel
 from tasks.run.preflight import read_latency
 
 
-def with_gpu_split(config: TrainConfig, log: Callable[[str], None] = print) -> TrainConfig:
-    """Return the config with planned numbers instead of `specactor.split_gpus`. Report them with
-    `log`. Raise ValueError when no plan is possible."""
+def with_gpu_split(config: TrainConfig) -> tuple[TrainConfig, str]:
+    """Return the config with planned numbers instead of `specactor.split_gpus`, and a sentence
+    about them. It is empty if there is nothing to split. Raise ValueError when no plan is
+    possible."""
     specactor = config.specactor
     if specactor.split_gpus is None:
-        return config
+        return config, ""
     drafter = _planned_for(config)
     split = _plan(config, drafter.name, specactor.split_gpus)
-    log(_sentence(config, drafter.name, split))
     models = [
         model.model_copy(update={"num_engines": split.num_drafters}) if model == drafter else model
         for model in specactor.draft_models
     ]
     changed = {"draft_models": tuple(models), "window": split.window, "split_gpus": None}
     rollout = config.rollout.model_copy(update={"num_engines": split.num_engines})
-    return config.model_copy(
+    planned = config.model_copy(
         update={"rollout": rollout, "specactor": specactor.model_copy(update=changed)}
     )
+    return planned, _sentence(config, drafter.name, split)
 
 
 def _planned_for(config: TrainConfig) -> DraftModel:

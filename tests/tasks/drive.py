@@ -16,9 +16,10 @@ async def drive(file: Path) -> None:
     from tasks.history import index_history
     from tasks.rollout import rollout
     from tasks.run.live import open_run
+    from tasks.run.plan import plan_run
     from tasks.schedule import rank_and_group
 
-    async with open_run(load_config(file, ()), resume=False) as live:
+    async with open_run(plan_run(load_config(file, ()), resume=False)) as live:
         history = await index_history.fn(live.ref, 1)
         plan = await rank_and_group.fn(live.ref, 1, history, live.engines.living)
         weights = live.milestones.published.last

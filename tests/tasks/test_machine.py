@@ -10,7 +10,7 @@ import tasks.run.machine
 from flows.cli import main
 from flows.config_file import load_config
 from tasks.profile import gpus_wanted
-from tasks.run.machine import check_engines_fit, check_gpus, check_training_fits
+from tasks.run.machine import check_gpus, plan_engines, plan_training
 from tests.conftest import DEMO
 from tests.flows.commands import write_config
 
@@ -31,12 +31,12 @@ def test_engines_on_cpus_need_memory(tmp_path: Path, alone: pytest.MonkeyPatch) 
     alone.setattr(tasks.run.machine, "require_gpus", lambda: 0)
     alone.setattr(tasks.run.machine, "host_memory", lambda: (24 * GB, 1 * GB))
     small = config_of(tmp_path, rollout__num_engines=4)
-    assert check_training_fits(small).startswith("On CPUs, with about 4.1 GB of memory (3.5 GB")
+    assert plan_training(small).says.startswith("On CPUs, with about 4.1 GB of memory (3.5 GB")
     many = config_of(tmp_path, rollout__num_engines=64)
     with pytest.raises(ValueError, match=r"need 56\.\d GB .*64 engine processes.* 22\.8 GB"):
-        check_training_fits(many)
+        plan_training(many)
     with pytest.raises(ValueError, match="64 engine processes"):
-        check_engines_fit(many)
+        plan_engines(many)
 
 
 @pytest.mark.parametrize(("num_engines", "tp_degree"), [(5, 2), (64, 1)])
@@ -48,20 +48,20 @@ def test_gpus_are_counted(
     many = config_of(tmp_path, placement="split", **changes)
     wanted = num_engines * tp_degree
     with pytest.raises(ValueError, match=rf"takes {wanted} GPUs \({wanted} for rollout"):
-        check_training_fits(many.model_copy(update={"placement": "shared"}))
+        plan_training(many.model_copy(update={"placement": "shared"}))
     with pytest.raises(
         ValueError,
         match=rf"takes {wanted + 1} GPUs \({wanted} for rollout.num_engines x .*, free are 8",
     ):
-        check_training_fits(many)
+        plan_training(many)
 
 
 def test_an_evaluation_has_no_trainer(tmp_path: Path, alone: pytest.MonkeyPatch) -> None:
     alone.setattr(tasks.run.machine, "require_gpus", lambda: 2)
     config = config_of(tmp_path, placement="split", rollout__num_engines=2)
-    assert check_engines_fit(config) == "Takes 2 of the 2 GPUs here."
+    assert plan_engines(config).says == "Takes 2 of the 2 GPUs here."
     with pytest.raises(ValueError, match=r"the trainer wants 1 GPUs"):
-        check_training_fits(config)
+        plan_training(config)
 
 
 def test_in_turn_with_the_engines_a_trainer_wants_no_more_gpus(
@@ -70,14 +70,14 @@ def test_in_turn_with_the_engines_a_trainer_wants_no_more_gpus(
     alone.setattr(tasks.run.machine, "require_gpus", lambda: 2)
     alone.setattr(tasks.run.machine, "gpu_memory", lambda: None)
     config = config_of(tmp_path, rollout__num_engines=2, trainer__num_processes=2)
-    assert check_training_fits(config).startswith("Takes 2 of the 2 GPUs here, engines and trainer")
+    assert plan_training(config).says.startswith("Takes 2 of the 2 GPUs here, engines and trainer")
     with pytest.raises(ValueError, match=r"wants 3 GPUs .* which have 2: .* set placement=split"):
-        check_training_fits(config_of(tmp_path, trainer__num_processes=3))
+        plan_training(config_of(tmp_path, trainer__num_processes=3))
 
 
 def test_runs_on_a_cluster_are_checked_there(tmp_path: Path, alone: pytest.MonkeyPatch) -> None:
     alone.setenv("RAY_ADDRESS", "head:6379")
-    assert "cluster" in check_training_fits(config_of(tmp_path, rollout__num_engines=640))
+    assert "cluster" in plan_training(config_of(tmp_path, rollout__num_engines=640)).says
 
 
 def test_a_profile_counts_them_too(alone: pytest.MonkeyPatch) -> None:

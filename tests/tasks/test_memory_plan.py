@@ -13,7 +13,7 @@ import tasks.run.machine
 from benchmarks.memory import qwen3_config
 from engines.latency.model_shape import SHAPES
 from engines.machine.nodes import Nodes, parse_nodes
-from engines.machine.plan import Need, plan_run, require_fits
+from engines.machine.plan import Need, memory_needs, require_fits
 from engines.pat.memory import WORKING_BYTES
 from flows.cli import main
 from flows.config_file import load_config
@@ -94,7 +94,7 @@ def test_the_cluster_has_room_for_the_presets(name: str, model: Path) -> None:
         shm_bytes=_bytes(shm["sizeLimit"]),
         disk_bytes=_bytes(disk["spec"]["resources"]["requests"]["storage"]),
     )
-    planned = plan_run(preset(model, name=name), SHAPES["Qwen3-8B"], nodes, nodes.num_gpus)
+    planned = memory_needs(preset(model, name=name), SHAPES["Qwen3-8B"], nodes, nodes.num_gpus)
     require_fits(planned)
     assert all(need.usable_bytes for need in planned)
     with pytest.raises(ValueError, match=r"/dev/shm of a node needs .* that can be used"):
@@ -277,7 +277,7 @@ def test_this_machine_is_planned_before_a_start(
     assert all(need.usable_bytes for need in plan.needs)
     monkeypatch.setattr(tasks.run.machine, "gpu_memory", lambda: 4e9)
     with pytest.raises(ValueError, match="the GPU of an engine needs"):
-        tasks.run.machine.check_training_fits(config)
+        tasks.run.machine.plan_training(config)
 
 
 def test_the_demo_is_planned_on_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from engines.gpus.placement import GpuPlacement
 from engines.gpus.reservation import ReservedGpus
 from engines.latency.model_shape import SHAPES, ModelShape
 from engines.machine.nodes import Nodes
-from engines.machine.plan import Need, plan_run, require_fits, share_gpu, training_of
+from engines.machine.plan import Need, memory_needs, require_fits, share_gpu, training_of
 from engines.machine.shared_gpu import SharedGpu
 from engines.machine.trainer_memory import resting_bytes, trainer_footprint
 from engines.pat.memory import CONTEXT_BYTES, NCCL_BYTES, PARKED_BYTES, WORKING_BYTES
@@ -183,7 +183,7 @@ def test_too_little_host_memory_is_refused(tmp_path: Path) -> None:
     config = one_gpu(tmp_path, "Qwen3-1.7B")
 
     def planned(host_bytes: float) -> tuple[Need, ...]:
-        return plan_run(config, SHAPES["Qwen3-1.7B"], Nodes(1, 1, 80e9, host_bytes), 2)
+        return memory_needs(config, SHAPES["Qwen3-1.7B"], Nodes(1, 1, 80e9, host_bytes), 2)
 
     require_fits(planned(48e9))
     with pytest.raises(ValueError, match=r"the memory of a node .* 20\.6 GB of the trainer's"):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from engines.inference.drafting.drafters import Drafter, Drafters
-from flows.check_run import check_training
 from flows.config_file import load_config, override
 from flows.launch import launch_train
+from flows.prepare import training_plan
 from schemas.config import TrainConfig
 from schemas.latency import PointKind, Profile
 from tasks.run.gpus import wanted_gpus
@@ -40,13 +40,12 @@ def profile(tmp_path: Path) -> str:
 
 def planned(directory: Path, *overrides: str) -> TrainConfig:
     config = load_config(write_config(directory), [SMALL, *overrides])
-    return with_gpu_split(config, log=lambda _: None)
+    return with_gpu_split(config)[0]
 
 
 def test_gpus_are_shared_out_as_planned(tmp_path: Path, profile: str) -> None:
-    said: list[str] = []
     given = load_config(write_config(tmp_path), [SMALL, SPLIT, profile])
-    config = with_gpu_split(given, said.append)
+    config, sentence = with_gpu_split(given)
     specactor, num_engines = config.specactor, config.rollout.num_engines
     num_drafters = specactor.draft_models[0].num_engines
     assert (num_engines + num_drafters, specactor.split_gpus) == (6, None)
@@ -58,11 +57,9 @@ def test_gpus_are_shared_out_as_planned(tmp_path: Path, profile: str) -> None:
         *(f"engine {i}" for i in range(num_engines)),
         *(f"drafter process {i}" for i in range(num_drafters)),
     ]
-    (sentence,) = said
     assert f"rollout.num_engines={num_engines} of TP 1" in sentence
     assert f"{num_drafters} of drafter small, specactor.window={specactor.window}" in sentence
-    assert with_gpu_split(config, said.append) is config
-    assert len(said) == 1
+    assert with_gpu_split(config) == (config, "")
 
 
 def test_drafts_that_are_expected_to_be_wrong_have_short_windows(
@@ -165,21 +162,22 @@ def test_resumed_run_keeps_its_split_unless_changed(
     tmp_path: Path, profile: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = load_config(write_config(tmp_path), [SMALL, SPLIT, profile])
-    config = check_training(given, resume=False, overwrite=False).config
-    assert "split of 6 GPUs" in capsys.readouterr().out
+    plan = training_plan(given, resume=False)
+    assert "split of 6 GPUs" in plan.gpu_split
+    config = plan.config
     claim_run_dir(config, resume=False).release()
     recorded = read_config(config.run_dir)
     assert recorded.rollout.num_engines == config.rollout.num_engines
     assert recorded.specactor == config.specactor
     # Resume by the run's name, then by its config file.
     for resumed in (recorded, given):
-        checked = check_training(resumed, resume=True, overwrite=False)
-        assert (checked.changes, checked.config.specactor) == ([], config.specactor)
+        plan = training_plan(resumed, resume=True)
+        assert (plan.changes, plan.config.specactor) == ((), config.specactor)
     capsys.readouterr()
     launch_train(None, ["specactor.split_gpus=3"], str(config.run_dir), overwrite=False, check=True)
     told = capsys.readouterr().out
     assert "split of 3 GPUs" in told
     assert f"resumed with rollout.num_engines: {config.rollout.num_engines} -> 2\n" in told
     by_hand = override(recorded, ["rollout.num_engines=1"])
-    (change,) = check_training(by_hand, resume=True, overwrite=False).changes
+    (change,) = training_plan(by_hand, resume=True).changes
     assert change.name == "rollout.num_engines"

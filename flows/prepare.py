@@ -1,0 +1,123 @@
+"""Prepare a run before it starts: plan it, print the plan, make way for it.
+
+training_plan, evaluation_plan   read only, change nothing on disk
+make_way                         makes the first change: deletes an earlier run, for --overwrite
+"""
+
+import re
+from typing import TYPE_CHECKING
+
+from engines.data.hub import with_local_model
+from flows.environment import set_services, use_embedded_services
+from flows.evaluation_config import EvaluationSubject, find_subject
+from schemas.config import TrainConfig
+from schemas.evaluation import EvaluateConfig
+from tasks.run.resuming import check_mirror, renew_store
+from tasks.run.run_dir import delete_run
+
+if TYPE_CHECKING:
+    from tasks.run.plan import RunPlan
+
+
+def training_plan(
+    config: TrainConfig,
+    resume: bool,
+    *,
+    overwrite: bool = False,
+    new_store: bool = False,
+    gpus: str | None = None,
+) -> "RunPlan":
+    """Plan a training run, see `plan_run`. Download its model if it is a name on the Hub. Raise
+    ValueError for bad input."""
+    # Download first, because the environment of a run is offline.
+    config = with_local_model(config)
+    set_services(config.runs_dir)
+    from tasks.run.plan import plan_run
+
+    return plan_run(config, resume, overwrite=overwrite, new_store=new_store, gpus=gpus)
+
+
+def evaluation_plan(
+    config: EvaluateConfig, resume: bool, *, overwrite: bool = False
+) -> "tuple[EvaluationSubject, RunPlan]":
+    """Find the model to evaluate, and plan the run that does it. Raise ValueError for bad input."""
+    subject = find_subject(config)
+    set_services(config.runs_dir)
+    from tasks.run.plan import plan_evaluation
+
+    return subject, plan_evaluation(subject.config, resume, overwrite=overwrite)
+
+
+def make_way(plan: "RunPlan") -> None:
+    """Delete an earlier run or rename its store, if requested. Make Prefect's directory.
+
+    Raise ValueError before the deletion when the mirror has copies of that run's checkpoints.
+    """
+    if plan.gpu_split:
+        print(plan.gpu_split)
+    if plan.overwrites:
+        check_mirror(plan.config, resume=False, changes=[])
+        delete_run(plan.config.run_dir)
+    if plan.renews_store:
+        for moved in renew_store(plan.config.run_dir):
+            print(f"kept the former store as {moved}")
+    use_embedded_services(plan.config.runs_dir)
+
+
+def print_plan(plan: "RunPlan") -> None:
+    """Print each part of a plan, what changed in a resumed run, and the memory of each place."""
+    from engines.reports.plan import print_needs
+
+    for change in plan.changes:
+        print(f"resumed with {change}")
+    for note in plan.notes:
+        print(note)
+    print(f"{plan.config.name}: {plan.inputs.loader.num_steps} steps. All is well.")
+    for name, value in parts(plan).items():
+        print(f"  {name:<12}{value}")
+    for warning in plan.inputs.warnings:
+        print(warning)
+    if plan.config.drafting.enabled:
+        data = " ".join(str(path) for path in plan.config.data.train)
+        print(
+            "Drafts: their speedup depends on how random the policy is. The first step's log "
+            f"shows it. To measure it now: refrain bench real {plan.config.model.path} {data}"
+        )
+    print_needs(plan.memory.needs)
+    print(plan.memory.says)
+
+
+def parts(plan: "RunPlan") -> dict[str, str]:
+    """Return the parts of a plan and their values, to read."""
+    config, addresses, rollout = plan.config, plan.addresses, plan.config.rollout
+    datasets = plan.inputs.datasets.items()
+    turns = ", which take turns on the same GPUs" if config.takes_turns else ""
+    drafters = [f"{model.num_engines} of {model.name}" for model in config.specactor.draft_models]
+    mlflow, prefect = addresses.mlflow, addresses.prefect
+    return {
+        "run": f"{config.run_dir}, {_start(plan)}",
+        "model": f"{config.model.path} in {config.model.dtype}",
+        "prompts": ", ".join(f"{len(data.prompts)} {split}" for split, data in datasets),
+        "mode": f"{config.mode}, {config.prompts_per_step} prompts x {rollout.group_size} a step",
+        "engines": f"{rollout.num_engines} of TP {rollout.tp_degree}",
+        "drafters": ", ".join(drafters) or "no draft models",
+        "trainer": f"{config.trainer.num_processes} processes beside the engines{turns}",
+        "profile": config.profile or "none: engines measure their steps",
+        "store": str(addresses.store),
+        "Ray": "this machine" if addresses.ray == "local" else addresses.ray,
+        "MLflow": _without_password(mlflow) if mlflow else f"files in {config.runs_dir}",
+        "Prefect": _without_password(prefect) if prefect else "a server of this run",
+    }
+
+
+def _start(plan: "RunPlan") -> str:
+    if plan.overwrites:
+        return "replaces an earlier run"
+    if not plan.resume:
+        return "new"
+    checkpoint = plan.resumption.checkpoint
+    return f"resumes from {checkpoint.name if checkpoint else 'its beginning'}"
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"//[^/@]*@", "//", url)
