@@ -54,7 +54,7 @@ from engines.rollout.moves import RolloutView
 from engines.specactor.best_of_n import BestOfN
 from flows.config_file import load_config
 from schemas.bench import BenchReport
-from schemas.config import EngineConfig, TrainConfig
+from schemas.config import TrainConfig
 from schemas.counts import StreamCounts
 from schemas.drafting import NGRAM
 from schemas.rollout import DraftSetting, Rollout, RolloutRequest
@@ -262,7 +262,8 @@ async def _measure(
         only(others),
         ray_cluster("bench", wanted) as placement,
     ):
-        engine, earlier = _fusing(config.engine, Path(directory)), Earlier(Path(directory))
+        engine = config.engine.model_copy(update={"history_dir": Path(directory)})
+        earlier = Earlier(Path(directory))
         per_process = 1 if placement.num_gpus else 0
         engines = [RayEngine(i, engine, config.rollout.tp_degree * per_process) for i in range(2)]
         drafters = Drafters(processes, engines, 0, console.print, per_process)
@@ -287,11 +288,6 @@ async def _measure(
             for one in engines:
                 await one.shutdown()
     return laps
-
-
-def _fusing(engine: EngineConfig, history_dir: Path) -> EngineConfig:
-    specactor = engine.specactor.model_copy(update={"fuse": True})
-    return engine.model_copy(update={"specactor": specactor, "history_dir": history_dir})
 
 
 def _modes(window: int) -> list[Mode]:

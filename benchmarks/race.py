@@ -91,7 +91,8 @@ def _config(config: TrainConfig) -> EngineConfig:
         rollout=config.rollout,
         max_model_len=config.max_model_len,
         seed=config.seed,
-        specactor=SpecActorConfig(draft_models=(drafter,), race_kv_tokens=0),
+        specactor=SpecActorConfig(draft_models=(drafter,)),
+        race_kv_tokens=0,
     )
 
 

@@ -65,7 +65,8 @@ class RolloutConfig(Frozen):
     stall_timeout_s: Free[PositiveFloat] = 600.0
     """An engine that has work and reports nothing for this many seconds counts as dead."""
     max_restarts: Free[int] = Field(default=3, ge=0)
-    """Restarts of one engine that a run allows. When the engine dies once more, the run fails."""
+    """Restarts of one engine, or of one drafter, that a run allows. When the engine dies once more,
+    the run fails. Without the drafter it goes on."""
     weight_sync: Free[Literal["file", "ipc"]] = "file"
     """How engines get new weights. `file`: from a file in the node's shared memory. `ipc`:
     vLLM's `ipc` backend copies them from the trainer on the same GPU, before the trainer's turn
@@ -130,6 +131,10 @@ class PatConfig(Frozen):
     """Number of GPUs of a node. A switch stays within one node."""
 
 
+RACE_KV_TOKENS = 2048
+"""The engine that has the KV cache pauses to save it, so a shorter one is computed again."""
+
+
 class EngineConfig(Frozen):
     """Settings of one rollout engine: its model, sampling, drafting and GPUs."""
 
@@ -154,6 +159,8 @@ class EngineConfig(Frozen):
     """The run's `schemas.latency.Profile` as JSON, for the gate. None: step times are measured."""
     learnt: str = ""
     """See `schemas.counts.DraftingCounts`; empty: nothing yet."""
+    race_kv_tokens: int | None = RACE_KV_TOKENS
+    """Fewest tokens of a request that takes its KV cache along to a race. None: no request does."""
     exports_metrics: bool = False
     """Whether vLLM's metrics appear among those of its Ray node."""
 
@@ -170,7 +177,7 @@ class EngineConfig(Frozen):
 
     def races_with_kv(self, num_tokens: int) -> bool:
         """Whether a request with this many tokens takes its KV cache along to a race."""
-        least = self.specactor.race_kv_tokens
+        least = self.race_kv_tokens
         return least is not None and num_tokens >= least
 
     @property
@@ -193,9 +200,7 @@ class EngineConfig(Frozen):
                 temperature=rollout.temperature,
                 top_p=rollout.top_p,
                 top_k=rollout.top_k,
-                shared_noise=specactor.shared_noise,
                 enforce_eager=rollout.enforce_eager,
-                gpu_memory_share=specactor.gpu_memory_share,
                 start_timeout_s=rollout.start_timeout_s,
             )
             for model in specactor.draft_models

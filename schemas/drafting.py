@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
-from schemas.base import Frozen, UnitInterval
+from schemas.base import Frozen
 
 HISTORY = "histospec"
 """Drafter that every run has: the earlier responses of a prompt."""
@@ -93,6 +93,8 @@ def _named_apart(models: tuple[DraftModel, ...]) -> tuple[DraftModel, ...]:
     return models
 
 
+DRAFTER_MEMORY_SHARE = 0.9
+"""Share of a drafter's own GPU for its weights and KV cache. The rest is for its process."""
 DraftModels = Annotated[tuple[DraftModel, ...], AfterValidator(_named_apart)]
 
 
@@ -116,35 +118,9 @@ class SpecActorConfig(Frozen):
     """GPUs (or CPU processes) to divide between engines and the draft model, for example 10. The
     run's `profile` then determines `rollout.num_engines`, the model's `num_engines` and `window`
     before anything starts (Algorithm 1). Default: you set these three yourself."""
-    expected_acceptance: UnitInterval = 0.7
-    """Probability that a draft model's token is accepted, as `split_gpus` assumes."""
-    coupled: bool = False
-    """Pause a draft model while its window is verified. Off: it drafts on meanwhile (decoupled).
-    Verification never waits for drafts."""
-    shared_noise: bool = True
-    """Draft models sample with the noise of the response that they draft for, which gets more
-    drafts accepted. Off: with noise of their own, for comparison."""
-    fuse: bool = True
-    """Let history draft also for responses that have another drafter, wherever more of its tokens
-    are expected to be accepted. If both drafts begin with the same tokens, the longer one is
-    verified. Off: each response has one drafter."""
-    reconfigure_tokens: int = Field(default=1000, ge=0)
-    """Tokens between two choices of a response's window and coupling, by its acceptance and its
-    engine's batch. 0: never choose again."""
     race: bool = True
     """Idle engines race the slowest responses: they generate a copy with another drafter, and the
     first to finish counts."""
-    max_race_batch: PositiveInt = 8
-    """Responses that one engine races at the same time."""
-    race_kv_tokens: int | None = Field(default=2048, ge=0)
-    """Shortest context, in tokens, whose KV cache is copied to a race on the same node, through
-    shared memory. The engine that has it pauses to save it. Shorter contexts, and races on other
-    nodes, are computed again. `null`: always compute again."""
-    gpu_memory_share: UnitInterval = 0.9
-    """Share of a drafter's own GPU for its weights and KV cache. Responses that do not fit the
-    cache get no drafts."""
-    max_restarts: int = Field(default=3, ge=0)
-    """Restarts of one drafter that a run allows. After that the run goes on without it."""
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -178,7 +154,8 @@ class DrafterConfig(Frozen):
     temperature: float
     top_p: float
     top_k: int
-    shared_noise: bool
     enforce_eager: bool
-    gpu_memory_share: float
     start_timeout_s: float
+    shared_noise: bool = True
+    """Sample with the noise of the response that it drafts for, which gets more drafts accepted.
+    Off: with noise of its own, for comparison."""

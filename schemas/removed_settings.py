@@ -42,6 +42,17 @@ REMOVED: dict[str, Removed] = {
     "pat.parked_weights": Removed("auto", "parked engines keep their weights if there is room"),
     "pat.switch_s": Removed(0.5, "refrain measures it"),
     "pat.kv_bytes_per_s": Removed(2e9, "refrain measures it"),
+    "specactor.expected_acceptance": Removed(0.7, "`split_gpus` assumes 0.7"),
+    "specactor.coupled": Removed(
+        False, "models draft ahead, except where the profile shows that it does not pay"
+    ),
+    "specactor.shared_noise": Removed(True, "draft models always share the noise of the response"),
+    "specactor.fuse": Removed(True, "the draft with more expected accepted tokens is verified"),
+    "specactor.reconfigure_tokens": Removed(1000, "windows are chosen every 1000 tokens"),
+    "specactor.max_race_batch": Removed(8, "an engine races 8 responses at the same time"),
+    "specactor.race_kv_tokens": Removed(2048, "the KV cache is copied from 2048 tokens on"),
+    "specactor.gpu_memory_share": Removed(0.9, "a drafter uses 0.9 of its own GPU"),
+    "specactor.max_restarts": Removed(3, "`rollout.max_restarts` holds for drafters too"),
 }
 """Removed settings by dotted name."""
 

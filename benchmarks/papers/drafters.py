@@ -94,9 +94,9 @@ LATENCY = SpeculativeLatency(**asdict(SPECACTOR_32B_TP4) | {"verifies": True})
 
 
 FUSED_SHARE = 0.25
-"""Share of the tokens that models guess wrong which a history beside them is assumed to guess right
-(`specactor.fuse`). In the shipped demo both together have a quarter of the tokens accepted that the
-model alone has not: 75 % in place of 66 (`refrain bench decoupled --split-cores`)."""
+"""Share of the tokens that models guess wrong which a history beside them is assumed to guess
+right. In the shipped demo both together have a quarter of the tokens accepted that the model alone
+has not: 75 % in place of 66 (`refrain bench decoupled --split-cores`)."""
 
 
 def fuse_history(

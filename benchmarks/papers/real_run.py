@@ -55,11 +55,7 @@ def only(config: TrainConfig, technique: str) -> TrainConfig:
         DRAFTS: {"drafting": config.drafting.model_copy(update={"enabled": False})},
         RESHAPE: {"pat": PatConfig()},
         HISTOPIPE: {"histopipe": config.histopipe.model_copy(update={"migrate": False})},
-        SPECACTOR: {
-            "specactor": config.specactor.model_copy(
-                update={"race": False, "reconfigure_tokens": 0}
-            )
-        },
+        SPECACTOR: {"specactor": config.specactor.model_copy(update={"race": False})},
     }
     changes = [change for name, change in off.items() if technique not in (name, ALL)]
     return config.model_copy(update={k: v for change in changes for k, v in change.items()})

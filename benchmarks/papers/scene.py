@@ -195,7 +195,9 @@ class Scene:
             opens=self.opens,
         )
         to_come = tokens_to_come(self.config, self.lengths)
-        inputs = replace(self.inputs, to_come=to_come, move_model=model)
+        # Without a ladder no draft setting changes within the step.
+        ladder = self.inputs.ladder if self.config.specactor.race else None
+        inputs = replace(self.inputs, to_come=to_come, move_model=model, ladder=ladder)
         return plan_policies(self.config, inputs)
 
     def remaining(self) -> Remaining:

@@ -46,8 +46,6 @@ from schemas.rollout import DraftSetting, LengthHistory, RequestId
 from schemas.simulate import ClusterLayout
 
 MAX_WINDOW = 16
-MAX_RACED = 8
-"""Copies on a freed engine (b_max). Assumed."""
 CONTEXT_TOKENS = 2048
 """Typical context of a request, for what is planned: a prompt and half of a mean response."""
 REPORT_S = 5.0
@@ -127,8 +125,6 @@ class Case:
             "draft_models": [{"name": name, "path": "of-the-paper"} for name in (SMALL, LARGE)],
             "drafter": SMALL,
             "window": plan.window,
-            "coupled": plan.coupled,
-            "max_race_batch": MAX_RACED,
             "race": race,
         }
         return run_config(

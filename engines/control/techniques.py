@@ -33,6 +33,12 @@ from schemas.layout import Pool
 from schemas.rollout import DraftSetting, LengthHistory
 from schemas.step import StepPlan
 
+MAX_RACE_BATCH = 8
+"""Responses that one engine races at the same time: few, so that each is fast."""
+RECONFIGURE_TOKENS = 1000
+"""Tokens between two choices of a response's window and coupling: its acceptance changes little in
+fewer."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoveModel:
@@ -111,8 +117,8 @@ def draft_setting(
     if drafter == HISTORY:
         return None
     is_model = drafter in {model.name for model in specactor.draft_models}
-    coupled = specactor.coupled or not is_model
-    return DraftSetting(drafter, min(window or specactor.window, config.engine.max_draft), coupled)
+    window = min(window or specactor.window, config.engine.max_draft)
+    return DraftSetting(drafter, window, coupled=not is_model)
 
 
 def _controller(
@@ -200,7 +206,7 @@ def _best_of_n(config: TrainConfig, inputs: StepInputs) -> BestOfN | None:
     return BestOfN(
         _race_settings(config, inputs),
         initial=inputs.plan.drafting.drafter if inputs.plan.drafting else HISTORY,
-        max_batch=specactor.max_race_batch,
+        max_batch=MAX_RACE_BATCH,
         to_come=inputs.to_come,
     )
 
@@ -223,7 +229,7 @@ def _race_settings(config: TrainConfig, inputs: StepInputs) -> list[DraftSetting
     speeds: dict[DraftSetting, float] = {}
     for setting in settings:
         drafter = setting.drafter
-        at = known.get(drafter, mean), specactor.max_race_batch
+        at = known.get(drafter, mean), MAX_RACE_BATCH
         if drafter in ladder.drafters:
             setting = ladder.best_setting(drafter, *at, coupled=setting.coupled)
         speeds[setting] = ladder.pace(setting, *at).tokens_per_s if drafter in known else 0.0
@@ -237,12 +243,11 @@ def _raced_as(config: TrainConfig, drafter: str) -> DraftSetting:
 
 def _reconfiguration(config: TrainConfig, inputs: StepInputs) -> Reconfiguration | None:
     """Return Algorithm 2 of SpecActor, or None without draft models or a ladder."""
-    specactor = config.specactor
-    if not specactor.draft_models or inputs.ladder is None or not specactor.reconfigure_tokens:
+    if not config.specactor.draft_models or inputs.ladder is None:
         return None
     return Reconfiguration(
         inputs.ladder,
-        coupled=specactor.coupled,
-        every_tokens=specactor.reconfigure_tokens,
+        coupled=False,
+        every_tokens=RECONFIGURE_TOKENS,
         prompt_tokens=inputs.prompt_tokens,
     )

@@ -36,6 +36,7 @@ from engines.pat.memory import (
     plan_parked_weights,
 )
 from schemas.config import TrainConfig
+from schemas.drafting import DRAFTER_MEMORY_SHARE
 
 HOST_PROCESS_BYTES = 4e9
 """Assumed host memory of a GPU process: its code, CUDA's code, and buffers."""
@@ -240,7 +241,7 @@ def undrafted(
     context_tokens = config.typical_context_tokens
     said = []
     for name, shape in drafters.items():
-        num_held = int(_held_tokens(config, shape, nodes) / context_tokens)
+        num_held = int(_held_tokens(shape, nodes) / context_tokens)
         each, num_engines = _served(config, name)
         num_served = each * num_engines
         if num_held >= num_served:
@@ -258,24 +259,23 @@ def undrafted(
 
 def _drafter(config: TrainConfig, name: str, drafter: ModelShape, nodes: Nodes) -> Need:
     """Return the need of a draft model's own GPU. Responses outside its cache get no drafts."""
-    share = config.specactor.gpu_memory_share
     sample = drafter.kv_bytes_per_token * config.max_model_len
-    num_held = _held_tokens(config, drafter, nodes) / config.max_model_len
+    num_held = _held_tokens(drafter, nodes) / config.max_model_len
     each, num_engines = _served(config, name)
     return Need(
         f"the GPU of drafter {name}",
         drafter.weight_bytes + WORKING_BYTES + sample,
-        share * nodes.gpu_bytes,
+        DRAFTER_MEMORY_SHARE * nodes.gpu_bytes,
         f"{_gb(drafter.weight_bytes)} of weights, {_gb(WORKING_BYTES)} of its process, "
         f"{_gb(sample)} for a sample; its cache holds {num_held:,.1f} samples of "
         f"{config.max_model_len} tokens, and it drafts for up to {each * num_engines:,}",
-        "raise specactor.gpu_memory_share, or take a smaller draft model",
+        "take a smaller draft model",
     )
 
 
-def _held_tokens(config: TrainConfig, drafter: ModelShape, nodes: Nodes) -> float:
+def _held_tokens(drafter: ModelShape, nodes: Nodes) -> float:
     """Return the tokens that a drafter process's cache holds."""
-    own = config.specactor.gpu_memory_share * nodes.gpu_bytes
+    own = DRAFTER_MEMORY_SHARE * nodes.gpu_bytes
     left = own - drafter.weight_bytes - WORKING_BYTES
     return max(0.0, left) / drafter.kv_bytes_per_token
 

@@ -172,7 +172,7 @@ async def make_generation(
     drafters = Drafters(
         engine.drafter_processes,
         engines,
-        config.specactor.max_restarts,
+        config.rollout.max_restarts,
         log,
         num_gpus=1 if placement.num_gpus else 0,
         nodes=[placement.node(drafter_name(i)) for i in range(len(engine.drafter_processes))],

@@ -12,6 +12,9 @@ from schemas.config import TrainConfig
 from schemas.drafting import DraftModel
 from tasks.run.preflight import read_latency
 
+EXPECTED_ACCEPTANCE = 0.7
+"""Probability that a draft model's token is accepted. The run measures it only after the split."""
+
 
 def with_gpu_split(config: TrainConfig) -> tuple[TrainConfig, str]:
     """Return the config with planned numbers instead of `specactor.split_gpus`, and a sentence
@@ -43,11 +46,6 @@ def _planned_for(config: TrainConfig) -> DraftModel:
             f"{asked}, but there is no draft model to give GPUs to: add one to "
             "specactor.draft_models"
         )
-    if specactor.coupled:
-        raise ValueError(
-            f"{asked}, but it does not work with specactor.coupled, where drafters wait while a "
-            "window is verified: leave out one of the two settings"
-        )
     if config.pat.tp_degrees:
         raise ValueError(
             f"{asked}, but with pat.tp_degrees engines take whole nodes: set rollout.num_engines "
@@ -78,7 +76,7 @@ def _plan(config: TrainConfig, drafter: str, num_gpus: int) -> GpuSplit:
         Cluster(num_requests, num_gpus, (tp_degree,), context_tokens),
         latency,
         drafter,
-        config.specactor.expected_acceptance,
+        EXPECTED_ACCEPTANCE,
         max_batch=max(1, min(config.rollout.max_num_seqs, held)),
         max_drafted=config.rollout.max_num_seqs,
         max_window=config.engine.max_draft,
@@ -96,7 +94,7 @@ def _sentence(config: TrainConfig, drafter: str, split: GpuSplit) -> str:
         f"split of {specactor.split_gpus} GPUs by profile={config.profile}: "
         f"rollout.num_engines={split.num_engines} of TP {tp_degree} with {split.batch} requests "
         f"each, {split.num_drafters} of drafter {drafter}, specactor.window={split.window}"
-        f"{left_over}. At an acceptance of {specactor.expected_acceptance:g} a step begins with "
+        f"{left_over}. At an acceptance of {EXPECTED_ACCEPTANCE:g} a step begins with "
         f"{split.tokens_per_s:,.0f} tokens/s, {gain:.2f} times those of engines on all GPUs "
         f"without drafts{later}"
     )

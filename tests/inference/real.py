@@ -24,7 +24,6 @@ CONFIG = TrainConfig.model_validate(
         "rollout": {"num_engines": 2},
         "specactor": {
             "draft_models": [{"name": "small", "path": str(DEMO / "drafter")}],
-            "race_kv_tokens": 0,
         },
     }
 )

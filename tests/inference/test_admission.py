@@ -51,7 +51,8 @@ def llm(monkeypatch):
 
 
 def admitted_of(*of):
-    return [admitted(Running(request, 3, 1.0), CONFIG.engine, print) for request in of]
+    config = CONFIG.engine.model_copy(update={"race_kv_tokens": 0})
+    return [admitted(Running(request, 3, 1.0), config, print) for request in of]
 
 
 async def test_all_requests_are_registered_before_the_core_starts(llm):
@@ -86,9 +87,8 @@ def test_generated_tokens_are_part_of_the_prompt():
 )
 def test_engines_that_pool_or_race_long_responses_take_keys_and_values(pooled, least, moves):
     """A request has 384 tokens at most, prompt included, so 385 is never reached."""
-    changed = {"race_kv_tokens": least}
-    specactor = CONFIG.engine.specactor.model_copy(update=changed)
-    config = CONFIG.engine.model_copy(update={"pooled": pooled, "specactor": specactor})
+    changed = {"pooled": pooled, "race_kv_tokens": least}
+    config = CONFIG.engine.model_copy(update=changed)
     assert config.moves_kv is moves
     moved = replace(FIRST, kv=SavedKV("there", 2, 1))
     kv = admitted(Running(moved, 3, 1.0), config, print).params["extra_args"]["kv"]

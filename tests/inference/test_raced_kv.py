@@ -104,9 +104,7 @@ async def test_races_keep_precopies_for_a_switch(engines, tp2, weights, long_pro
 
 def _from(num_tokens: int):
     def on_actor(engine) -> None:
-        changed = {"race_kv_tokens": num_tokens}
-        specactor = engine._config.specactor.model_copy(update=changed)
-        engine._config = engine._config.model_copy(update={"specactor": specactor})
+        engine._config = engine._config.model_copy(update={"race_kv_tokens": num_tokens})
 
     return on_actor
 

@@ -83,8 +83,8 @@ def plan(drafting: DraftSetting | None = None, trials: dict[str, int] | None = N
 def test_without_ladder_the_configured_drafter_is_used():
     assert drafting_of(run_of()) is None
     assert drafting_of(run_of(drafter="small")) == DraftSetting("small", 4, coupled=False)
-    coupled = run_of(drafter="small", coupled=True, window=3)
-    assert drafting_of(coupled) == DraftSetting("small", 3, coupled=True)
+    narrow = run_of(drafter="small", window=3)
+    assert drafting_of(narrow) == DraftSetting("small", 3, coupled=False)
     assert drafting_of(run_of(drafter="ngram")) == DraftSetting("ngram", 4, coupled=True)
 
 
@@ -131,7 +131,6 @@ def test_speculation_policies_need_draft_models():
     assert policies(run_of()) == [BestOfN]
     assert policies(run_of(LADDER)) == [Reconfiguration, BestOfN]
     assert policies(run_of(LADDER, race=False)) == [Reconfiguration]
-    assert policies(run_of(LADDER, reconfigure_tokens=0)) == [BestOfN]
 
 
 def test_a_freed_engine_races_with_what_is_expected_to_be_the_fastest():

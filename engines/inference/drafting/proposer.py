@@ -1,7 +1,7 @@
 """Drafting inside a vLLM worker. The proposer replaces vLLM's speculator (vLLM 0.32).
 
     row without a draft setting, or with `histospec`   HistoryDrafter
-    row with another draft setting                     RequestDrafting; with `specactor.fuse` both
+    row with another draft setting                     RequestDrafting; with history both
 
 vLLM calls `propose` without request ids, so the proposer reads them from the runner. Other facts
 about a request travel in `SamplingParams.extra_args`. Import this module only after vLLM has
@@ -61,7 +61,7 @@ class Proposer:
             latency = FittedLatency(Profile.model_validate_json(profile))
             times = ProfiledStepTimes(latency, config.rollout.tp_degree)
         self._history_is_on, self._foresees = drafting.enabled, drafting.foresee
-        self._fuses = drafting.enabled and config.specactor.fuse
+        self._fuses = drafting.enabled
         self._history = HistoryDrafter(
             Path(config.history_dir),
             window_policy(drafting.window, drafting.max_draft),

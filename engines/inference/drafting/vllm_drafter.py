@@ -29,7 +29,7 @@ from engines.inference.engine.plugin import PRIVATE_DIR
 from engines.inference.engine.process import prepare_process
 from engines.specactor.streams import Drafted, DraftStream, Opened, Verified
 from schemas.counts import StreamCounts
-from schemas.drafting import DrafterConfig
+from schemas.drafting import DRAFTER_MEMORY_SHARE, DrafterConfig
 
 _TURN_S = 0.05
 """Seconds of drafting or waiting, after which a call to the actor gets its turn."""
@@ -231,5 +231,5 @@ class VLLMDrafter:
             "enable_prefix_caching": True,
             "disable_log_stats": True,
             "worker_extension_cls": "engines.inference.engine.worker.WorkerExtension",
-            **(_CPU_ARGS if on_cpu else {"gpu_memory_utilization": config.gpu_memory_share}),
+            **(_CPU_ARGS if on_cpu else {"gpu_memory_utilization": DRAFTER_MEMORY_SHARE}),
         }
