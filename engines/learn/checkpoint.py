@@ -69,7 +69,7 @@ class CheckpointState(Frozen):
     file_bytes: dict[FileName, NonNegativeInt] = {}
     """Size of every other file, by its path in the checkpoint."""
     file_sha256: dict[FileName, str] = {}
-    """Checksum of every other file. Empty in checkpoints of earlier versions."""
+    """Checksum of every other file."""
     own_sha256: str = ""
     """Checksum of all other fields."""
 
@@ -163,8 +163,7 @@ def parse_state(content: bytes, source: object) -> CheckpointState:
         raise ValueError(
             f"{source} is damaged ({first_problem(error)}); use an earlier checkpoint"
         ) from error
-    # Checkpoints of earlier versions have no checksums at all.
-    if (state.own_sha256 or state.file_sha256) and state != state.sealed():
+    if state != state.sealed():
         raise ValueError(
             f"{source} is damaged: its checksum is not the one it was written with; use an earlier "
             "checkpoint"
@@ -175,8 +174,7 @@ def parse_state(content: bytes, source: object) -> CheckpointState:
 def verify(
     checkpoint_dir: Path, within: str = "", rank: int = 0, world_size: int = 1
 ) -> CheckpointState:
-    """Verify a checkpoint's checksums and return its state. For checkpoints of earlier versions,
-    which have no checksums, only sizes are verified.
+    """Verify a checkpoint's checksums and return its state.
 
     Only files whose paths start with `within` are read, and each rank reads its share of them.
     Raises ValueError as `read_state` does, and when a checksum differs.

@@ -143,7 +143,7 @@ class Mirror:
                     f"the size of {source} is not the {num_bytes} bytes that were written; remove "
                     "this copy to use an earlier one"
                 )
-            if name in state.file_sha256 and sha256_of(target) != state.file_sha256[name]:
+            if sha256_of(target) != state.file_sha256[name]:
                 raise ValueError(
                     f"{source} is damaged: its SHA-256 is not the one that was written; remove "
                     "this copy to use an earlier one"

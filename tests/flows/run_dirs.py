@@ -1,9 +1,9 @@
 """Write run directories without running anything."""
 
-import json
 import time
 from pathlib import Path
 
+from engines.learn.checkpoint import CheckpointState
 from engines.tracking.progress_file import PROGRESS_FILE, STEPS_FILE
 from schemas.config import TrainConfig
 from schemas.progress import Ending, Rolling, RunProgress
@@ -99,6 +99,6 @@ def make_checkpoint(run_dir: Path, step: int) -> Path:
     """Write a checkpoint with a state file and an empty model directory. Return its path."""
     checkpoint = run_dir / "checkpoints" / f"global_step_{step}"
     (checkpoint / "model").mkdir(parents=True)
-    state = {"step": step, "policy_version": step, "loader_state": {}}
-    (checkpoint / "state.json").write_text(json.dumps(state))
+    state = CheckpointState(step=step, policy_version=step, loader_state={}).sealed()
+    (checkpoint / "state.json").write_text(state.model_dump_json())
     return checkpoint

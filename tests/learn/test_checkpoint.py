@@ -147,17 +147,6 @@ def test_ranks_share_out_what_is_verified(tmp_path: Path) -> None:
         flip(path / name, 0)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read_by_sizes(tmp_path: Path) -> None:
-    path = write(tmp_path, 1)
-    state = json.loads((path / "state.json").read_text())
-    del state["file_sha256"], state["own_sha256"]
-    (path / "state.json").write_text(json.dumps(state))
-    assert verify(path).file_bytes == {"model/file": 7}
-    (path / "model" / "file").write_text("wei")
-    with pytest.raises(ValueError, match="its size is not the 7 bytes"):
-        verify(path)
-
-
 OUTSIDE = ["../../../x", "/tmp/x", "model/../../x", "..", ".", "", "model//file", "state.json"]
 
 
@@ -165,8 +154,7 @@ OUTSIDE = ["../../../x", "/tmp/x", "model/../../x", "..", ".", "", "model//file"
 def test_a_file_that_leads_out_of_the_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "own", 1)
     state = json.loads((path / "state.json").read_text())
-    state |= {"file_bytes": {name: 4}, "file_sha256": {}, "own_sha256": ""}
-    (path / "state.json").write_text(json.dumps(state))
+    (path / "state.json").write_text(json.dumps(state | {"file_bytes": {name: 4}}))
     with pytest.raises(
         ValueError, match=r"state\.json is damaged .*is not the path of a file in this"
     ):

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from engines.failures import Failures
-from engines.learn.checkpoint import latest_checkpoint, prune_checkpoints, read_state
+from engines.learn.checkpoint import (
+    CheckpointState,
+    latest_checkpoint,
+    prune_checkpoints,
+    read_state,
+)
 from engines.learn.mirror import MAX_LEFT, CheckpointCopies, Mirror
 from tests.flows.directory_snapshots import tree
 from tests.learn.test_checkpoint import flip, write
@@ -100,14 +105,14 @@ def test_a_copy_writes_nothing_elsewhere(mirror: Mirror, tmp_path: Path, name: s
     shutil.rmtree(tmp_path / "own")
     (tmp_path / "own").mkdir()
     file = tmp_path / "bucket" / "demo" / "global_step_3" / "state.json"
-    state = json.loads(file.read_text()) | {"file_bytes": {name: 4}, "file_sha256": {}}
-    file.write_text(json.dumps(state | {"own_sha256": ""}))
+    state = json.loads(file.read_text())
+    file.write_text(json.dumps(state | {"file_bytes": {name: 4}}))
     before = tree(tmp_path)
     with pytest.raises(
         ValueError, match=r"state\.json is damaged .*is not the path of a file in this"
     ):
         mirror.fetch_newer(tmp_path / "own")
-    file.write_text(json.dumps(state | {"own_sha256": "", "file_bytes": {}, "step": 2}))
+    file.write_text(CheckpointState(**state | {"step": 2}).sealed().model_dump_json())
     with pytest.raises(ValueError, match="belongs to step 2"):
         mirror.fetch_newer(tmp_path / "own")
     assert tree(tmp_path).keys() == before.keys()
