@@ -176,8 +176,8 @@ class Learner:
         gradient was not finite; no mean includes them. A batch without a token to train on leaves
         the weights unchanged and returns only the metrics of `read_training_samples`.
 
-        Raises ValueError when the batch is malformed or a reward is not finite, and StalenessError
-        when a token's policy version is not allowed. The weights are then unchanged. Raises
+        Raises StalenessError when a token's policy version is not allowed. The weights are then
+        unchanged. Raises
         FloatingPointError after more than `max_skipped_updates` skipped updates in a row, and
         RuntimeError while engines have the GPU.
         """

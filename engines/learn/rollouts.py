@@ -44,19 +44,12 @@ class ScoredRollout(TokenSequence):
 
 
 def read_rollouts(table: pa.Table) -> list[ScoredRollout]:
-    """Return the rollouts of a rewarded batch, sorted by group and sample index.
-
-    Raises ValueError when a column is missing or has another type, a value is null, or the table, a
-    prompt or a response is empty. Raises it too when the numbers of tokens, log-probabilities and
-    policy versions differ, a reward is not finite, or a group lacks its own sample.
-    """
-    missing = [name for name in TRAINING.names if name not in table.column_names]
-    if missing:
-        raise ValueError(f"the rewarded batch lacks {missing}; it has {table.column_names}")
+    """Return the rollouts of a rewarded batch, sorted by group and sample index. The store has
+    checked its rows: rewards are finite, and each token has a log-probability and a version."""
     table = table.select(TRAINING.names).cast(TRAINING)
+    assert table.num_rows > 0, "the rewarded batch is empty"
     nulls = [name for name in TRAINING.names if table[name].null_count]
-    if nulls or table.num_rows == 0:
-        raise ValueError(f"the rewarded batch has {table.num_rows} rows and nulls in {nulls}")
+    assert not nulls, f"the rewarded batch has nulls in {nulls}"
     table = table.sort_by([(name, "ascending") for name in SORTED_BY])
     rows = zip(*map(_values, table.columns), strict=True)
     return [_rollout(dict(zip(TRAINING.names, row, strict=True))) for row in rows]
@@ -86,37 +79,13 @@ def _rollout(row: dict[str, Any]) -> ScoredRollout:
         versions=row.pop("version_spans"),
         **row,
     )
-    _check_lengths(rollout)
-    _check_group(rollout)
+    name = f"sample {rollout.sample_index} of prompt {rollout.prompt_key}"
+    num_tokens, num_logprobs = len(response), len(rollout.inference_logprobs)
+    assert len(prompt) > 0, f"{name} has no prompt"
+    assert num_tokens == num_logprobs == len(rollout.versions) > 0, f"{name}: {num_tokens} tokens"
+    group = zip(rollout.group_rewards, rollout.group_lengths, strict=True)
+    assert (rollout.reward, num_tokens) in group, f"{name} is not in its group"
     return rollout
-
-
-def _check_lengths(rollout: ScoredRollout) -> None:
-    num_prompt, num_response = rollout.num_prompt_tokens, rollout.num_response_tokens
-    num_logprobs, num_versions = len(rollout.inference_logprobs), len(rollout.versions)
-    if num_prompt == 0 or num_response == 0 or not num_logprobs == num_versions == num_response:
-        raise ValueError(
-            f"a rollout of prompt {rollout.prompt_key} has {num_prompt} prompt "
-            f"tokens, {num_response} response tokens and {num_logprobs} log-probabilities and "
-            f"{num_versions} policy versions for them: prompt and response need at least one "
-            "token, and each response token needs a log-probability and a version"
-        )
-
-
-def _check_group(rollout: ScoredRollout) -> None:
-    own = (rollout.reward, rollout.num_response_tokens)
-    rewards, lengths = rollout.group_rewards, rollout.group_lengths
-    name = f"response {rollout.sample_index} of prompt {rollout.prompt_key}"
-    if not np.isfinite([own[0], *rewards]).all():
-        raise ValueError(
-            f"the reward of {name} is {own[0]}, those of its group are {rewards.tolist()}: a "
-            "scorer must return finite numbers"
-        )
-    if len(rewards) != len(lengths) or own not in zip(rewards, lengths, strict=True):
-        raise ValueError(
-            f"{name} has reward {own[0]} and {own[1]} tokens, which is not among group_rewards "
-            f"{rewards.tolist()} with group_lengths {lengths.tolist()}"
-        )
 
 
 def choose_canaries(rollouts: Iterable[ScoredRollout]) -> list[list[int]]:

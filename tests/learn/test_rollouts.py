@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.balance import longest_first
 from engines.learn.minibatch import plan_minibatches
 from engines.learn.rollouts import choose_canaries, read_rollouts
 from engines.store.tables import TRAINING
@@ -65,21 +64,19 @@ def test_a_slice_of_a_larger_table_is_read_right() -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (table(), "0 rows"),
+        (table(), "empty"),
         (table({"reward": None}), "nulls in \\['reward'\\]"),
-        (table({}).drop_columns(["reward"]), "lacks \\['reward'\\]"),
-        (table({"inference_logprobs": [-1.0]}), "2 response tokens and 1 log-prob"),
-        (table({"response_token_ids": [], "inference_logprobs": []}), "0 response tokens"),
-        (table({"version_spans": []}), "0 policy versions"),
-        (table({}, {"prompt_key": "b", "reward": float("nan")}), "response 0 of prompt b is nan"),
-        (table({"group_rewards": [1.0, float("inf")]}), "finite numbers"),
-        (table({"group_rewards": [2.0, 3.0]}), "not among group_rewards"),
-        (table({"group_lengths": [1, 2]}), "not among group_rewards"),
-        (table({"group_lengths": [2]}), "not among group_rewards"),
+        (table({"prompt_token_ids": []}), "sample 0 of prompt a has no prompt"),
+        (table({"inference_logprobs": [-1.0]}), "prompt a: 2 tokens"),
+        (table({"response_token_ids": [], "inference_logprobs": []}), "0 tokens"),
+        (table({"version_spans": []}), "2 tokens"),
+        (table({}, {"prompt_key": "b", "reward": float("nan")}), "prompt b is not in its group"),
+        (table({"group_rewards": [2.0, 3.0]}), "not in its group"),
+        (table({"group_lengths": [1, 2]}), "not in its group"),
     ],
 )
-def test_malformed_batches_are_refused(bad: pa.Table, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_malformed_batches_are_a_bug(bad: pa.Table, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
         read_rollouts(bad)
 
 
@@ -115,11 +112,3 @@ def test_minibatches_are_disjoint_shares_of_whole_groups(
 def test_minibatches_differ_between_steps() -> None:
     keys = [(1, f"prompt{index}") for index in range(16)]
     assert plan_minibatches(keys, 2, (0, 1)) != plan_minibatches(keys, 2, (0, 2))
-
-
-@given(st.lists(st.integers(1, 100), max_size=40), st.integers(1, 4))
-def test_rank_shares_are_balanced(num_tokens: list[int], num_ranks: int) -> None:
-    shares = longest_first(range(len(num_tokens)), num_tokens.__getitem__, num_ranks)
-    assert sorted(at for share in shares for at in share) == list(range(len(num_tokens)))
-    loads = [sum(num_tokens[at] for at in share) for share in shares]
-    assert max(loads) - min(loads) <= max(num_tokens, default=0)

@@ -122,7 +122,7 @@ async def test_errors_name_the_rank(
     group = start(make_config())
     await group.start(None)
     batch = make_batch()
-    with pytest.raises(TrainerError, match=r"rank \d failed in train_step.*lacks \['reward'\]"):
+    with pytest.raises(TrainerError, match=r"rank \d failed in train_step.*\"reward\""):
         await group.train_step(batch.drop_columns(["reward"]))
     group._actors[0].kill()
     with pytest.raises(TrainerError, match=r"rank \d failed in train_step"):
