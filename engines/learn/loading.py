@@ -31,7 +31,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engines.learn.attention import PACKED
 from engines.learn.finite import is_finite, not_finite
-from engines.learn.head import check_head
 from engines.learn.lora import add_adapters, base_tensors, fill_adapters
 from engines.learn.policy import PolicyModel
 from engines.learn.rope import fix_ropes
@@ -65,15 +64,13 @@ class Loading:
 def load_policy(model_dir: Path, loading: Loading) -> PolicyModel:
     """Load a policy with the weights of a Hugging Face directory.
 
-    Raises ValueError when transformers cannot load the directory, weights are missing or not
-    finite, or `Head` does not know how the model computes its logits.
+    Raises ValueError when transformers cannot load the directory, or when weights are missing or
+    not finite.
     """
-    trusting = loading.trust_remote_code
     with _told_of(model_dir):
         config = AutoConfig.from_pretrained(
-            model_dir, local_files_only=True, trust_remote_code=trusting
+            model_dir, local_files_only=True, trust_remote_code=loading.trust_remote_code
         )
-        check_head(config, trust_remote_code=trusting)
         if loading.mesh is None:
             policy = prepared(_read_whole(model_dir, config, loading), loading)
             policy.to(loading.device)

@@ -8,11 +8,6 @@ from typing import Any
 from engines.learn.weight_files import INDEX, WHOLE, StoredTensor, stored_tensors
 from engines.user_files import read_json_object
 
-KNOWN_HEADS = {
-    *("cohere", "gemma2", "gemma3_text", "granite", "llama", "mistral", "phi3"),
-    *("qwen2", "qwen3", "qwen3_moe"),
-}
-"""Model types whose logits `engines.learn.head` is known to compute correctly."""
 CAUSAL_LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MAX_COUNT = 1_000_000

@@ -15,7 +15,7 @@ from engines.data.vocabulary import (
 )
 from engines.latency.model_shape import ModelShape
 from engines.learn.checkpoint import verify_model
-from engines.learn.model_dir import KNOWN_HEADS, check_model_dir, check_target_modules
+from engines.learn.model_dir import check_model_dir, check_target_modules
 from engines.learn.weight_files import stored_tensors
 from engines.user_files import read_json_object
 from schemas.config import TrainConfig
@@ -70,15 +70,12 @@ def check_head_known(given: ModelConfig | Path, max_tokens: int | None = None) -
     `max_tokens`: length of the longest sample. Default: the model's context.
     """
     from engines.learn.fidelity import check_fidelity
-    from engines.learn.head import check_head
 
     model = ModelConfig(path=given) if isinstance(given, Path) else given
     config, trust = hf_config(model), model.trust_remote_code
     text = config.get_text_config()
     context = max_tokens or getattr(text, "max_position_embeddings", None) or _CONTEXT
     try:
-        if text.model_type not in KNOWN_HEADS:
-            check_head(config, trust_remote_code=trust)
         why = check_fidelity(config, context, trust_remote_code=trust)
     except Exception as error:  # Each model type may raise another kind of error.
         raise ValueError(f"model.path: {model.path} cannot be trained: {error}") from error

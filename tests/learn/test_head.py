@@ -1,6 +1,5 @@
 """Log-probabilities agree with the model's own logits, including their scale and cap."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,12 +8,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engines.learn.attention import PACKED
-from engines.learn.head import Head, check_head
-from engines.learn.model_dir import KNOWN_HEADS
+from engines.learn.fidelity import check_fidelity
+from engines.learn.head import Head
 from engines.learn.packing import TokenSequence, pack
 from engines.learn.policy import PolicyModel
-from schemas.inputs import ModelConfig
-from tasks.run.model_inputs import check_head_known
 from tests.learn.test_attention import SMALL
 
 FALCON_H1 = {
@@ -61,31 +58,8 @@ def test_logprobs_are_those_of_the_models_own_logits(name: str) -> None:
 
 
 def test_a_head_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check finds a missing cap even though a tiny model's logits stay below it."""
+    """The comparison with transformers finds even a cap far beyond the logits of a small model."""
     config = model_of("capped beyond its logits").config
-    check_head(config)
-    with monkeypatch.context() as patched:
-        patched.setattr(Head, "of", lambda _: Head())
-        with pytest.raises(ValueError, match="Gemma2ForCausalLM changes its logits"):
-            check_head(config)
-    assert Head.of(config).cap == 30.0
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_heads_are_checked_by_their_configuration(name: str) -> None:
-    check_head(model_of(name).config)
-
-
-@pytest.mark.parametrize("kind", sorted(KNOWN_HEADS | {"olmo2"}))
-def test_heads_of_many_families_are_known(kind: str) -> None:
-    check_head(AutoConfig.for_model(kind, **SMALL | {"hidden_size": 128}))
-
-
-def test_a_model_whose_head_is_not_known_is_refused_before_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    AutoConfig.for_model("olmo2", **SMALL).save_pretrained(tmp_path)
-    check_head_known(ModelConfig(path=tmp_path))
-    monkeypatch.setattr(Head, "of", lambda _: Head(scale=2.0))
-    with pytest.raises(ValueError, match=r"model.path: .* changes its logits after the output"):
-        check_head_known(ModelConfig(path=tmp_path))
+    monkeypatch.setattr(Head, "of", lambda _: Head())
+    with pytest.raises(ValueError, match="does not compute a gemma2 model as transformers does"):
+        check_fidelity(config, 512)
