@@ -28,8 +28,8 @@ def check_steady(policy: PolicyModel, dtype: torch.dtype) -> None:
     `dtype`: data type in which the policy computes. Collective.
     """
     state, chance = _state(policy), _chance(policy)
-    short = policy.score(_short(policy), 1.0).logprobs
-    batch = _behind(policy, policy.model.config)
+    short = policy.score(lay_out([1], _sequences(policy)), 1.0).logprobs
+    batch = _behind(policy)
     behind = policy.score(batch, 1.0).logprobs[-len(short) :]
     if _changed(chance, _chance(policy)):
         with _noise_named(policy):
@@ -58,16 +58,13 @@ def _sequences(policy: PolicyModel) -> list[TokenSequence]:
     return [TokenSequence(one.astype(np.int32), 1) for one in ids]
 
 
-def _short(policy: PolicyModel) -> MicroBatch:
-    return lay_out([1], _sequences(policy))
-
-
-def _behind(policy: PolicyModel, config: Any) -> MicroBatch:
+def _behind(policy: PolicyModel) -> MicroBatch:
     """Return the short sample behind another one at the model's last positions. If each sample
     needs its own row, return that other one alone."""
     batch = lay_out([0] if policy.alone else [0, 1], _sequences(policy))
     num_first, positions = NUM_TOKENS[0], batch.position_ids.copy()
-    last = getattr(config.get_text_config(), "max_position_embeddings", None) or num_first
+    config = policy.model.config.get_text_config()
+    last = getattr(config, "max_position_embeddings", None) or num_first
     positions[:num_first] += max(0, last - num_first)
     return replace(batch, position_ids=positions)
 

@@ -52,7 +52,8 @@ def fix_ropes(model: PreTrainedModel, max_tokens: int | None) -> None:
         text.rope_parameters = deepcopy(text.rope_parameters)  # Another config may share them.
     for rope in ropes_of(text):
         if rope.get("rope_type") == LONGROPE:
-            _take_one(rope, "long" if max_tokens > _original(rope) else "short")
+            original = rope["original_max_position_embeddings"]
+            _take_one(rope, "long" if max_tokens > original else "short")
     for module in model.modules():
         for layer_type, kind in _kinds(module):
             if kind == LONGROPE:
@@ -66,10 +67,6 @@ def beyond(num_tokens: int, limit: int) -> str:
         "(max_position_embeddings) that engines have with a rope of type dynamic: lower "
         "data.max_prompt_tokens or data.max_response_tokens"
     )
-
-
-def _original(rope: Mapping[str, Any]) -> int:
-    return rope["original_max_position_embeddings"]
 
 
 def _take_one(rope: dict[str, Any], taken: str) -> None:

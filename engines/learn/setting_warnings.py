@@ -42,14 +42,10 @@ def _unused(config: TrainConfig) -> Iterator[str]:
     )
     for section, name, acts, why in needs:
         default = type(section).model_fields[name].default
-        if not acts and getattr(section, name) not in (default, _picked(config, name)):
+        picked = SETTINGS[algorithm.type].get(name)
+        if not acts and getattr(section, name) not in (default, picked):
             home = "algorithm" if section is algorithm else "trainer"
             yield f"{home}.{name} never acts: {why}"
-
-
-def _picked(config: TrainConfig, name: str) -> object:
-    """Return the value that the algorithm's type gives a setting."""
-    return SETTINGS[config.algorithm.type].get(name)
 
 
 def _biased_ratio(config: TrainConfig) -> Iterator[str]:
