@@ -40,7 +40,7 @@ from engines.rollout.interface import EngineEvents
 from engines.store.actor import StoreClient, start_store
 from engines.store.rows import rollout_rows
 from schemas.bench import BenchReport
-from schemas.config import EngineConfig, TrainConfig
+from schemas.config import TrainConfig
 from schemas.data import Prompt
 from schemas.rollout import FinishedRollout, Rollout, Split
 from schemas.weights import PolicyWeights
@@ -61,7 +61,7 @@ class StandInEngine(MadeUpEngine):
     """An engine that looks like `VLLMEngine` to its caller and finishes some requests with each
     event."""
 
-    def __init__(self, index: int, _: EngineConfig) -> None:
+    def __init__(self, index: int, *_: Any) -> None:
         super().__init__(index, NUM_WORDS)
         self._told: list[Rollout] = []
         self._num_received = 0

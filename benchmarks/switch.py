@@ -54,6 +54,7 @@ from engines.pat.layouts import merge_devices
 from engines.reports.tables import plain_table
 from schemas.bench import BenchReport
 from schemas.config import EngineConfig, TrainConfig
+from schemas.engine import EngineSetup
 from schemas.rollout import RequestId, RolloutRequest
 from schemas.weights import PolicyWeights
 from tasks.run.ray_cluster import ray_cluster
@@ -111,9 +112,8 @@ def _engine(config: TrainConfig, index: int, tp_degree: int, devices: tuple[int,
         max_model_len=config.max_model_len,
         seed=config.seed,
         pooled=True,
-        devices=devices,
     )
-    return RayEngine(index, engine, num_gpus=0)
+    return RayEngine(index, engine, num_gpus=0, setup=EngineSetup(devices=devices))
 
 
 def add_arguments(parser: ArgumentParser) -> None:

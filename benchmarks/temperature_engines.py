@@ -32,6 +32,7 @@ from engines.rollout.coordinator import Coordinator
 from schemas.config import EngineConfig, TrainConfig
 from schemas.data import Prompt
 from schemas.drafting import DraftingConfig
+from schemas.engine import EngineSetup
 from schemas.rollout import RequestId
 from schemas.weights import PolicyWeights
 from tasks.run.model_inputs import model_shape
@@ -59,8 +60,8 @@ class DialEngine(CheckpointEngine):
         rollout = self._config.rollout.model_copy(update={"temperature": temperature})
         self._config = self._config.model_copy(update={"rollout": rollout})
         if self._config.speculates:
-            config = self._config.model_dump_json()
-            await self._llm.collective_rpc("begin_drafting", args=(config, self.index))
+            given = self._config.model_dump_json(), self._setup.model_dump_json(), self.index
+            await self._llm.collective_rpc("begin_drafting", args=given)
 
 
 class StockDialEngine(DialEngine, StockEngine):
@@ -163,12 +164,12 @@ class DialRun:
         changes: dict[str, Any] = {"drafting": drafting, "history_dir": self.directory}
         if on_gpu:
             rollout = {"gpu_memory_utilization": GPU_SHARE}
-            changes["devices"] = (0,)
         else:
             rollout = {"kv_cache_bytes": self._kv_bytes()}
         changes["rollout"] = self.config.rollout.model_copy(update=rollout)
         config: EngineConfig = self.config.engine.model_copy(update=changes)
-        return RayEngine(0, config, 0, engine_class)
+        setup = EngineSetup(devices=(0,) if on_gpu else ())
+        return RayEngine(0, config, 0, engine_class, setup=setup)
 
     def _kv_bytes(self) -> int:
         """Return the bytes that hold all requests at their longest, plus two drafts."""

@@ -136,7 +136,8 @@ RACE_KV_TOKENS = 2048
 
 
 class EngineConfig(Frozen):
-    """Settings of one rollout engine: its model, sampling, drafting and GPUs."""
+    """Settings of one rollout engine: its model, sampling, drafting and use of GPUs. What it starts
+    with besides is a `schemas.engine.EngineSetup`."""
 
     model: ModelConfig
     rollout: RolloutConfig
@@ -147,22 +148,12 @@ class EngineConfig(Frozen):
     specactor: SpecActorConfig = SpecActorConfig()
     pooled: bool = False
     """Whether its GPUs may switch to another layout, so that it can be parked."""
-    keeps_weights: bool = True
-    """Whether its weights stay in memory while it is parked."""
     takes_turns: bool = False
     """Whether it shares its GPUs with the trainer, and sleeps while the trainer works."""
-    devices: tuple[int, ...] = ()
-    """GPUs of its node, by rank. Empty: those that Ray assigns."""
     history_dir: Path = Path()
     """Directory of the index files."""
-    profile_json: str | None = None
-    """The run's `schemas.latency.Profile` as JSON, for the gate. None: step times are measured."""
-    learnt: str = ""
-    """See `schemas.counts.DraftingCounts`; empty: nothing yet."""
     race_kv_tokens: int | None = RACE_KV_TOKENS
     """Fewest tokens of a request that takes its KV cache along to a race. None: no request does."""
-    exports_metrics: bool = False
-    """Whether vLLM's metrics appear among those of its Ray node."""
 
     @property
     def speculates(self) -> bool:

@@ -22,6 +22,7 @@ from engines.pat.memory import plan_parked_weights, require_host_memory, start_s
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.stage import Outcome
 from schemas.config import EngineConfig, RolloutConfig, TrainConfig
+from schemas.engine import EngineSetup
 from schemas.layout import Pool
 from schemas.timeline import Timeline
 from tasks.run.gpus import drafter_name, engine_name, pool_name, wanted_by_engines
@@ -146,20 +147,20 @@ async def make_generation(
     Raise ValueError when engines of several TP degrees do not fit into memory, or when
     rollout.weight_sync is ipc and there are no GPUs.
     """
-    times = latency.profile.model_dump_json() if latency else None
-    exports = config.rollout.metrics and names_cluster()
+    setup = EngineSetup(
+        profile_json=latency.profile.model_dump_json() if latency else None,
+        exports_metrics=config.rollout.metrics and names_cluster(),
+    )
     reserved = await _reserve(config, placement)
     shared = _shared_gpu(config, reserved)
     engine = config.engine.model_copy(
         update={
             "rollout": _beside_trainer(config, shared),
-            "profile_json": times,
-            "exports_metrics": exports,
             "takes_turns": config.takes_turns,
         }
     )
     engines, pools, keeps_weights = _make_engines(
-        config, engine, placement, engine_class, reserved, learnt or {}
+        config, engine, placement, engine_class, reserved, setup, learnt or {}
     )
     coordinator = Coordinator(
         engines,
@@ -212,6 +213,7 @@ def _make_engines(
     placement: GpuPlacement,
     engine_class: type[VLLMEngine],
     reserved: Mapping[str, ReservedGpus],
+    setup: EngineSetup,
     learnt: Mapping[int, str],
 ) -> tuple[list[RayEngine], Sequence[Pool], bool]:
     """Return the engines, their pools, and whether an engine on standby keeps its weights."""
@@ -219,45 +221,40 @@ def _make_engines(
     pools, specs = plan_pools(
         rollout.num_engines, rollout.tp_degree, pat.tp_degrees, pat.gpus_per_node
     )
-    if not pools:
-        alone = [
-            _alone(engine, spec, placement, engine_class, reserved, learnt.get(spec.engine, ""))
-            for spec in specs
-        ]
-        return alone, (), True
-    keeps_weights = _keeps_weights(config, reserved)
-    weight_bytes = model_shape(config).weight_bytes
-    engines = [
-        _pooled(engine, spec, keeps_weights, reserved, weight_bytes, learnt.get(spec.engine, ""))
-        for spec in specs
+    keeps_weights = not pools or _keeps_weights(config, reserved)
+    setup = setup.model_copy(update={"keeps_weights": keeps_weights})
+    own = [
+        (spec, setup.model_copy(update={"learnt": learnt.get(spec.engine, "")})) for spec in specs
     ]
+    if not pools:
+        alone = [_alone(engine, placement, engine_class, reserved, *one) for one in own]
+        return alone, (), True
+    weight_bytes = model_shape(config).weight_bytes
+    engines = [_pooled(engine, reserved, weight_bytes, *one) for one in own]
     return engines, pools, keeps_weights
 
 
 def _alone(
     engine: EngineConfig,
-    spec: EngineSpec,
     placement: GpuPlacement,
     engine_class: type[VLLMEngine],
     reserved: Mapping[str, ReservedGpus],
-    learnt: str,
+    spec: EngineSpec,
+    setup: EngineSetup,
 ) -> RayEngine:
     name = engine_name(spec.engine)
     gpus = reserved.get(name)
     own_gpus = spec.tp_degree if placement.num_gpus and not gpus else 0
-    config = engine.model_copy(update={"devices": gpus.gpu_ids if gpus else ()})
-    return RayEngine(
-        spec.engine, config, own_gpus, engine_class, gpus, placement.node(name), learnt
-    )
+    setup = setup.model_copy(update={"devices": gpus.gpu_ids if gpus else ()})
+    return RayEngine(spec.engine, engine, own_gpus, engine_class, gpus, placement.node(name), setup)
 
 
 def _pooled(
     engine: EngineConfig,
-    spec: EngineSpec,
-    keeps_weights: bool,
     reserved: Mapping[str, ReservedGpus],
     weight_bytes: float,
-    learnt: str,
+    spec: EngineSpec,
+    setup: EngineSetup,
 ) -> RayEngine:
     assert spec.pool is not None
     gpus = reserved.get(pool_name(spec.pool))
@@ -267,14 +264,11 @@ def _pooled(
             weight_bytes, spec.tp_degree, engine.rollout.kv_cache_bytes, gpus.total_bytes
         )
     config = engine.model_copy(
-        update={
-            "rollout": engine.rollout.model_copy(update=changed),
-            "pooled": True,
-            "keeps_weights": keeps_weights,
-            "devices": tuple(gpus.gpu_ids[i] for i in spec.devices) if gpus else (),
-        }
+        update={"rollout": engine.rollout.model_copy(update=changed), "pooled": True}
     )
-    return RayEngine(spec.engine, config, num_gpus=0, gpus=gpus, learnt=learnt)
+    devices = tuple(gpus.gpu_ids[i] for i in spec.devices) if gpus else ()
+    setup = setup.model_copy(update={"devices": devices})
+    return RayEngine(spec.engine, config, num_gpus=0, gpus=gpus, setup=setup)
 
 
 async def _reserve(config: TrainConfig, placement: GpuPlacement) -> dict[str, ReservedGpus]:

@@ -4,6 +4,7 @@ the updates of one."""
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ def test_a_switch_of_tp_degree_changes_no_token(
     tmp_path: Path, device: str, figures: Callable
 ) -> None:
     """Run in float32. The TP 2 engine is parked while the TP 1 engine uses the first GPU."""
-    from engines.inference.engine.vllm_engine import VLLMEngine
     from tests.gpu.local_engine import make_requests, policy_weights, started, train_config
 
     model = write_model(SHAPE, device, torch.float32, tmp_path / "model")
@@ -36,7 +36,7 @@ def test_a_switch_of_tp_degree_changes_no_token(
     weights = policy_weights(config, [requests[0].prompt_token_ids])
     with ExitStack() as stack:
         high, low = (
-            stack.enter_context(started(VLLMEngine, _layout(config, tp_degree)))
+            stack.enter_context(started(_engine_of(tp_degree), _layout(config, tp_degree)))
             for tp_degree in (2, 1)
         )
         errors = [engine.wait(engine.engine.load_weights(weights)) for engine in (high, low)]
@@ -59,10 +59,18 @@ def test_a_switch_of_tp_degree_changes_no_token(
     assert max(errors) < 1e-3
 
 
+def _engine_of(tp_degree: int) -> Callable[..., Any]:
+    """Return a maker of engines on the first GPUs."""
+    from engines.inference.engine.vllm_engine import VLLMEngine
+    from schemas.engine import EngineSetup
+
+    devices = () if REHEARSAL else tuple(range(tp_degree))
+    return partial(VLLMEngine, setup=EngineSetup(devices=devices))
+
+
 def _layout(config: Any, tp_degree: int) -> Any:
     rollout = config.rollout.model_copy(update={"tp_degree": tp_degree})
-    devices = () if REHEARSAL else tuple(range(tp_degree))
-    changes = {"rollout": rollout, "pooled": True, "devices": devices}
+    changes = {"rollout": rollout, "pooled": True}
     off = config.drafting.model_copy(update={"enabled": False})
     return config.engine.model_copy(update={**changes, "drafting": off})
 

@@ -187,9 +187,7 @@ def main() -> None:
         update={"gpu_memory_utilization": 0.4, "kv_cache_bytes": 2**30, "batch_invariant": True}
     )
     head = on.model.model_copy(update={"head_dtype": "float32"})
-    pooled = on.model_copy(
-        update={"pooled": True, "devices": (0, 1), "rollout": rollout, "model": head}
-    )
+    pooled = on.model_copy(update={"pooled": True, "rollout": rollout, "model": head})
     found = {
         "off": told(resolved(config_of())),
         "on": told(resolved(on)),

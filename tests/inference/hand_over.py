@@ -13,6 +13,7 @@ import torch
 from engines.inference.weights import hand_over
 from engines.learn.trainer import TrainerActor
 from schemas.config import EngineConfig, TrainConfig
+from schemas.engine import EngineSetup
 from tests.inference.pace import PacedEngine
 from tests.stand_in_ipc import stand_in, stand_in_worker
 
@@ -25,9 +26,9 @@ SILENT_S = 30.0
 class EngineWithGpu(PacedEngine):
     """An engine on the GPU of the last rank."""
 
-    def __init__(self, index: int, config: EngineConfig) -> None:
+    def __init__(self, index: int, config: EngineConfig, setup: EngineSetup) -> None:
         rollout = config.rollout.model_copy(update={"weight_sync": "ipc"})
-        super().__init__(index, config.model_copy(update={"rollout": rollout}))
+        super().__init__(index, config.model_copy(update={"rollout": rollout}), setup)
 
     async def start(self) -> None:
         await super().start()

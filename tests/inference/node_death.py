@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from flows.environment import quieten
-from schemas.config import EngineConfig
 from schemas.counts import DraftingCounts
 from schemas.rollout import (
     FinishedRollout,
@@ -40,8 +39,7 @@ class Hashes:
 
     token_s = 0.02
 
-    def __init__(self, index: int, config: EngineConfig) -> None:
-        del config
+    def __init__(self, index: int, *_: Any) -> None:
         self._index = index
         self._running: dict[RequestId, tuple[RolloutRequest, float]] = {}
         self._finished: list[Rollout] = []

@@ -13,6 +13,7 @@ from engines.inference.engine import ray_engine
 from engines.inference.engine.ray_engine import RayEngine
 from engines.rollout.interface import EngineDied, EngineEvents
 from schemas.counts import DraftingCounts
+from schemas.engine import EngineSetup
 from schemas.rollout import FinishedRollout, FinishReason
 from tests.inference.real import CONFIG, requests
 
@@ -144,7 +145,7 @@ async def test_new_actor_gets_the_drafting_state(monkeypatch):
 
     monkeypatch.setattr(ray_engine, "RemoteActor", Remote)
     monkeypatch.setattr(ray_engine, "Place", Room)
-    engine = RayEngine(3, CONFIG.engine, num_gpus=0, learnt="of step 2")
+    engine = RayEngine(3, CONFIG.engine, num_gpus=0, setup=EngineSetup(learnt="of step 2"))
     await engine.start()
     await engine.take_drafting_counts()  # Without drafts, the engine reports no state.
     await engine.start()

@@ -98,7 +98,7 @@ def savings_source(run: Any) -> str:
 
 async def gate_profiles(run: StandIn) -> set[str | None]:
     made = await make_generation(run.config, run.inputs.latency, 0, GpuPlacement(), print)
-    return {engine._config.profile_json for engine in made.drafters._engines}
+    return {engine._setup.profile_json for engine in made.drafters._engines}
 
 
 async def test_all_techniques_use_one_profile(tmp_path: Path, profile: Path) -> None:

@@ -33,6 +33,7 @@ from engines.inference.sampling.step_rows import GREEDY_BELOW
 from engines.latency.fitted import FittedLatency
 from schemas.config import EngineConfig
 from schemas.drafting import HISTORY
+from schemas.engine import EngineSetup
 from schemas.latency import Profile
 from schemas.rollout import DraftSetting
 
@@ -46,7 +47,7 @@ DRAFTING = "drafting"
 class Proposer:
     """The proposer of one engine. It runs on the engine's first rank."""
 
-    def __init__(self, runner: Any, config: EngineConfig, engine: int) -> None:
+    def __init__(self, runner: Any, config: EngineConfig, setup: EngineSetup, engine: int) -> None:
         scheduler, drafting = runner.vllm_config.scheduler_config, config.drafting
         self._runner = runner
         # Otherwise vLLM skips all drafts while one request nears the end of its context.
@@ -54,7 +55,7 @@ class Proposer:
         self._max_step_tokens = (
             scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
         )
-        profile = config.profile_json
+        profile = setup.profile_json
         self._measured = MeasuredStepTimes(0.0 if profile else drafting.plain_share)
         times: StepTimes = self._measured
         if profile:
@@ -78,7 +79,7 @@ class Proposer:
         self._places = np.zeros(0, np.int64)
         self._own_rows: list[tuple[int, str]] = []
         """(row, id) of the requests that have their own draft setting."""
-        self._restore(config.learnt)
+        self._restore(setup.learnt)
 
     def take_counts(self) -> dict[str, Any]:
         """Return the counts since the last call, and the learnt state for a successor."""

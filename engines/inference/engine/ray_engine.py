@@ -17,6 +17,7 @@ from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.rollout.interface import EngineDied, EngineEvents, EngineGone, WeightSyncError
 from schemas.config import EngineConfig
 from schemas.counts import DraftingCounts, KVCounts
+from schemas.engine import ALONE, EngineSetup
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest, SavedKV
 from schemas.weights import PolicyWeights
 
@@ -37,13 +38,12 @@ class RayEngine:
         engine_class: type[VLLMEngine] = VLLMEngine,
         gpus: ReservedGpus | None = None,
         near: str | None = None,
-        learnt: str = "",
+        setup: EngineSetup = ALONE,
     ) -> None:
         """Describe an engine; `start` starts it.
 
         `num_gpus`: GPUs of its own, on node `near` if they are free there. `gpus`: GPUs that it
-        shares with other engines; it runs on their node. `learnt`: the state that drafting starts
-        from, see `DraftingCounts`.
+        shares with other engines; it runs on their node.
         """
         self.index = index
         self.tp_degree = config.rollout.tp_degree
@@ -52,7 +52,7 @@ class RayEngine:
         self._num_gpus = num_gpus
         self._gpus = gpus
         self._near = near
-        self._learnt = learnt
+        self._setup = setup
         self._place: Place | None = None
         self._actor: RemoteActor | None = None
         self._last_news_s = 0.0
@@ -88,7 +88,8 @@ class RayEngine:
             f"rollout engine {self.index}",
             self._engine_class,
             self.index,
-            self._config.model_copy(update={"learnt": self._learnt}),
+            self._config,
+            self._setup,
             max_concurrency=64,
             **place.options,
         )
@@ -179,7 +180,8 @@ class RayEngine:
 
     async def take_drafting_counts(self) -> DraftingCounts:
         counts: DraftingCounts = await self._call("take_drafting_counts")
-        self._learnt = counts.learnt or self._learnt
+        if counts.learnt:
+            self._setup = self._setup.model_copy(update={"learnt": counts.learnt})
         return counts
 
     async def next_events(self) -> EngineEvents:

@@ -30,6 +30,7 @@ from engines.shared_memory import clear_dead
 from engines.store.rows import rollout_rows
 from schemas.config import EngineConfig
 from schemas.counts import DraftingCounts, KVCounts
+from schemas.engine import ALONE, EngineSetup
 from schemas.rollout import (
     DraftProgress,
     DraftSetting,
@@ -53,10 +54,10 @@ DRAFTING_POLL_S = 1.0
 class VLLMEngine:
     """Generates with exact sampling. See `engines.rollout.interface.Engine` for the contract."""
 
-    def __init__(self, index: int, config: EngineConfig) -> None:
+    def __init__(self, index: int, config: EngineConfig, setup: EngineSetup = ALONE) -> None:
         self.index = index
         self.tp_degree = config.rollout.tp_degree
-        self._config = config
+        self._config, self._setup = config, setup
         self._policy_version: int | None = None
         self._running: dict[RequestId, Running] = {}
         self._finished: list[Rollout] = []
@@ -77,7 +78,7 @@ class VLLMEngine:
         """Mark all processes that start here, to find them later. Return mark, node and GPUs."""
         mark_children(mark)
         node_id = ray.get_runtime_context().get_node_id()
-        return Marked(mark, node_id, self._config.devices or given_gpus())
+        return Marked(mark, node_id, self._setup.devices or given_gpus())
 
     async def start(self) -> None:
         with freeze_garbage():
@@ -86,7 +87,7 @@ class VLLMEngine:
     async def _start(self) -> None:
         on_cpu = prepare_process(
             self.tp_degree,
-            self._config.devices,
+            self._setup.devices,
             batch_invariant=self._config.rollout.batch_invariant,
             takes_handles=self._config.rollout.weight_sync == "ipc",
         )
@@ -96,7 +97,7 @@ class VLLMEngine:
 
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(**self._engine_args(on_cpu)),
-            stat_loggers=stat_loggers(self._config.exports_metrics),
+            stat_loggers=stat_loggers(self._setup.exports_metrics),
         )
         await self._install()
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
@@ -109,8 +110,8 @@ class VLLMEngine:
     async def _install(self) -> None:
         await self._llm.collective_rpc("install_exact_sampling")
         if self._config.speculates:
-            config = self._config.model_dump_json()
-            await self._llm.collective_rpc("install_drafting", args=(config, self.index))
+            given = self._config.model_dump_json(), self._setup.model_dump_json(), self.index
+            await self._llm.collective_rpc("install_drafting", args=given)
         if self._config.moves_kv:
             await self._llm.collective_rpc("install_kv_saving")
 
@@ -210,7 +211,7 @@ class VLLMEngine:
 
     async def load_weights(self, weights: PolicyWeights) -> float:
         assert not self._running, "weights change only between rollouts"
-        assert not self._is_parked or self._config.keeps_weights, "its weights would be lost"
+        assert not self._is_parked or self._setup.keeps_weights, "its weights would be lost"
         self._saving.clear()
         await self._memory.take_weights()
         if not await self._handed.are_of(weights.policy_version):
@@ -241,7 +242,7 @@ class VLLMEngine:
     async def park(self) -> None:
         assert not self._running, "it has requests"
         if not self._is_parked:
-            await self._memory.leave(weights=not self._config.keeps_weights)
+            await self._memory.leave(weights=not self._setup.keeps_weights)
         self._is_parked = True
 
     async def sleep(self) -> None:
@@ -308,9 +309,8 @@ class VLLMEngine:
         }
 
     async def _draft_progress(self) -> dict[RequestId, DraftProgress]:
-        """Return the progress of requests that have their own draft setting.
-
-        Fetch it rarely: it costs the engine a call between two steps."""
+        """Return the progress of requests that have their own draft setting. Fetch it rarely: it
+        costs the engine a call between two steps."""
         now_s = time.monotonic()
         if any(running.request.drafting for running in self._running.values()) and (
             now_s - self._drafting_asked_s > DRAFTING_POLL_S

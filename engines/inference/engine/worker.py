@@ -10,6 +10,7 @@ from engines.inference.engine.supported import check_runner
 from engines.inference.kv.pages import release_pages
 from engines.inference.sampling.samplers import ExactRejectionSampler, ExactSampler
 from schemas.config import EngineConfig
+from schemas.engine import EngineSetup
 
 
 class WorkerExtension:
@@ -37,18 +38,19 @@ class WorkerExtension:
             runner.rejection_sampler = ExactRejectionSampler(runner.sampler)
         runner.sampler.warm()
 
-    def install_drafting(self, config_json: str, engine: int) -> None:
+    def install_drafting(self, config_json: str, setup_json: str, engine: int) -> None:
         """Replace the runner's speculator. Call once, before the first request."""
         self._sample_without_drafts()
-        self.begin_drafting(config_json, engine)
+        self.begin_drafting(config_json, setup_json, engine)
 
-    def begin_drafting(self, config_json: str, engine: int) -> None:
-        """Draft with a new proposer, which has learnt nothing yet. Call between two stages."""
+    def begin_drafting(self, config_json: str, setup_json: str, engine: int) -> None:
+        """Draft with a new proposer. Call between two stages."""
         if self._drafts:
             from engines.inference.drafting.proposer import Proposer
 
             config = EngineConfig.model_validate_json(config_json)
-            self.model_runner.drafter = Proposer(self.model_runner, config, engine)
+            setup = EngineSetup.model_validate_json(setup_json)
+            self.model_runner.drafter = Proposer(self.model_runner, config, setup, engine)
 
     def _sample_without_drafts(self) -> None:
         """Run steps that verify no drafts as on an engine without speculation.
