@@ -147,7 +147,7 @@ class Shipped(LockstepDrafter):
         ids = [f"{self._num_batches}-{row}" for row in range(len(ends))]
         requests = zip(ids, batch.keys, ends.tolist(), strict=True)
         for row, (id, key, end) in enumerate(requests):
-            known = self._config.foresee and batch.sample_keys
+            known = self._config.look_ahead and batch.sample_keys
             sample_key = batch.sample_keys[row] if known else NO_KEY
             self._drafter.begin(DraftedRequest(id, names[key], end, sample_key=sample_key))
         self._places = self._drafter.places(ids)

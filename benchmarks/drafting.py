@@ -65,8 +65,8 @@ PACKAGES = ("refrain", "numpy", "numba", PACKAGE)
 RATES = ("acceptance_length", "acceptance_rate", "speculation_rate")
 VARIANTS = {
     "histospec_own": {"shared_tokens": 0},
-    "histospec_blind": {"foresee": False},
-    "histospec_counts": {"foresee": False},
+    "histospec_blind": {"look_ahead": False},
+    "histospec_counts": {"look_ahead": False},
     "histospec": {},
 }
 """Settings of `DraftingConfig` that differ from the defaults, for drafters that lack a part."""

@@ -49,7 +49,7 @@ class LargeBlocksEngine(VLLMEngine):
 
 WITHOUT = {
     "shared": EngineKind(VLLMEngine, DraftingConfig(shared_tokens=0)),
-    "foreseen": EngineKind(VLLMEngine, DraftingConfig(foresee=False)),
+    "foreseen": EngineKind(VLLMEngine, DraftingConfig(look_ahead=False)),
     "blocks": EngineKind(LargeBlocksEngine, DraftingConfig()),
     "batches": EngineKind(StepwiseEngine, DraftingConfig()),
     "passes": EngineKind(VLLMEngine, DraftingConfig(), by_tokens=True),

@@ -15,6 +15,11 @@ TEXT_DRAFTERS = (NGRAM,)
 """Drafters that need only the text of a request (`engines.specactor.text_drafters`)."""
 
 
+MATCH, PAPER_MATCH = (2, 16), (3, 7)
+"""Least and most tokens of a match. The gate leaves out drafts of short matches that do not pay, so
+they cost little. RhymeRL has no such gate, and takes 3 to 7."""
+
+
 class DraftingConfig(Frozen):
     """Draft responses from a prompt's earlier ones (RhymeRL, section 5). No token changes."""
 
@@ -24,14 +29,10 @@ class DraftingConfig(Frozen):
     window: Literal["goodput", "paper", "doubling"] = "goodput"
     """How many draft tokens a step verifies for a request. `goodput`: as many as pay, by each
     token's probability of being accepted. `paper`: 2 more after full acceptance, back to 2 after a
-    rejection. `doubling`: twice as many after full acceptance, half after a rejection."""
+    rejection, and matches of 3 to 7 tokens instead of 2 to 16. `doubling`: twice as many after full
+    acceptance, half after a rejection."""
     max_draft: int = Field(default=16, ge=1, le=64)
     """Longest draft, in tokens."""
-    min_match: PositiveInt = 2
-    """Shortest match with the history that a draft may follow, in tokens. Raise it if many drafts
-    are rejected."""
-    max_match: PositiveInt = 16
-    """Longest match that the drafter looks for, in tokens."""
     siblings: bool = False
     """Draft from running samples of the same prompt where its history has nothing. It helps in a
     first epoch if requests start one after the other, and little if they run side by side."""
@@ -39,36 +40,30 @@ class DraftingConfig(Frozen):
     """Size limit, in tokens of 17 bytes each, of the index that all prompts share. It holds the
     last two epochs, or as much of them as fits, and drafts where a prompt's own history knows less.
     0: prompts draft only from their own history."""
-    foresee: bool = True
+    look_ahead: bool = True
     """Use a sample's noise, which is known beforehand, to draft the tokens that this sample would
     draw. Off: draft the continuation with the highest rewards, or the most frequent one."""
     gate: bool = True
     """Verify only as many drafts as pay in the running batch. Step times come from the run's
     `profile`, or from steps that the engine has measured. Off: verify every draft."""
-    plain_share: float = Field(default=1 / 16, ge=0, le=0.5)
-    """Share of the time in which engines draft nothing, to keep measuring how long a pass without
-    drafts takes and what drafting saves. 0 never stops drafting. With a `profile` drafting never
-    stops."""
     index_dir: Path | None = None
     """Directory for the run's index files, on disk or in shared memory, for example `/dev/shm`.
     Engines and history workers must see it. Nodes that do not share it copy files from each other.
     Default: `history` in the run's directory."""
-    index_cpus: PositiveInt | None = None
-    """Cores of each node that build indexes: its last ones, at low priority. Default: a quarter of
-    the cores, at least one."""
     max_index_bytes: PositiveInt = 64 * 2**30
     """Disk space for index files in bytes, on each node if nodes do not share the directory. When
     it is full, the files of prompts that return last are compressed to a third, then deleted. The
     run rebuilds a deleted file from its store when the prompt returns."""
 
-    @model_validator(mode="after")
-    def _matches(self) -> "DraftingConfig":
-        if self.min_match > self.max_match:
-            raise ValueError(
-                f"drafting.min_match ({self.min_match}) exceeds drafting.max_match "
-                f"({self.max_match}): lower the first or raise the second"
-            )
-        return self
+    @property
+    def min_match(self) -> int:
+        """Shortest match with the history that a draft may follow, in tokens."""
+        return PAPER_MATCH[0] if self.window == "paper" else MATCH[0]
+
+    @property
+    def max_match(self) -> int:
+        """Longest match that the drafter looks for, in tokens."""
+        return PAPER_MATCH[1] if self.window == "paper" else MATCH[1]
 
 
 class DraftModel(Frozen):

@@ -26,6 +26,7 @@ class Removed(NamedTuple):
 
 RENAMED = {
     "rollout.weights": "rollout.weight_sync",
+    "drafting.foresee": "drafting.look_ahead",
 }
 """New name of each renamed setting, both dotted."""
 
@@ -53,6 +54,10 @@ REMOVED: dict[str, Removed] = {
     "specactor.race_kv_tokens": Removed(2048, "the KV cache is copied from 2048 tokens on"),
     "specactor.gpu_memory_share": Removed(0.9, "a drafter uses 0.9 of its own GPU"),
     "specactor.max_restarts": Removed(3, "`rollout.max_restarts` holds for drafters too"),
+    "drafting.min_match": Removed(2, "matches have 2 to 16 tokens, with `window: paper` 3 to 7"),
+    "drafting.max_match": Removed(16, "matches have 2 to 16 tokens, with `window: paper` 3 to 7"),
+    "drafting.plain_share": Removed(1 / 16, "it is 1/16 without a profile, and 0 with one"),
+    "drafting.index_cpus": Removed(None, "indexes are built by a quarter of each node's cores"),
 }
 """Removed settings by dotted name."""
 

@@ -52,7 +52,11 @@ class PromptHistory(NamedTuple):
 
 def index_sizes(config: DraftingConfig) -> dict[str, int]:
     """Return the settings that an index is built with."""
-    return {name: getattr(config, name) for name in ("min_match", "max_match", "max_draft")}
+    return {
+        "min_match": config.min_match,
+        "max_match": config.max_match,
+        "max_draft": config.max_draft,
+    }
 
 
 def delete_indexes(directory: Path) -> None:

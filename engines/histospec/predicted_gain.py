@@ -88,7 +88,7 @@ def predict_gain(groups: Sequence[ResponseGroup], config: DraftingConfig) -> Pre
                 window_policy(config.window, config.max_draft),
                 gate=gate,
                 acceptance=acceptance,
-                sample_keys=np.array(keys, np.int64) if config.foresee else None,
+                sample_keys=np.array(keys, np.int64) if config.look_ahead else None,
             )
         num_tokens = sum(map(len, responses))
         speeds.append(num_tokens / float(done.num_passes.sum() + share * done.num_drafted.sum()))

@@ -55,7 +55,7 @@ class HistoryWorker:
     ) -> None:
         """`epoch_steps`: see `SharedLibrary`.
         `begun`: name of a fresh start, which deletes the indexes of an earlier run."""
-        self._num_threads = keep_to(config.index_cpus)
+        self._num_threads = keep_to()
         num_sharing = min(num_shares, SHARING_WORKERS)
         own_bytes = {
             "max_index_bytes": config.max_index_bytes // num_shares,
@@ -144,7 +144,7 @@ class HistoryWorker:
         return self._directory / f"{share}{MARK}"
 
 
-def keep_to(num_cpus: int | None) -> int:
+def keep_to(num_cpus: int | None = None) -> int:
     """Pin this thread, and the threads that it starts, to the last of its allowed cores at low
     priority. Return the number of cores: `num_cpus`, or a quarter of the allowed ones if None."""
     cores = sorted(os.sched_getaffinity(0))

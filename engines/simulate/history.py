@@ -32,7 +32,7 @@ from engines.simulate.trace import Trace
 from schemas.drafting import DraftingConfig
 from schemas.rollout import RequestId, Split
 
-PAPER = DraftingConfig(window="paper", max_draft=32, min_match=3, max_match=7)
+PAPER = DraftingConfig(window="paper", max_draft=32)
 """RhymeRL 5.3 and 5.4. The paper's gate is a batch size, see `engines.histospec.gate`."""
 DRAFTINGS = {
     "goodput": DraftingConfig(),

@@ -25,7 +25,7 @@ KEYS = [f"{n:08x}" for n in range(100)]
 
 async def index() -> dict[str, object]:
     trouble: list[str] = []
-    workers = HistoryWorkers(DIRECTORY, DraftingConfig(index_cpus=1), trouble.append)
+    workers = HistoryWorkers(DIRECTORY, DraftingConfig(), trouble.append)
     workers.start()
 
     async def read(steps):

@@ -25,7 +25,7 @@ from tests.simulate.latencies import LinearLatency
 from tests.simulate.test_drafting import id_of
 
 UNGATED = {
-    name: config.model_copy(update={"gate": False, "max_draft": 32, "min_match": 3})
+    name: config.model_copy(update={"gate": False, "max_draft": 32})
     for name, config in DRAFTINGS.items()
 }
 """Without the gate, every draft token is verified."""

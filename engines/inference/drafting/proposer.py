@@ -38,6 +38,9 @@ from schemas.latency import Profile
 from schemas.rollout import DraftSetting
 
 _SIBLING_BYTES = 2**28
+PLAIN_SHARE = 1 / 16
+"""Share of the time in which engines without a profile draft nothing: it shows how long a pass
+without drafts takes, and so what drafting saves."""
 PROMPT_KEY = "prompt_key"
 """Key of the prompt key in `SamplingParams.extra_args`."""
 DRAFTING = "drafting"
@@ -56,12 +59,12 @@ class Proposer:
             scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
         )
         profile = setup.profile_json
-        self._measured = MeasuredStepTimes(0.0 if profile else drafting.plain_share)
+        self._measured = MeasuredStepTimes(0.0 if profile else PLAIN_SHARE)
         times: StepTimes = self._measured
         if profile:
             latency = FittedLatency(Profile.model_validate_json(profile))
             times = ProfiledStepTimes(latency, config.rollout.tp_degree)
-        self._history_is_on, self._foresees = drafting.enabled, drafting.foresee
+        self._history_is_on, self._foresees = drafting.enabled, drafting.look_ahead
         self._fuses = drafting.enabled
         self._history = HistoryDrafter(
             Path(config.history_dir),
