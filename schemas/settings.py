@@ -1,6 +1,7 @@
 """Settings as config classes declare them: names, values, defaults and descriptions."""
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from difflib import get_close_matches
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -40,17 +41,26 @@ def declared_settings(
 ) -> Iterator[DeclaredSetting]:
     """Yield all settings of a config in order, each section before its settings. If a section may
     have several classes, the settings of all of them follow, each name once."""
-    told = set()
     for name, field in kind.model_fields.items():
         said = [one for one in _metadata(field) if isinstance(one, OnResume)]
         own = said[0] if said else on_resume
         sections = list(_sections(field.annotation))
         yield DeclaredSetting(prefix + name, field, bool(sections), own)
+        found: dict[str, DeclaredSetting] = {}
         for section in sections:
             for inner in declared_settings(section, f"{prefix}{name}.", own):
-                if inner.name not in told:
-                    told.add(inner.name)
-                    yield inner
+                first = found.get(inner.name)
+                found[inner.name] = _both(first, inner) if first else inner
+        yield from found.values()
+
+
+def _both(one: DeclaredSetting, other: DeclaredSetting) -> DeclaredSetting:
+    """Return a setting of two classes of a section, with the values that either class accepts."""
+    if one.field.annotation == other.field.annotation:
+        return one
+    field = copy(one.field)
+    field.annotation = Union[one.field.annotation, other.field.annotation]  # noqa: UP007
+    return one._replace(field=field)
 
 
 def meant_by(name: str, kind: type[BaseModel]) -> str | None:
@@ -114,7 +124,8 @@ def _values(annotation: Any) -> str:
     if origin is Annotated:
         return _values(parts[0])
     if origin in (Union, UnionType):
-        return " or ".join("none" if part is type(None) else _values(part) for part in parts)
+        separator = ", " if all(get_origin(part) is Literal for part in parts) else " or "
+        return separator.join("none" if part is type(None) else _values(part) for part in parts)
     if origin is Literal:
         return ", ".join(f"`{part}`" for part in parts)
     if origin is tuple:

@@ -5,7 +5,7 @@ import pytest
 from engines.user_files import validated
 from schemas.config import TrainConfig
 from schemas.resume import settings_of
-from schemas.settings import declared_settings, meant_by
+from schemas.settings import declared_settings, described_values, meant_by
 
 GIVEN = {"model": {"path": "m"}, "data": {"train": ["d"]}}
 
@@ -53,3 +53,10 @@ def test_every_setting_is_declared_once_and_explained():
     assert settings_of(TrainConfig.model_validate(GIVEN)).keys() <= set(names) | {"trainer.lora"}
     unexplained = [one.name for one in settings if not (one.is_section or one.field.description)]
     assert unexplained in ([], ["reward.type"])
+
+
+def test_a_setting_of_several_classes_shows_the_values_of_all():
+    (kind,) = (one for one in declared_settings(TrainConfig) if one.name == "reward.type")
+    assert described_values(kind.field) == "`builtin`, `function`"
+    (timeout,) = (one for one in declared_settings(TrainConfig) if one.name == "reward.timeout_s")
+    assert described_values(timeout.field) == "float > 0"
