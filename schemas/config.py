@@ -77,8 +77,6 @@ class RolloutConfig(Frozen):
     """Largest mean |trainer - engine| log-probability of a sequence after a weight sync, in nats,
     for example 0.1. Default: 1e-3 in float32. In bfloat16 each sync measures it: a little more than
     rounding to bfloat16 changes the trainer's own."""
-    metrics: Free[bool] = True
-    """Export vLLM's metrics through Ray to Prometheus, if RAY_ADDRESS names a cluster."""
 
     def sampling(self, split: Split) -> "RolloutConfig | SamplingConfig":
         """Return the config that has the temperature, `top_p` and `top_k` of a split."""

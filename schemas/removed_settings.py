@@ -58,6 +58,10 @@ REMOVED: dict[str, Removed] = {
     "drafting.max_match": Removed(16, "matches have 2 to 16 tokens, with `window: paper` 3 to 7"),
     "drafting.plain_share": Removed(1 / 16, "it is 1/16 without a profile, and 0 with one"),
     "drafting.index_cpus": Removed(None, "indexes are built by a quarter of each node's cores"),
+    "reward.max_retries": Removed(8, "`on_error: retry` scores a response up to 8 times again"),
+    "rollout.metrics": Removed(True, "vLLM's metrics are exported if RAY_ADDRESS names a cluster"),
+    "trainer.adam_beta1": Removed(0.9, "it is 0.9. Change adam_beta2 instead", OnResume.KEPT),
+    "trainer.max_skipped_updates": Removed(3, "more than three skipped updates in a row end a run"),
 }
 """Removed settings by dotted name."""
 

@@ -37,11 +37,9 @@ class FunctionReward(Frozen):
     """Longest time in seconds to score one response."""
     on_error: Free[Literal["stop", "retry", "zero"]] = "stop"
     """Action after an exception, a time-out, a dead process or a bad value. `stop`: the run ends
-    and names the response. `retry`: score the response again, after waits that double up to half a
-    minute; the run ends if that does not help. `zero`: the reward is 0. `critic/num_retried` and
-    `critic/num_unscored` count such responses."""
-    max_retries: Free[PositiveInt] = 8
-    """Times that `on_error: retry` scores one response again."""
+    and names the response. `retry`: score the response again, up to 8 times, after waits that
+    double up to half a minute; the run ends if that does not help. `zero`: the reward is 0.
+    `critic/num_retried` and `critic/num_unscored` count such responses."""
     environment: Free[tuple[str, ...]] = ()
     """Environment variables that your function sees, for example `[OPENAI_API_KEY]`. It always sees
     those that say where things are (`PATH`, `HOME`, `LANG`, `PYTHON*` and the like)."""
@@ -64,7 +62,7 @@ class FunctionReward(Frozen):
 
 
 JSON_ONLY = (
-    "kwargs", "on_error", "max_retries", "environment",
+    "kwargs", "on_error", "environment",
     "max_memory_bytes", "max_processes", "max_file_bytes",
 )  # fmt: skip
 """Settings that only the JSON view of the form takes."""

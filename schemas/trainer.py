@@ -54,17 +54,12 @@ class TrainerConfig(Frozen):
     """Optimiser steps from the end of the warm-up to the lowest learning rate, which then stays."""
     min_learning_rate: Kept[float] = Field(default=0.0, ge=0.0)
     """Learning rate at the end of the decay."""
-    adam_beta1: Kept[float] = Field(default=0.9, ge=0.0, lt=1.0)
-    """AdamW's beta1: the share of the mean gradient that an update keeps."""
     adam_beta2: Kept[float] = Field(default=0.999, ge=0.0, lt=1.0)
     """AdamW's beta2: the share of the mean squared gradient that an update keeps."""
     weight_decay: Kept[float] = Field(default=0.0, ge=0.0)
     """AdamW's decoupled weight decay, for example 0.01."""
     max_grad_norm: Kept[PositiveFloat] = 1.0
     """Gradients with a larger norm are scaled down to this norm."""
-    max_skipped_updates: Free[int] = Field(default=3, ge=0)
-    """Updates in a row that may be skipped because the loss or the gradient is not finite. One more
-    ends the run."""
     minibatches_per_step: Kept[PositiveInt | None] = None
     """Optimiser updates of one pass over a step's batch. Each takes its own share of the groups.
     Default: 4 for GSPO, 1 otherwise."""

@@ -42,6 +42,12 @@ from schemas.config import TrainConfig
 from schemas.trainer import LoraConfig
 from schemas.weights import Canary
 
+ADAM_BETA1 = 0.9
+"""AdamW's share of the mean gradient that an update keeps, as everywhere."""
+MAX_SKIPPED_UPDATES = 3
+"""Updates in a row that may be skipped because loss or gradient are not finite. A policy that gets
+no more updates has diverged."""
+
 
 class Learner:
     """Policy gradients with AdamW on one rank of `world_size` trainer processes.
@@ -115,7 +121,7 @@ class Learner:
         self._optimizer = torch.optim.AdamW(
             trained,
             lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
+            betas=(ADAM_BETA1, config.adam_beta2),
             weight_decay=config.weight_decay,
             fused=True,
         )
@@ -177,9 +183,8 @@ class Learner:
         the weights unchanged and returns only the metrics of `read_training_samples`.
 
         Raises StalenessError when a token's policy version is not allowed. The weights are then
-        unchanged. Raises
-        FloatingPointError after more than `max_skipped_updates` skipped updates in a row, and
-        RuntimeError while engines have the GPU.
+        unchanged. Raises FloatingPointError after more than `MAX_SKIPPED_UPDATES` skipped updates
+        in a row, and RuntimeError while engines have the GPU.
         """
         if not self._has_gpu:
             raise RuntimeError("engines have the GPU: call enter_gpu before training")
@@ -249,12 +254,11 @@ class Learner:
         """Skip an update. Raise FloatingPointError after too many in a row."""
         self._optimizer.zero_grad(set_to_none=True)
         self._num_skipped += 1
-        allowed = self._config.trainer.max_skipped_updates
-        if self._num_skipped > allowed:
+        if self._num_skipped > MAX_SKIPPED_UPDATES:
             raise FloatingPointError(
                 f"the loss is {loss} and its gradient's norm {norm} after {self.policy_version} "
                 f"training steps. This is update {self._num_skipped} in a row that is not finite, "
-                f"and trainer.max_skipped_updates is {allowed}. The policy was not updated. Look "
+                f"and at most {MAX_SKIPPED_UPDATES} may be. The policy was not updated. Look "
                 "at actor/grad_norm and mismatch/k3 of the steps before, and lower "
                 "trainer.learning_rate"
             )

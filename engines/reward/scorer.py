@@ -23,6 +23,8 @@ MAX_CALLS_PER_CHUNK = 32
 """Responses sent to one process at once. An async function scores them concurrently."""
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
+MAX_RETRIES = 8
+"""Times that `on_error: retry` scores a response again: about two minutes of waits in all."""
 """First and longest wait before a retry. Each wait is twice the one before."""
 BUILTIN_MEMORY_BYTES = 2**32
 """Memory limit of a process that runs a built-in scorer."""
@@ -158,7 +160,7 @@ def _score_chunk(
                 num_failures[index] += 1
                 if config.on_error == "zero":
                     scored[index] = (0.0, {"pred": None, ERROR: outcome.reason})
-                elif num_failures[index] > config.max_retries:
+                elif num_failures[index] > MAX_RETRIES:
                     tries = f"{num_failures[index]} tries, the last one: {outcome.reason}"
                     raise ValueError(_describe(chunk[index], tries))
             elif outcome:

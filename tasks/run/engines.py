@@ -149,7 +149,7 @@ async def make_generation(
     """
     setup = EngineSetup(
         profile_json=latency.profile.model_dump_json() if latency else None,
-        exports_metrics=config.rollout.metrics and names_cluster(),
+        exports_metrics=names_cluster(),
     )
     reserved = await _reserve(config, placement)
     shared = _shared_gpu(config, reserved)

@@ -177,16 +177,18 @@ def test_failed_judge_calls_are_retried_and_counted(judge):
 
 def test_grades_over_ten_are_rejected(judge, monkeypatch):
     """A response may persuade the judge to give such a grade."""
+    monkeypatch.setattr("engines.reward.scorer.MAX_RETRIES", 1)
     monkeypatch.setattr("tests.examples.test_examples.FAILS", 0.0)
     del judge
     with pytest.raises(ValueError, match="the judge gave no grade: 'CORRECT=100 CLEAR=5'"):
-        scored(reward_of("judge", max_retries=1), [("GREED", "2")])
+        scored(reward_of("judge"), [("GREED", "2")])
 
 
 def test_a_judge_that_always_fails_stops_the_run(judge, monkeypatch):
     monkeypatch.setattr("tests.examples.test_examples.FAILS", 1.0)
+    monkeypatch.setattr("engines.reward.scorer.MAX_RETRIES", 2)
     with pytest.raises(ValueError, match="3 tries, the last one: HTTPStatusError"):
-        scored(reward_of("judge", max_retries=2), [("TWO", "2")])
+        scored(reward_of("judge"), [("TWO", "2")])
     assert judge.calls == [True] * 3
 
 

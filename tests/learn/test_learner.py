@@ -272,20 +272,24 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted(make_config: MakeC
 
 
 def test_repeated_non_finite_updates_end_the_run(
-    make_config: MakeConfig,
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = started(make_config(max_skipped_updates=2))
+    monkeypatch.setattr("engines.learn.learner.MAX_SKIPPED_UPDATES", 2)
+    learner = started(make_config())
     before = learner.weights_buffer()
     for version in range(2):
         metrics = learner.train_step(poisoned(make_batch(policy_version=version), "prompt0"))
         assert metrics["actor/skipped_updates"] == 1.0
-    with pytest.raises(FloatingPointError, match=r"update 3 in a row.*max_skipped_updates is 2"):
+    with pytest.raises(FloatingPointError, match=r"update 3 in a row.*at most 2 may be"):
         learner.train_step(poisoned(make_batch(policy_version=2), "prompt0"))
     assert learner.weights_buffer() == before
 
 
-def test_a_good_update_forgets_the_bad_ones(make_config: MakeConfig) -> None:
-    learner = started(make_config(max_skipped_updates=1))
+def test_a_good_update_forgets_the_bad_ones(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engines.learn.learner.MAX_SKIPPED_UPDATES", 1)
+    learner = started(make_config())
     for version in range(4):
         batch = make_batch(policy_version=version)
         learner.train_step(poisoned(batch, "prompt0") if version % 2 else batch)

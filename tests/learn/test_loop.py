@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from engines.learn.diagnostics import LOWS, PEAKS
 from engines.learn.gradient import Reference, accumulate_gradient
-from engines.learn.learner import Learner
+from engines.learn.learner import ADAM_BETA1, Learner
 from engines.learn.loading import Loading, load_policy
 from engines.learn.minibatch import Share, assign_share, cut_minibatches
 from engines.learn.policy import PolicyModel
@@ -256,7 +256,6 @@ TRAINER = {
     "min_learning_rate": 1e-3,
     "weight_decay": 0.1,
     "max_grad_norm": 0.05,
-    "adam_beta1": 0.8,
     "adam_beta2": 0.95,
     "micro_batch_tokens": 96,
 }
@@ -316,7 +315,7 @@ def test_updates_of_a_step_are_the_loops(
 def test_updates_are_those_of_adamw(step: tuple[Watched, dict[str, float]]) -> None:
     """Apply AdamW by hand, in float64, to the clipped gradients that the trainer computed."""
     learner, metrics = step
-    beta1, beta2 = TRAINER["adam_beta1"], TRAINER["adam_beta2"]
+    beta1, beta2 = ADAM_BETA1, TRAINER["adam_beta2"]
     names = learner.updates[0]["gradient"]
     first = {name: torch.zeros_like(one) for name, one in names.items()}
     second = {name: torch.zeros_like(one) for name, one in names.items()}

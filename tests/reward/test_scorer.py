@@ -115,8 +115,9 @@ def test_hung_scoring_is_retried(flaky):
     assert scored == [(1.0, {}), (1.0, {"num_retries": 1}), (1.0, {})]
 
 
-def test_retries_have_an_end_and_name_the_response(flaky):
-    config = flaky({"1": 9}, "raise OSError('503')", on_error="retry", max_retries=2)
+def test_retries_have_an_end_and_name_the_response(flaky, monkeypatch):
+    monkeypatch.setattr("engines.reward.scorer.MAX_RETRIES", 2)
+    config = flaky({"1": 9}, "raise OSError('503')", on_error="retry")
     with pytest.raises(ValueError, match=r"sample 1 of .*3 tries, the last one: OSError: 503"):
         score(config, [make_response(str(i), i) for i in range(3)])
 

@@ -44,7 +44,6 @@ def test_a_section_speaks_for_the_settings_that_do_not() -> None:
     }
     kept = dict.fromkeys(("reward.function", "reward.kwargs", "reward.path", "reward.type"), "kept")
     free = ("drafting.window", "reward.environment", "reward.timeout_s", "reward.on_error")
-    free += ("reward.max_retries",)
     assert told == kept | dict.fromkeys(free, "free")
 
 
