@@ -24,7 +24,7 @@ from benchmarks.papers.switching import PRINTED_BASE, Steps
 from benchmarks.papers.windows import TYPICAL
 from engines.balance import longest_first
 from engines.control.controller import SCENARIOS
-from engines.latency.forecast import Unfinished, forecast
+from engines.latency.forecast import Unfinished, fields_of, finish_s, forecast
 from engines.latency.interface import Latency
 from engines.pat.remaining import Remaining
 from engines.simulate.cluster import step_requests
@@ -55,18 +55,16 @@ class Placed:
 
     def end_s(self, latency: Latency, remaining: Tokens | None = None) -> float:
         """Seconds until it has nothing left. `remaining`: tokens to come, other than they are."""
-        if not self.responses:
-            return 0.0
         own = self.responses
         if remaining:
             own = tuple(replace(one, remaining_tokens=remaining[one.id]) for one in own)
-        return forecast(latency, self.tp_degree, own).finish_s
+        return finish_s(latency, self.tp_degree, own)
 
     def after(self, latency: Latency, seconds: float) -> "Placed":
         if not self.responses:
             return self
-        course = forecast(latency, self.tp_degree, self.responses)
-        return replace(self, responses=tuple(course.after(seconds)))
+        course = forecast(latency, self.tp_degree, fields_of(self.responses))
+        return replace(self, responses=tuple(course.after(self.responses, seconds)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from engines.accounting.step_requests import DEFERRED, StepRequest, begin_s
-from engines.latency.forecast import Unfinished, forecast
+from engines.latency.forecast import Unfinished, fields_of, forecast
 from engines.latency.interface import Latency
 from schemas.timeline import MoveKind, MoveRecord, Technique
 
@@ -221,19 +221,18 @@ class _Engine:
         if to_s <= self._clock_s or self._clock_s == -inf:
             return
         if self.batch:
+            copies, by_s = list(self.batch.values()), to_s - self._clock_s
             course = forecast(
                 self._costs.latency,
                 self._costs.tp_degree,
-                list(self.batch.values()),
+                fields_of(copies),
                 max_num_seqs=self._max_num_seqs,
                 max_segments=MAX_SEGMENTS,
             )
-            by_s = to_s - self._clock_s
-            for copy, end_s in zip(course.requests, course.ends_s.tolist(), strict=True):
-                if isinstance(copy, _Copy) and copy.counts and end_s <= by_s:
+            for place, end_s in zip(course.order, course.ends_s.tolist(), strict=True):
+                if copies[place].counts and end_s <= by_s:
                     self._end_s = max(self._end_s, self._clock_s + end_s)
-            left = course.after(by_s) if by_s < course.finish_s else []
-            self.batch = {copy.number: copy for copy in left if isinstance(copy, _Copy)}
+            self.batch = {copy.number: copy for copy in course.after(copies, by_s)}
         self._clock_s = to_s
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple, Self
 
+import numpy as np
+
 from engines.latency.drafting_pace import Drafted, Pace, batch_paces, draft_s
 from engines.latency.forecast import BatchForecast, forecast, step_s
 from engines.latency.interface import Bounded, Latency
@@ -41,22 +43,10 @@ class PlacedRequest(NamedTuple):
     acceptance: float = 0.0
     """Probability that a draft token is accepted."""
 
-
-class _Going(NamedTuple):
-    """A copy with its pace. Fields as in `Unfinished`."""
-
-    context_tokens: float
-    remaining_tokens: float
-    tokens_per_pass: float
-    window: float
-    draft_s: float
-    copy: PlacedRequest
-
     def advanced(self, tokens: float) -> Self:
+        """Return the request with so many more response tokens."""
         context, remaining = self.context_tokens + tokens, self.remaining_tokens - tokens
-        row, id, _, _, drafting, acceptance = self.copy
-        copy = PlacedRequest(row, id, context, remaining, drafting, acceptance)
-        return self._replace(context_tokens=context, remaining_tokens=remaining, copy=copy)
+        return self._replace(context_tokens=context, remaining_tokens=remaining)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +72,7 @@ class EngineForecast:
     """The predicted course of one engine."""
 
     engine: EngineState
-    _batch: "BatchForecast[_Going] | None"
+    _batch: BatchForecast | None
     """Forecast from the moment the engine decodes. None: it has no requests."""
     _later: dict[float, EngineState] = field(default_factory=dict, compare=False)
     """Cache of later states, by seconds from now. Several switches start from the same one."""
@@ -98,9 +88,8 @@ class EngineForecast:
         if self._batch is None:
             return {}
         ends_s = (self._batch.ends_s + self.engine.delay_s).tolist()
-        return {
-            going.copy.row: end_s for going, end_s in zip(self._batch.requests, ends_s, strict=True)
-        }
+        copies = self.engine.copies
+        return {copies[i].row: end_s for i, end_s in zip(self._batch.order, ends_s, strict=True)}
 
     def later(self, wait_s: float) -> EngineState:
         """Return the predicted engine, `wait_s` from now."""
@@ -108,8 +97,7 @@ class EngineForecast:
         if batch is None:
             return engine
         if wait_s not in self._later:
-            left = batch.after(max(0.0, wait_s - engine.delay_s))
-            copies = tuple(going.copy for going in left)
+            copies = tuple(batch.after(engine.copies, max(0.0, wait_s - engine.delay_s)))
             delay_s = max(0.0, engine.delay_s - wait_s)
             self._later[wait_s] = replace(engine, copies=copies, delay_s=delay_s)
         return self._later[wait_s]
@@ -143,7 +131,7 @@ class Forecaster:
         )
         return all(self.latency.reaches(engine.tp_degree, *step) for step in steps)
 
-    def _forecast(self, engine: EngineState) -> "BatchForecast[_Going]":
+    def _forecast(self, engine: EngineState) -> BatchForecast:
         """Return the forecast from the moment the engine decodes."""
         places: dict[Drafted, int] = {}
         place_of = [
@@ -156,11 +144,13 @@ class Forecaster:
         paces = self._paces(engine, {one: counts[place] for one, place in places.items()})
         # The last pace, index -1, is for copies without drafts.
         known = [*(of[:3] for of in paces.values()), (1.0, 0, 0.0)]
-        going = [
-            _Going(copy.context_tokens, copy.remaining_tokens, *known[place], copy)
-            for copy, place in zip(engine.copies, place_of, strict=True)
-        ]
-        return forecast(self.latency, engine.tp_degree, going, max_num_seqs=self.max_num_seqs)
+        fields = np.array(
+            [
+                (copy.context_tokens, copy.remaining_tokens, *known[place])
+                for copy, place in zip(engine.copies, place_of, strict=True)
+            ]
+        )
+        return forecast(self.latency, engine.tp_degree, fields, max_num_seqs=self.max_num_seqs)
 
     def _paces(self, engine: EngineState, counts: Mapping[Drafted, int]) -> dict[Drafted, Pace]:
         """Return the pace of each way of drafting. `counts`: number of copies by way. All copies

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from engines.histopipe.ranking import typical_tokens
-from engines.latency.forecast import plan_segments, step_s
+from engines.latency.forecast import forecast
 from engines.latency.interface import Latency
 from schemas.rollout import LengthHistory
 
@@ -52,12 +52,17 @@ def estimate_rollout_s(
     assert lengths.size > 0
     rates = np.broadcast_to(tokens_per_pass, lengths.shape)
     assert (rates >= 1.0).all()
-    passes, rates = _slowest_share(lengths / rates, rates, num_engines)
-    segments = plan_segments(passes, prompt_tokens, rates, max_num_seqs, MAX_SEGMENTS)
-    at_each = zip(segments.batches.tolist(), segments.context_tokens.tolist(), strict=True)
-    steps_s = [step_s(latency, tp_degree, *at, window) for at in at_each]
-    turns = np.maximum(1.0, segments.context_tokens / max_context_tokens)
-    return float(np.dot(segments.num_steps * turns, steps_s))
+    passes = (lengths / rates).reshape(len(lengths), -1).mean(axis=1)
+    slowest = np.argsort(-passes, kind="stable")[::num_engines]
+    own = lengths[slowest].ravel(), rates[slowest].ravel()
+    return forecast(
+        latency,
+        tp_degree,
+        np.column_stack(np.broadcast_arrays(prompt_tokens, *own, window, 0.0)),
+        max_num_seqs=max_num_seqs,
+        max_segments=MAX_SEGMENTS,
+        max_context_tokens=max_context_tokens,
+    ).finish_s
 
 
 def expected_lengths(
@@ -76,14 +81,3 @@ def expected_lengths(
     longest = np.maximum(medians, [lengths.longest_tokens for lengths in known])
     spread = np.linspace(-1.0, 1.0, group_size) if group_size > 1 else np.zeros(1)
     return medians[:, None] * (longest / medians)[:, None] ** spread
-
-
-def _slowest_share(
-    passes: np.ndarray, rates: np.ndarray, num_engines: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the passes on the slowest engine, most first, and their tokens per pass."""
-    rows = passes.reshape(len(passes), -1)
-    share = np.argsort(-rows.mean(axis=1), kind="stable")[::num_engines]
-    taken = rows[share].ravel()
-    order = np.argsort(-taken, kind="stable")
-    return taken[order], rates.reshape(len(rates), -1)[share].ravel()[order]

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -30,32 +30,23 @@ _ROUNDING = 1e-6
 """Remaining tokens below which a request counts as finished: they are rounding errors."""
 
 
-class ForecastRequest(Protocol):
-    """Unfinished request to forecast, with the fields of `Unfinished`."""
-
-    @property
-    def context_tokens(self) -> float: ...
+class Request(Protocol):
+    """Unfinished request."""
 
     @property
     def remaining_tokens(self) -> float: ...
-
-    @property
-    def tokens_per_pass(self) -> float: ...
-
-    @property
-    def window(self) -> float: ...
-
-    @property
-    def draft_s(self) -> float: ...
 
     def advanced(self, tokens: float) -> Self:
         """Return the request with so many more response tokens."""
         ...
 
 
+R = TypeVar("R", bound=Request)
+
+
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """Unfinished request."""
+    """Unfinished request with its pace; implements `Request`."""
 
     context_tokens: float
     """Tokens of prompt and response so far."""
@@ -73,9 +64,6 @@ class Unfinished:
         """Return the request with so many more response tokens."""
         context, remaining = self.context_tokens + tokens, self.remaining_tokens - tokens
         return replace(self, context_tokens=context, remaining_tokens=remaining)
-
-
-R = TypeVar("R", bound=ForecastRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +97,13 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchForecast(Generic[R]):
+class BatchForecast:
     """Forecast of one engine, from now until it is empty."""
 
-    requests: tuple[R, ...]
-    """Requests in the order in which they start."""
+    order: list[int]
+    """Places of the requests, in the order in which they start; [R]."""
+    tokens_per_pass: np.ndarray
+    """In this order, [R]."""
     segments: Segments
     seconds: np.ndarray
     """Seconds from now at which each segment begins, and the end of the last one; [S + 1]."""
@@ -124,22 +114,19 @@ class BatchForecast(Generic[R]):
 
     @property
     def ends_s(self) -> np.ndarray:
-        """Seconds until each request finishes, [R]. Linear within a segment."""
+        """Seconds until each request finishes, in `order`; [R]. Linear within a segment."""
         ends = self.segments.starts + self.segments.passes
         return np.interp(ends, self.segments.points, self.seconds)
 
-    def after(self, seconds: float) -> list[R]:
-        """Return the requests that are still unfinished after so many seconds."""
+    def after(self, requests: Sequence[R], seconds: float) -> list[R]:
+        """Return those of the requests that are still unfinished after so many seconds."""
         step = np.interp(seconds, self.seconds, self.segments.points)
         passes = np.minimum(np.maximum(step - self.segments.starts, 0.0), self.segments.passes)
-        gained = (
-            (request, steps * request.tokens_per_pass)
-            for request, steps in zip(self.requests, passes.tolist(), strict=True)
-        )
+        gained = (passes * self.tokens_per_pass).tolist()
         return [
-            request.advanced(tokens)
-            for request, tokens in gained
-            if request.remaining_tokens - tokens > _ROUNDING
+            requests[place].advanced(tokens)
+            for place, tokens in zip(self.order, gained, strict=True)
+            if requests[place].remaining_tokens - tokens > _ROUNDING
         ]
 
 
@@ -149,30 +136,39 @@ def finish_s(
     """Return the seconds until one engine has finished all these requests; 0.0 without any."""
     if not requests:
         return 0.0
-    return forecast(latency, tp_degree, requests, max_num_seqs=max_num_seqs).finish_s
+    return forecast(latency, tp_degree, fields_of(requests), max_num_seqs=max_num_seqs).finish_s
 
 
-def forecast(
-    latency: Latency,
-    tp_degree: int,
-    requests: Sequence[R],
-    *,
-    max_num_seqs: int = 256,
-    max_segments: int = MAX_SEGMENTS,
-) -> BatchForecast[R]:
-    """Return the forecast of at least one request. The first `max_num_seqs` to start are those that
-    take longest; the others start as places become free."""
-    assert requests
-    assert all(request.remaining_tokens > 0 for request in requests)
-    fields_RF = np.array(
+def fields_of(requests: Sequence[Unfinished]) -> np.ndarray:
+    """Return the fields of each request, float64 [R, 5]."""
+    return np.array(
         [
             (r.context_tokens, r.remaining_tokens, r.tokens_per_pass, r.window, r.draft_s)
             for r in requests
         ]
     )
+
+
+def forecast(
+    latency: Latency,
+    tp_degree: int,
+    fields_RF: np.ndarray,
+    *,
+    max_num_seqs: int = 256,
+    max_segments: int = MAX_SEGMENTS,
+    max_context_tokens: float = math.inf,
+) -> BatchForecast:
+    """Return the forecast of at least one request. The first `max_num_seqs` to start are those that
+    take longest; the others start as places become free.
+
+    `fields_RF`: the fields of `Unfinished`, a request in each row. `max_context_tokens`: tokens
+    that the KV cache holds. A larger batch runs in parts and takes proportionally more steps.
+    """
+    assert len(fields_RF)
+    assert (fields_RF[:, 1] > 0).all()
     order = np.argsort(-fields_RF[:, 1] / fields_RF[:, 2], kind="stable")
     context, remaining, rates, windows, draft_s = fields_RF[order].T
-    segments = plan_segments(remaining / rates, context, rates, max_num_seqs, max_segments)
+    segments = _plan_segments(remaining / rates, context, rates, max_num_seqs, max_segments)
     at_each = zip(
         segments.batches.tolist(),
         segments.context_tokens.tolist(),
@@ -181,8 +177,9 @@ def forecast(
     )
     steps_s = np.array([step_s(latency, tp_degree, *at) for at in at_each])
     steps_s += np.where(segments.presence_SR > 0, draft_s, 0.0).max(axis=1)
-    seconds = np.concatenate(([0.0], np.cumsum(segments.num_steps * steps_s)))
-    return BatchForecast(tuple(requests[i] for i in order.tolist()), segments, seconds)
+    num_steps = segments.num_steps * np.maximum(1.0, segments.context_tokens / max_context_tokens)
+    seconds = np.concatenate(([0.0], np.cumsum(num_steps * steps_s)))
+    return BatchForecast(order.tolist(), rates, segments, seconds)
 
 
 def step_s(
@@ -207,10 +204,10 @@ def _whole_step_s(
     return latency.decode_s(tp_degree, batch, context_tokens)
 
 
-def plan_segments(
+def _plan_segments(
     passes: np.ndarray,
-    context_tokens: np.ndarray | float,
-    tokens_per_pass: np.ndarray | float,
+    context_tokens: np.ndarray,
+    tokens_per_pass: np.ndarray,
     max_num_seqs: int,
     max_segments: int,
 ) -> Segments:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engines.latency.analytic import AnalyticLatency
 from engines.latency.fitted import FittedLatency
-from engines.latency.forecast import MAX_SEGMENTS, Unfinished, finish_s, forecast, step_s
+from engines.latency.forecast import MAX_SEGMENTS, Unfinished, fields_of, finish_s, forecast, step_s
 from engines.latency.hardware import A40
 from engines.latency.model_shape import SHAPES
 from tests.latency.machines import AffineMachine, measure
@@ -87,21 +87,22 @@ def test_remaining_requests_equal_sums_by_hand():
     """A step takes 11 ms, so 0.11 s are 10 steps. Look in the middle of a segment and at an end."""
     latency = LinearLatency(step_s=0.011)
     fast, slow = Unfinished(7, 40, tokens_per_pass=2.0), Unfinished(5, 30)
-    course = forecast(latency, 1, [fast, slow])
-    assert course.after(0.0) == [slow, fast]
-    later = [(r.context_tokens, r.remaining_tokens) for r in course.after(0.11)]
+    both = [fast, slow]
+    course = forecast(latency, 1, fields_of(both))
+    assert course.after(both, 0.0) == [slow, fast]
+    later = [(r.context_tokens, r.remaining_tokens) for r in course.after(both, 0.11)]
     assert later == [pytest.approx((15, 20)), pytest.approx((27, 20))]
-    assert [r.context_tokens for r in course.after(0.22)] == [pytest.approx(25)]
-    assert course.after(0.33) == []
-    assert course.after(9.0) == []
+    assert [r.context_tokens for r in course.after(both, 0.22)] == [pytest.approx(25)]
+    assert course.after(both, 0.33) == []
+    assert course.after(both, 9.0) == []
 
 
 @given(machines, st.lists(requests_of, min_size=1, max_size=MAX_SEGMENTS), st.floats(0, 0.95))
 @settings(deadline=None)
 def test_going_on_from_later_ends_at_the_same_time(latency, requests, share):
-    course = forecast(latency, 2, requests)
+    course = forecast(latency, 2, fields_of(requests))
     wait_s = share * course.finish_s
-    later_s = wait_s + finish_s(latency, 2, course.after(wait_s))
+    later_s = wait_s + finish_s(latency, 2, course.after(requests, wait_s))
     assert later_s == pytest.approx(course.finish_s, rel=0.01)
 
 
