@@ -40,22 +40,6 @@ Batch = Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchCost:
-    """Cost of one switch, in seconds."""
-
-    control_s: float
-    """Waking engines, and loading their weights if they have none."""
-    state_s: float
-    """Time until the keys and values of unfinished requests are in place."""
-    move_kv: bool
-    """True: move keys and values. False: recompute them."""
-
-    @property
-    def seconds(self) -> float:
-        return self.control_s + self.state_s
-
-
-@dataclass(frozen=True, slots=True)
 class SwitchCosts:
     """Predicted costs of switches, for one kind of node and one model."""
 
@@ -95,21 +79,6 @@ class SwitchCosts:
     def control_s(self) -> float:
         """Seconds of a switch for a pool without requests."""
         return self.wake_s + self.weights_s
-
-    def cost(
-        self, from_tp: int, to_tp: int, sources: Sequence[Batch], targets: Sequence[Batch]
-    ) -> SwitchCost:
-        """Return the cost of taking requests from `sources` to `targets`."""
-        if not any(targets):
-            return SwitchCost(self.control_s, 0.0, self.kv != "recompute")
-        times_s = {}
-        if self.kv != "recompute":
-            times_s[True] = self.move_s(from_tp, to_tp, sources, targets)
-        if self.kv != "move":
-            times_s[False] = self.recompute_s(to_tp, targets)
-        # In a tie, move.
-        move_kv = min(times_s, key=times_s.__getitem__)
-        return SwitchCost(self.control_s, times_s[move_kv], move_kv)
 
     def move_s(
         self,

@@ -188,7 +188,7 @@ def test_a_switch_counts_until_it_is_made():
     view = view_of(2, numbered([[LONGEST - 100] * 4, [], [], []]))
     costs = costs_on_a40(latency, wake_s=0.0, kv="move", link_bytes_per_s=3.1e8)
     batch = [float(PROMPT_TOKENS + LONGEST - 100)] * 4
-    load_s = costs.cost(2, 8, [batch], [batch]).seconds
+    load_s = costs.move_s(2, 8, [batch], [batch])
     at_once = replace(costs, link_bytes_per_s=math.inf, wake_s=load_s)
     counted, paying = (paper(latency, 0.0, costs=of) for of in (costs, at_once))
     left_s = current_s(counted, view)

@@ -138,13 +138,21 @@ def play(decide, lengths, latency=ON_A40, costs=None, tick_s=0.5, begin=POOL.bas
             sources, tp_before, tp = batches, tp, move.tp_degree
             together = {i: num for batch in sources.values() for i, num in batch.items()}
             batches = dealt(together, len(POOL.engines[tp]))
-            cost = costs.cost(tp_before, tp, contexts(sources), contexts(batches))
-            played.seconds += cost.seconds
+            played.seconds += switch_s(costs, tp_before, tp, contexts(sources), contexts(batches))
             played.switches.append((played.seconds, tp))
         tick = min(tick_s, max(_seconds_left(latency, tp, b, lengths) for b in batches.values()))
         played.seconds += tick
         batches = {e: _decoded(latency, tp, batch, lengths, tick) for e, batch in batches.items()}
     return played
+
+
+def switch_s(costs, from_tp, to_tp, sources, targets) -> float:
+    """Return the seconds of a switch that takes the faster way."""
+    if not any(targets):
+        return costs.control_s
+    moved_s = costs.move_s(from_tp, to_tp, sources, targets)
+    both_s = {True: moved_s, False: costs.recompute_s(to_tp, targets)}
+    return costs.control_s + min(both_s[way] for way in costs.ways)
 
 
 def contexts(batches) -> list[list[float]]:
