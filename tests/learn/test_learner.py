@@ -1,6 +1,5 @@
 """The learner on one process: updates, checkpoints, exports, canaries and skipped updates."""
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -11,18 +10,14 @@ import pyarrow as pa
 import pytest
 import safetensors.torch
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engines.learn import training_state
 from engines.learn.checkpoint import (
     MODEL_DIR,
     TRAINING_STATE_FILE,
-    latest_checkpoint,
     read_state,
 )
 from engines.learn.learner import Learner
-from engines.learn.model_dir import check_model_dir
-from engines.learn.packing import TokenSequence
 from schemas.config import TrainConfig
 from tests.failing_disks import full_disk
 from tests.learn.conftest import as_batch, make_batch, on_policy
@@ -43,21 +38,6 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 def assert_close(first: Learner, second: Learner, atol: float) -> None:
     torch.testing.assert_close(weights(first), weights(second), atol=atol, rtol=0.0)
-
-
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_micro_batches_do_not_change_the_update(make_config: MakeConfig, aggregation: str) -> None:
-    algorithm = {"loss_aggregation": aggregation, "kl_coefficient": 0.1}
-    whole = started(make_config(algorithm, micro_batch_tokens=8192))
-    pieces = started(make_config(algorithm, micro_batch_tokens=64))
-    before = weights(whole)
-    batch = make_batch()
-    one, many = whole.train_step(batch), pieces.train_step(batch)
-    assert_close(whole, pieces, atol=1e-5)
-    assert one == pytest.approx(many, abs=1e-4)
-    # Negative control: the update is far larger than the tolerance.
-    moved = max((before[name] - after).abs().max() for name, after in weights(whole).items())
-    assert moved > 1e-4
 
 
 def test_gradient_checkpointing_gives_the_same_update(make_config: MakeConfig) -> None:
@@ -203,24 +183,11 @@ def test_without_the_optimiser_the_continuation_differs(make_config: MakeConfig)
     assert fresh.weights_buffer() != straight.weights_buffer()
 
 
-def test_a_checkpoint_is_a_hugging_face_export(make_config: MakeConfig, model_dir: Path) -> None:
+def test_a_learner_keeps_as_many_checkpoints_as_it_is_told(make_config: MakeConfig) -> None:
     learner = started(make_config(keep_checkpoints=1))
-    learner.train_step(make_batch())
-    learner.save(1, {})
-    path = learner.save(2, {})
-    assert latest_checkpoint(path.parent) == path
-    assert [other.name for other in path.parent.iterdir()] == ["global_step_2"]
-    check_model_dir(path / MODEL_DIR)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (path / MODEL_DIR / name).read_bytes() == (model_dir / name).read_bytes()
-    assert AutoTokenizer.from_pretrained(path / MODEL_DIR)("t5 t7")["input_ids"] == [5, 7]
-    exported = AutoModelForCausalLM.from_pretrained(path / MODEL_DIR)
-    assert json.loads((path / MODEL_DIR / "config.json").read_text())["architectures"] == [
-        "Qwen3ForCausalLM"
-    ]
-    ids = [3, 1, 4, 1, 5]
-    expected = exported(input_ids=torch.tensor([ids])).logits.log_softmax(-1)[0, range(4), ids[1:]]
-    np.testing.assert_allclose(learner.logprobs([ids])[0], expected.detach().numpy(), atol=1e-5)
+    for step in (1, 2):
+        path = learner.save(step, {})
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_weights_have_hugging_face_names_and_the_engines_dtype(
@@ -311,7 +278,3 @@ def test_a_ratio_beyond_any_exponent_trains_on(make_config: MakeConfig) -> None:
 def test_a_micro_batch_must_hold_a_longest_sample(make_config: MakeConfig) -> None:
     with pytest.raises(ValueError, match=r"micro_batch_tokens \(63\) is below"):
         Learner(make_config(micro_batch_tokens=63))
-
-
-def test_token_sequence_leaves_out_the_last_token() -> None:
-    assert TokenSequence(np.array([1, 2, 3], np.int32), 1).num_input_tokens == 2
