@@ -63,30 +63,6 @@ def test_a_sample_beyond_the_budget_is_refused() -> None:
         plan_micro_batches([5, 101], 100)
 
 
-def test_positions_restart_and_targets_are_the_responses() -> None:
-    sequences = make_sequences()
-    for batch in pack(sequences, 256):
-        flat_ids, flat_positions = batch.input_ids, batch.position_ids
-        starts = np.cumsum(
-            [0]
-            + [len(sequences[s].token_ids) - sequences[s].num_prompt_tokens for s in batch.samples]
-        )
-        for at, sample in enumerate(batch.samples):
-            sequence = sequences[sample]
-            span = slice(starts[at], starts[at + 1])
-            where = batch.predict_at[span]
-            np.testing.assert_array_equal(
-                batch.targets[span], sequence.token_ids[sequence.num_prompt_tokens :]
-            )
-            np.testing.assert_array_equal(
-                flat_ids[where], sequence.token_ids[sequence.num_prompt_tokens - 1 : -1]
-            )
-            np.testing.assert_array_equal(
-                flat_positions[where],
-                np.arange(sequence.num_prompt_tokens - 1, sequence.num_input_tokens),
-            )
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("budget", [120, 256, 4096])
 def test_packed_logprobs_equal_unpacked_ones(
