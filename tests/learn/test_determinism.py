@@ -1,32 +1,43 @@
-"""`check_steady` refuses models that draw noise, keep state between calls, or have a rope that
-depends on the whole row."""
+"""Policies compute without random noise. `check_steady` refuses models that draw it, keep state
+between calls, or have a rope that depends on the whole row."""
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engines.learn.attention import PACKED
 from engines.learn.determinism import check_steady
 from engines.learn.loading import Loading, prepared
+from engines.learn.packing import TokenSequence, pack
 from engines.learn.policy import PolicyModel
 from tests.learn.test_attention import FEATURES, SHAPES, SMALL
-from tests.learn.test_eval_mode import NOISY
 from tests.learn.test_rope import ROPES
 from tests.learn.test_sample_isolation import HYBRIDS
 
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+NOISY: dict[str, dict[str, Any]] = {
+    "starcoder2": {"residual_dropout": 0.1, "embedding_dropout": 0.1, "attention_dropout": 0.1},
+    "seed_oss": {"residual_dropout": 0.1},
+    "opt": {"dropout": 0.1, "ffn_dim": 96, "word_embed_proj_dim": 64},
+    "mixtral": MOE | {"router_jitter_noise": 0.01},
+    "phimoe": MOE | {"router_jitter_noise": 0.01, "input_jitter_noise": 0.01},
+}
 KINDS = SHAPES | FEATURES | HYBRIDS | NOISY
 
 
-def policy_of(kind: str, **more: object) -> PolicyModel:
+def policy_of(kind: str, checkpointing: bool = False, **more: object) -> PolicyModel:
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **SMALL | KINDS[kind] | more)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED)
-    policy = prepared(model, Loading(torch.device("cpu")))
+    loading = Loading(torch.device("cpu"), gradient_checkpointing=checkpointing)
+    policy = prepared(model, loading)
     policy.alone = kind in HYBRIDS
     return policy
 
@@ -105,3 +116,27 @@ def test_rope_that_depends_on_the_row_is_refused(monkeypatch: pytest.MonkeyPatch
         ValueError, match="LlamaForCausalLM computes a sample otherwise when another"
     ):
         check_steady(policy, torch.float32)
+
+
+def layer_modes(policy: PolicyModel) -> list[bool]:
+    """Return a list that records, at each forward of a layer, whether it is in training mode."""
+    modes: list[bool] = []
+    for layer in policy.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    return modes
+
+
+@pytest.mark.parametrize("kind", ["opt", "mixtral"])
+def test_layers_are_computed_again_for_gradients(kind: str) -> None:
+    ids = np.random.default_rng(0).integers(1, 64, 120).astype(np.int32)
+    (batch,) = pack([TokenSequence(ids, 1)], 256)
+    found = []
+    for checkpointing in (False, True):
+        policy = policy_of(kind, checkpointing)
+        modes = layer_modes(policy)
+        policy.score(batch, 1.0).logprobs.sum().backward()
+        # No layer runs in training mode. With checkpointing, each runs twice.
+        assert modes == [False] * SMALL["num_hidden_layers"] * (2 if checkpointing else 1)
+        found.append([one.grad for one in policy.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
