@@ -70,15 +70,11 @@ def save(kind: str, path: Path, tied: bool = False, **how: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_models_saved_by_transformers_are_accepted(kind: str, tied: bool, tmp_path: Path) -> None:
-    assert check(save(kind, tmp_path / "model", tied)) == ()
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_shards_in_a_cache_of_links_are_not_refused(kind: str, tmp_path: Path) -> None:
-    """In the Hugging Face cache, the files of a snapshot are links to blobs beside it."""
+def test_models_saved_by_transformers_are_accepted(kind: str, tmp_path: Path) -> None:
+    """Tied in one file, and untied in shards. In the Hugging Face cache, the files of a snapshot
+    are links to blobs beside it."""
+    assert check(save(kind, tmp_path / "model", tied=True)) == ()
     blobs = save(kind, tmp_path / "blobs", max_shard_size="20KB")
     snapshot = tmp_path / "snapshots" / "1234"
     snapshot.mkdir(parents=True)
@@ -140,11 +136,6 @@ def renamed(old: str, new: str) -> Callable[[Path], None]:
     return rewrite(change)
 
 
-def pickled(path: Path) -> None:
-    torch.save(tensors_of(path), path / "pytorch_model.bin")
-    (path / "model.safetensors").unlink()
-
-
 def malicious(path: Path) -> None:
     class Code:
         def __reduce__(self) -> Any:
@@ -158,6 +149,11 @@ def pickled_shards(path: Path) -> None:
     (path / "model.safetensors").rename(path / "pytorch_model-00001-of-00001.bin")
     places = {"weight_map": {"lm_head.weight": "pytorch_model-00001-of-00001.bin"}}
     (path / "pytorch_model.bin.index.json").write_text(json.dumps(places))
+
+
+def cut(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
 
 
 def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
@@ -236,11 +232,6 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "no place for .*q_proj.bias",
     ),
     "no output layer": ("shards", lambda _: None, ""),
-    "all NaN": (
-        "one",
-        rewrite(lambda all: [one.fill_(NAN) for one in all.values()]),
-        "has NaN or infinity in",
-    ),
     "one NaN": (
         "one",
         rewrite(lambda all: all[EMBEDDING][9, 9].fill_(NAN)),
@@ -299,7 +290,6 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         ),
         "experts",
     ),
-    "hidden_size": ("one", configured(hidden_size=128), r"\[64\], not \[128\]"),
     "hidden_size of 10**9": ("one", configured(hidden_size=10**9), "hidden_size=1000000000,"),
     "a rotary factor": (
         "one",
@@ -312,15 +302,11 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "an angle of 0": ("one", configured(rope_parameters={"rope_theta": 0}), "rope_theta=0"),
     "a text_config that is none": ("one", configured(text_config=5), "is not a PretrainedConfig"),
     "a decoder that is none": ("one", configured(decoder={"a": 1}), "is not a PretrainedConfig"),
-    "intermediate_size": ("one", configured(intermediate_size=97), "of another shape"),
-    "heads": ("one", configured(num_attention_heads=8), "of another shape"),
     "vocabulary": ("one", configured(vocab_size=32), r"\[64, 64\], not \[32, 64\]"),
     "too few layers": ("one", configured(num_hidden_layers=1, layer_types=None), "no place for"),
     "too many layers": ("one", configured(num_hidden_layers=3, layer_types=None), "weights lack"),
     "10**9 layers": ("one", configured(num_hidden_layers=10**9), "num_hidden_layers=1000000000"),
-    "-1 layers": ("one", configured(num_hidden_layers=-1), "config.json"),
     "10**12 experts": ("experts", configured(num_experts=10**12), "num_experts=1000000000000"),
-    "10**15 heads": ("one", configured(num_attention_heads=10**15), "num_attention_heads=1"),
     "tied": ("shards", configured(tie_word_embeddings=True), ""),
     "untied": ("one", configured(tie_word_embeddings=False), "weights lack lm_head.weight"),
     "another architecture": (
@@ -328,12 +314,14 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         configured(architectures=["LlamaForCausalLM"]),
         r"\['LlamaForCausalLM'\], but its model_type qwen3 is a Qwen3ForCausalLM",
     ),
-    "no model_type": ("one", configured(model_type=None), "config.json"),
     "unknown model_type": ("one", configured(model_type="gpt9"), "gpt9"),
     "model_type of another kind": ("one", configured(model_type=[1]), "config.json"),
     "text for a number": ("one", configured(hidden_size="wide"), "config.json"),
-    "pickled": ("one", pickled, "pytorch_model.bin: pickles, .* convert it: .*save_pretrained"),
-    "a pickle that is code": ("one", malicious, "pytorch_model.bin: pickles"),
+    "a pickle that is code": (
+        "one",
+        malicious,
+        "pytorch_model.bin: pickles, .* convert it: .*save_pretrained",
+    ),
     "pickled shards": ("one", pickled_shards, "bin.index.json: pickles"),
     "other weights": (
         "one",
@@ -357,6 +345,38 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         ),
         "",
     ),
+    "no directory": ("one", shutil.rmtree, "does not exist; give the local directory"),
+    "a file": ("one", lambda path: (shutil.rmtree(path), path.touch()), "is a file"),
+    "no config": (
+        "one",
+        lambda path: (path / "config.json").unlink(),
+        "no config.json; give the directory",
+    ),
+    "a config cut short": (
+        "one",
+        lambda path: (path / "config.json").write_text("{"),
+        "not valid JSON",
+    ),
+    "an adapter alone": (
+        "one",
+        lambda path: (path / "config.json").rename(path / "adapter_config.json"),
+        "adapter: merge it",
+    ),
+    "no language model": ("one", configured(architectures=["BertModel"]), "BertModel"),
+    "no architectures": ("one", configured(architectures=None), "none of which is a causal"),
+    "quantised": ("one", configured(quantization_config={}), "quantised"),
+    "no weights": ("one", lambda path: (path / "model.safetensors").unlink(), "holds no weights"),
+    "weights cut short": ("one", cut, "cut short"),
+    "a Git LFS pointer": (
+        "one",
+        lambda path: (path / "model.safetensors").write_text("version https://git-lfs.github.com"),
+        "Git LFS pointer",
+    ),
+    "no tokenizer": (
+        "one",
+        lambda path: (path / "tokenizer.json").unlink(),
+        "holds no tokenizer",
+    ),
     "an adapter beside it": (
         "one",
         lambda path: (path / "adapter_config.json").write_text("{}"),
@@ -366,11 +386,6 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "shards",
         indexed(lambda places: places.update({NORM: "../model.safetensors"})),
         "which is no file of this directory",
-    ),
-    "index to the root": (
-        "shards",
-        indexed(lambda places: places.update({NORM: "/etc/passwd"})),
-        "no file of this directory",
     ),
     "index to a number": (
         "shards",
@@ -423,29 +438,9 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a copy beside it": ("one", spread, "model-copy.safetensors beside model.safetensors"),
     "a directory": ("one", directory, "is not a file"),
     "a dangling link": ("one", dangling, "holds no weights|missing"),
-    "overlapping tensors": (
-        "one",
-        header(lambda all: all[NORM].update(data_offsets=[0, 256])),
-        "not a complete safetensors file",
-    ),
     "a shape that lies": (
         "one",
         header(lambda all: all[NORM].update(shape=[2**40])),
-        "not a complete safetensors file",
-    ),
-    "a data type that lies": (
-        "one",
-        header(lambda all: all[NORM].update(dtype="BF16")),
-        "not a complete safetensors file",
-    ),
-    "an unknown data type": (
-        "one",
-        header(lambda all: all[NORM].update(dtype="F128")),
-        "not a complete safetensors file",
-    ),
-    "negative offsets": (
-        "one",
-        header(lambda all: all[NORM].update(data_offsets=[-1, 255])),
         "not a complete safetensors file",
     ),
     "an empty header": (
