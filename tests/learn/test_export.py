@@ -83,13 +83,6 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def test_a_model_that_is_made_without_its_files_keeps_them_too(
-    make_config: MakeConfig, model_dir: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Learner, "_mesh", lambda _: mesh)
-    assert_as_it_came_in(model_dir, save(make_config())[1])
-
-
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt2", "gemma3_text"])
 def test_weights_that_were_not_trained_come_out_as_they_came_in(
     kind: str, mesh: DeviceMesh, tmp_path: Path

@@ -1,13 +1,8 @@
 """The trainer publishes its weights as a file, one tensor at a time."""
 
-import os
-import signal
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -16,10 +11,8 @@ from torch import Tensor
 
 from engines.learn.learner import Learner
 from engines.learn.publishing import WholeTensors, publish, written
-from engines.shared_memory import clear_dead
 from engines.weights_file import VersionFiles, check_file
 from schemas.config import TrainConfig
-from tests.conftest import REPOSITORY
 
 
 @pytest.fixture
@@ -91,50 +84,3 @@ def test_a_tensor_too_few_or_too_many_is_no_file(files: VersionFiles, num: int) 
         publish(WholeTensors(shapes, made(num, 4, []), torch.float32), 0, files)
     assert not files.has(0)
     assert not list(files.path(0).parent.iterdir())
-
-
-_PUBLISHES = """
-import sys, time, torch
-from engines.learn.publishing import WholeTensors, publish
-from engines.weights_file import VersionFiles
-
-def own_mb():
-    fields = dict(line.split(":") for line in open("/proc/self/status"))
-    return int(fields["RssAnon"].split()[0]) / 1024
-
-NUM, SIZE = 16, 2**22
-def tensors():
-    for i in range(NUM):
-        yield f"t{i}", torch.full((SIZE,), float(i))
-        most.append(own_mb())
-
-torch.set_num_threads(1)
-torch.full((SIZE,), 1.0).to(torch.bfloat16)
-most, before = [], own_mb()
-files = VersionFiles(2)
-for version in range(3):
-    whole = WholeTensors({f"t{i}": (SIZE,) for i in range(NUM)}, tensors(), torch.bfloat16)
-    path = publish(whole, version, files)
-print(path, max(most) - before, flush=True)
-time.sleep(60.0)
-"""
-
-
-def test_writing_holds_one_tensor_and_a_killed_writer_leaves_nothing() -> None:
-    """The weights are 256 MB in float32, in 16 tensors."""
-    command = [sys.executable, "-c", _PUBLISHES]
-    # Make malloc return freed memory at once. Otherwise one or two freed tensors sometimes count.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-    with subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout
-        told, more_mb = process.stdout.readline().split()
-        path = Path(told)
-        assert path.stat().st_size > 128 * 2**20
-        assert float(more_mb) < 40.0
-        assert sorted(p.name for p in path.parent.iterdir()) == ["1.safetensors", "2.safetensors"]
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(30.0)
-        clear_dead()
-        assert not path.parent.exists()

@@ -20,13 +20,6 @@ def test_missing_prompts_are_replaced(useful: int, dull: int, wanted: int, batch
         assert num * useful >= missing * drawn > (num - 1) * useful
 
 
-def test_refill_for_a_half_useless_batch() -> None:
-    assert num_to_draw(34, 64, 64, 64) == 57
-    assert num_to_draw(0, 64, 64, 64) == 64
-    assert num_to_draw(63, 121, 64, 64) == 2
-    assert num_to_draw(66, 121, 64, 64) == 0
-
-
 def test_groups_count_by_their_own_samples() -> None:
     rows = [
         *[("a", 0, 1.0), ("a", 1, 0.0)],
