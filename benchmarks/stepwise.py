@@ -17,13 +17,11 @@ class StepwiseEngine(VLLMEngine):
         args = super()._engine_args(on_cpu)
         return {name: args[name] for name in args.keys() - {"scheduler_cls"}}
 
-    async def _admit(self, requests: Sequence[Admitted]) -> None:
-        self._calls = [asyncio.create_task(self._call(request)) for request in requests]
+    async def _admit(self, llm: Any, requests: Sequence[Admitted]) -> None:
+        self._calls = [asyncio.create_task(self._call(llm, request)) for request in requests]
 
-    async def _call(self, request: Admitted) -> None:
+    async def _call(self, llm: Any, request: Admitted) -> None:
         try:
-            request.put(
-                await generate(self._llm, request.name, request.token_ids, **request.params)
-            )
+            request.put(await generate(llm, request.name, request.token_ids, **request.params))
         except Exception as error:
             request.put(error)

@@ -28,8 +28,8 @@ class StockEngine(StepwiseEngine):
     async def take_drafting_counts(self) -> DraftingCounts:
         return DraftingCounts()
 
-    async def _admit(self, requests: Sequence[Admitted]) -> None:
-        await (admit(self._llm, requests) if self.in_batches else super()._admit(requests))
+    async def _admit(self, llm: Any, requests: Sequence[Admitted]) -> None:
+        await (admit(llm, requests) if self.in_batches else super()._admit(llm, requests))
 
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         if not on_cpu:

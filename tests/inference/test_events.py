@@ -89,7 +89,7 @@ class Speaks(VLLMEngine):
         self._saving = KVSaving(self._llm, self.tp_degree)
         self._policy_version, self._final = 0, final
 
-    async def _admit(self, requests):
+    async def _admit(self, _, requests):
         for request in requests:
             request.put(self._final)
 
@@ -101,7 +101,7 @@ class Silent(Speaks):
         super().__init__(None)
         self.admitted = []
 
-    async def _admit(self, requests):
+    async def _admit(self, _, requests):
         self.admitted += requests
 
 

@@ -1,8 +1,8 @@
 """The `Engine` interface over a Ray actor. Each call has a time limit; each death names a cause."""
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -132,8 +132,10 @@ class RayEngine:
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         self._unfinished.update(request.id for request in requests)
         self._last_news_s = time.monotonic()
-        for first in range(0, len(requests), SUBMITTED_AT_ONCE):
-            await self._call("submit", list(requests[first : first + SUBMITTED_AT_ONCE]))
+        async with self._living() as actor:
+            for first in range(0, len(requests), SUBMITTED_AT_ONCE):
+                batch = list(requests[first : first + SUBMITTED_AT_ONCE])
+                await actor.call("submit", batch, timeout_s=self.stall_timeout_s)
 
     async def withdraw(
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
@@ -185,7 +187,10 @@ class RayEngine:
         return counts
 
     async def next_events(self) -> EngineEvents:
-        events, rows = await self._call("next_events", self._num_received, with_reference=True)
+        async with self._living() as actor:
+            events, rows = await actor.call_with_reference(
+                "next_events", self._num_received, timeout_s=self.stall_timeout_s
+            )
         events = replace(events, finished=tuple(replace(r, rows=rows) for r in events.finished))
         self._num_received += len(events.finished)
         self._unfinished.difference_update(rollout.id for rollout in events.finished)
@@ -214,27 +219,27 @@ class RayEngine:
         await place.give_back()
 
     async def _call(
-        self,
-        method: str,
-        *args: Any,
-        timeout_s: float | None = None,
-        with_reference: bool = False,
-        **kwargs: Any,
+        self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Any:
-        """Call a method of the actor. `with_reference`: use `RemoteActor.call_with_reference`.
+        """Call a method of the actor. Raise as `_living` does."""
+        timeout_s = timeout_s or self.stall_timeout_s
+        async with self._living() as actor:
+            return await actor.call(method, *args, timeout_s=timeout_s, **kwargs)
 
-        Raise `WeightSyncError` if the actor does, and `EngineDied` for any other failure.
+    @asynccontextmanager
+    async def _living(self) -> AsyncGenerator[RemoteActor]:
+        """Yield the actor, for calls.
+
+        Raise `WeightSyncError` if a call does, and `EngineDied` for any other failure.
         """
-        timeout_s = timeout_s or self._config.rollout.stall_timeout_s
-        if self._actor is None:
+        if (actor := self._actor) is None:
             raise EngineDied(self.index, "it was not started")
-        call = self._actor.call_with_reference if with_reference else self._actor.call
         try:
-            return await call(method, *args, timeout_s=timeout_s, **kwargs)
+            yield actor
         except ActorError as error:
             if isinstance(error.cause, WeightSyncError):
                 raise error.cause from error
-            raise await self._death(self._actor, error) from error
+            raise await self._death(actor, error) from error
 
     async def _death(self, actor: RemoteActor, error: ActorError) -> EngineDied:
         """Return the error to raise for a dead engine, with the cause of death if one is known."""

@@ -14,7 +14,7 @@ import ray
 from engines.bounded import wait_for
 from engines.garbage import freeze_garbage
 from engines.gpus.cleanup import Marked, given_gpus, mark_children
-from engines.inference.engine.admission import Admitted, admit, admitted
+from engines.inference.engine.admission import admit, admitted
 from engines.inference.engine.arguments import engine_args
 from engines.inference.engine.last_error import last_error
 from engines.inference.engine.metrics_export import stat_loggers
@@ -53,6 +53,9 @@ DRAFTING_POLL_S = 1.0
 
 class VLLMEngine:
     """Generates with exact sampling. See `engines.rollout.interface.Engine` for the contract."""
+
+    _admit = staticmethod(admit)
+    """Submits requests to vLLM. Benches override it to compare other ways."""
 
     def __init__(self, index: int, config: EngineConfig, setup: EngineSetup = ALONE) -> None:
         self.index = index
@@ -123,7 +126,8 @@ class VLLMEngine:
             await self._llm.collective_rpc("expect_requests", args=(keys,))
         began = self._begin(requests)
         self._saving.note(requests)
-        await self._admit([admitted(r, self._config, partial(self._end, r)) for r in began])
+        submitted = [admitted(r, self._config, partial(self._end, r)) for r in began]
+        await self._admit(self._llm, submitted)
 
     async def withdraw(
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
@@ -303,10 +307,8 @@ class VLLMEngine:
         return engine_args(self._config, self.index, on_cpu)
 
     def _progress(self) -> dict[RequestId, int]:
-        new = self._num_new()
-        return {
-            id: running.num_before + new.get(str(id), 0) for id, running in self._running.items()
-        }
+        new, here = self._num_new(), self._running.items()
+        return {id: running.num_before + new.get(str(id), 0) for id, running in here}
 
     async def _draft_progress(self) -> dict[RequestId, DraftProgress]:
         """Return the progress of requests that have their own draft setting. Fetch it rarely: it
@@ -333,9 +335,6 @@ class VLLMEngine:
         if began:
             self._drained.clear()
         return list(began.values())
-
-    async def _admit(self, requests: Sequence[Admitted]) -> None:
-        await admit(self._llm, requests)
 
     def _end(self, running: Running, output: Any) -> None:
         """Handle the final output of a request, or the error that ended it."""
