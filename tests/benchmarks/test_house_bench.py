@@ -24,15 +24,15 @@ def test_it_counts_this_repository(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-def test_it_traces_a_request_from_the_coordinator_to_vllm(tmp_path: Path) -> None:
+def test_a_request_reaches_vllm_in_a_dozen_calls(tmp_path: Path) -> None:
     file = tmp_path / "house.json"
     command = [sys.executable, "-m", "flows.cli", "bench", "house", f"--json={file}"]
-    subprocess.run(command, check=True, timeout=200)
+    subprocess.run(command, check=True, timeout=280)
     report = json.loads(file.read_text())
     path = report["rows"][-1]["roll_out_to_vllm"]
     assert path[0] == "engines/rollout/coordinator.py:Coordinator.roll_out"
     assert path[-1] == "engines/inference/engine/admission.py:admit"
-    assert report["figures"]["roll_out_to_vllm_calls"] == len(path)
+    assert report["figures"]["roll_out_to_vllm_calls"] == len(path) <= 12
 
 
 @pytest.mark.parametrize(
