@@ -6,26 +6,43 @@ The script inserts data only as text and numbers, never as markup.
 """
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engines.accounting.savings import saving_words
 from engines.accounting.step_requests import StepRequest, first_free_rows
-from engines.reports.timeline import (
-    ACTIVITIES,
-    MAIN_COLOUR,
-    MOVES,
-    clip_spans,
-    join_moves,
-    step_colours,
-)
 from schemas.step import EngineShare
-from schemas.timeline import Activity, RecordedTimeline, Savings, Timeline
+from schemas.timeline import (
+    Activity,
+    MoveKind,
+    MoveRecord,
+    RecordedTimeline,
+    Savings,
+    Span,
+    Timeline,
+)
 
 TEMPLATE = Path(__file__).with_name("timeline_page.html")
 PLACEHOLDER = "/*DATA*/"
+ACTIVITIES = {
+    Activity.SYNC: "weight sync",
+    Activity.RESTART: "restart",
+    Activity.SWITCH: "GPUs change hands",
+    Activity.PARKED: "parked: its GPUs are in another layout",
+    Activity.TRAINING: "training, on the same GPUs",
+}
+"""Words for all activities except rollouts, which are named after their step."""
+MOVES = {
+    MoveKind.MIGRATED: "migrated",
+    MoveKind.DEFERRED: "deferred to the next step",
+    MoveKind.RACED: "raced on another engine too",
+    MoveKind.RESHAPED: "with its GPUs to another TP degree",
+}
+NUM_SLOTS = 150
+"""Time slots of the window. Moves of one kind and engine pair in a slot are drawn as one arrow."""
 _GRAIN_SHARE = 1 / 400
 """Share of the window. Requests that begin this close together count as simultaneous when rows are
 ordered."""
@@ -57,8 +74,11 @@ def page_data(
     window_s = timeline.window_s
     gpus = _all_placed(timeline, gpus)
     bars = clip_spans(timeline)
-    colours = step_colours(bars)
-    steps = list(colours)
+    rollout_s = defaultdict[str, float](float)
+    for bar in bars:
+        if bar.activity is Activity.ROLLOUT:
+            rollout_s[bar.label] += bar.end_s - bar.start_s
+    steps = list(rollout_s)
     return {
         "title": title,
         "window_s": round(window_s, _DIGITS),
@@ -68,8 +88,8 @@ def page_data(
             for engine in timeline.engines
         ],
         "steps": [step.replace("/", " step ") or "a rollout" for step in steps],
-        "main": list(colours.values()).index(MAIN_COLOUR) if colours else -1,
-        "doing": {str(activity): look.words for activity, look in ACTIVITIES.items()},
+        "main": steps.index(max(steps, key=rollout_s.__getitem__)) if steps else -1,
+        "doing": {str(activity): words for activity, words in ACTIVITIES.items()},
         "spans": [
             [
                 bar.engine,
@@ -80,7 +100,7 @@ def page_data(
             for bar in bars
         ],
         **_request_columns(requests, gpus, window_s),
-        "moved": {str(kind): look.words for kind, look in MOVES.items()},
+        "moved": {str(kind): words for kind, words in MOVES.items()},
         "moves": [
             [str(first.kind), first.from_engine, first.to_engine, *_rounded(first.at_s), num]
             for first, num in join_moves(timeline).items()
@@ -88,6 +108,29 @@ def page_data(
         "shares": [found for share in recorded.shares if (found := _share(share))],
         "savings": _savings(recorded.savings),
     }
+
+
+def clip_spans(timeline: Timeline) -> list[Span]:
+    """Return the spans in order of time, cut at both ends of the window, in seconds since its
+    start."""
+    begin_s, clipped = timeline.start_s, []
+    for span in sorted(timeline.spans, key=lambda span: span.start_s):
+        start_s, end_s = max(span.start_s, begin_s), min(span.end_s, timeline.end_s)
+        if end_s > start_s:
+            clipped.append(replace(span, start_s=start_s - begin_s, end_s=end_s - begin_s))
+    return clipped
+
+
+def join_moves(timeline: Timeline) -> Mapping[MoveRecord, int]:
+    """Return the arrows to draw, in order of time, with the number of moves that each stands for.
+    An arrow is the first move of its time slot, kind and pair of engines."""
+    slot_s = timeline.window_s / NUM_SLOTS or 1.0
+    first: dict[tuple[int, int, int, MoveKind], MoveRecord] = {}
+    arrows = Counter[MoveRecord]()
+    for move in timeline.moves_in_order():
+        key = (int(move.at_s / slot_s), move.from_engine, move.to_engine, move.kind)
+        arrows[first.setdefault(key, move)] += 1
+    return arrows
 
 
 def _all_placed(timeline: Timeline, gpus: Gpus) -> dict[int, tuple[int, ...]]:

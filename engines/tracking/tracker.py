@@ -22,7 +22,7 @@ from engines.accounting.step_requests import StepRequest
 from engines.failures import Failures
 from engines.reports.distributions import StepDistributions, draw_distributions
 from engines.reports.profile import Rung, draw_profile, ladder_rungs
-from engines.reports.timeline import draw_timeline, move_rows, timeline_rows
+from engines.reports.timeline import move_rows, timeline_rows
 from engines.reports.timeline_page import Gpus, timeline_page
 from engines.reports.trace_events import write_timeline
 from engines.tracking.mlflow_client import Deliverer, log_metrics, open_client
@@ -162,15 +162,11 @@ class Tracker:
     def log_timeline_page(
         self, recorded: RecordedTimeline, name: str, requests: Sequence[StepRequest], gpus: Gpus
     ) -> None:
-        """Log a timeline with its savings as a picture and as a page. Call it after the reward
-        stage."""
+        """Log a page of the timeline with its savings. Call it after the reward stage."""
         write_timeline(self._run_dir, name, recorded)
-        title, savings = _title(name), recorded.savings
-        draw = partial(draw_timeline, recorded.timeline, title=title, savings=savings)
-        self._draw("timelines", f"{name}.png", draw)
 
         def write(path: Path) -> None:
-            path.write_text(timeline_page(recorded, requests, gpus, title))
+            path.write_text(timeline_page(recorded, requests, gpus, _title(name)))
 
         self._draw("timelines", f"{name}.html", write)
 

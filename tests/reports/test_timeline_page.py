@@ -10,7 +10,7 @@ from engines.reports.timeline_page import page_data, timeline_page
 from schemas.counts import DraftingCounts
 from schemas.rollout import RequestId, Split
 from schemas.step import EngineShare
-from schemas.timeline import RecordedTimeline, Saving, Savings, Technique
+from schemas.timeline import RecordedTimeline, Saving, Savings, Technique, Timeline
 from tests.reports.test_timeline import SWITCHED, TIMELINE
 
 NASTY = "</script><img src=x onerror=alert(1)>&\u2028`${1}` /*DATA*/"
@@ -104,3 +104,15 @@ def test_spans_moves_shares_and_savings_are_there():
     assert data["savings"]["each"] == [["switching", 3.0, 1.0, True]]
     assert page_data(RecordedTimeline(SWITCHED, 0.0), [], POOL, "")["savings"] is None
     assert data["bubble_share"] == pytest.approx(6 / 40)
+
+
+@pytest.mark.parametrize("end_s", [5.0, 6.0])
+def test_a_window_of_no_time_or_without_anything_has_a_page(end_s):
+    data = embedded(page(RecordedTimeline(Timeline(5.0, end_s, (3,), ()), 0.0)))
+    assert (data["steps"], data["main"], data["spans"]) == ([], -1, [])
+
+
+def test_the_step_with_most_rollout_time_is_the_main_one():
+    data = page_data(RecordedTimeline(TIMELINE, 0.0), [], {}, "")
+    assert data["steps"] == ["train step 1", "train step 2", "train step 3"]
+    assert data["main"] == 1

@@ -18,7 +18,6 @@ from tasks.run.attach import Run
 pytestmark = pytest.mark.usefixtures("no_prefect")
 
 BREAKABLE = (
-    "engines.tracking.tracker.draw_timeline",
     "engines.tracking.tracker.draw_distributions",
     "engines.tracking.tracker.timeline_page",
     "engines.tracking.tracker.write_timeline",
@@ -66,7 +65,6 @@ async def test_resumed_run_draws_missing_pictures(tmp_path: Path, record_failure
         await take_step(live, 2)
         drawn = await asyncio.to_thread(artifacts, live.run)
     assert {path for path in drawn if path.endswith((".png", ".html"))} == {
-        "timelines/train-00001.png",
         "timelines/train-00001.html",
         "distributions/train-00001.png",
     }

@@ -85,22 +85,36 @@ def test_a_long_run_has_more_tables_than_fit_a_tag(config):
     assert len(json.dumps([longest] * MAX_TABLES)) < 8000
 
 
-def test_moves_and_distributions_are_recorded(config):
+def test_a_step_has_a_page_tables_and_a_picture(config, tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
     tracker = Tracker(config, None)
     move = MoveRecord(RequestId(Split.TRAIN, 1, "p", 0), 0, 1, MoveKind.MIGRATED, 11.0, 7)
-    tracker.log_timeline(Timeline(10.0, 14.0, (0, 1), (), (move,)), "train-00001")
-    lengths = StepDistributions(np.array([3, 5]), 8, 0, {}, {})
-    tracker.log_distributions(lengths, "train-00001")
-    scored = read_timeline(config.run_dir, "train-00001")
-    tracker.log_timeline_page(scored, "train-00001", [], {0: (0,)})
+    span = Span(0, Activity.ROLLOUT, "train/1", 10.0, 13.0)
+    tracker.log_timeline(Timeline(10.0, 14.0, (0, 1), (span,), (move,)), "train-00001")
+    tracker.log_distributions(StepDistributions(np.array([3, 5]), 8, 0, {}, {}), "train-00001")
+    kept = read_timeline(config.run_dir, "train-00001")
+    tracker.log_timeline_page(kept, "train-00001", [], {0: (0,)})
     tracker.close("FINISHED")
+    assert not any(temporary.iterdir())
+    (recorded,) = read_timelines(config.run_dir)
+    assert recorded.timeline.spans == (span,)
+    assert recorded.unix_s(time.monotonic()) == pytest.approx(time.time(), abs=1.0)
     (row,) = rows_of(config, tracker, "moves/train-00001.json")
     assert (row["request"], row["from_engine"], row["to_engine"]) == ("train/1/p/0", 0, 1)
+    rows = rows_of(config, tracker, "timelines/train-00001.json")
+    assert [(row["engine"], row["rollout_s"], row["idle_share"]) for row in rows] == [
+        (0, 3.0, 0.25),
+        (1, 0.0, 1.0),
+        ("all", 3.0, 0.625),
+    ]
     client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
     timelines = {file.path for file in client.list_artifacts(tracker.run_id, "timelines")}
-    assert timelines == {f"timelines/train-00001.{kind}" for kind in ("json", "png", "html")}
-    (picture,) = client.list_artifacts(tracker.run_id, "distributions")
-    assert picture.path == "distributions/train-00001.png"
+    assert timelines == {f"timelines/train-00001.{kind}" for kind in ("json", "html")}
+    picture = client.download_artifacts(tracker.run_id, "distributions/train-00001.png")
+    with open(picture, "rb") as file:
+        assert file.read(8) == b"\x89PNG\r\n\x1a\n"
 
 
 def test_known_run_delivers_later_without_a_server(config):
@@ -136,31 +150,6 @@ def table_rows(path):
     with open(path) as file:
         written = json.load(file)
     return [dict(zip(written["columns"], row, strict=True)) for row in written["data"]]
-
-
-def test_a_timeline_is_a_picture_and_a_table(config, tmp_path, monkeypatch):
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    tracker = Tracker(config, None)
-    span = Span(0, Activity.ROLLOUT, "train/1", 10.0, 13.0)
-    tracker.log_timeline(Timeline(10.0, 14.0, (0,), (span,)), "train-00001")
-    kept = read_timeline(config.run_dir, "train-00001")
-    tracker.log_timeline_page(kept, "train-00001", [], {0: (0,)})
-    tracker.close("FINISHED")
-    assert not any(temporary.iterdir())
-    (recorded,) = read_timelines(config.run_dir)
-    assert recorded.timeline.spans == (span,)
-    assert recorded.unix_s(time.monotonic()) == pytest.approx(time.time(), abs=1.0)
-    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
-    picture = client.download_artifacts(tracker.run_id, "timelines/train-00001.png")
-    with open(picture, "rb") as file:
-        assert file.read(8) == b"\x89PNG\r\n\x1a\n"
-    rows = rows_of(config, tracker, "timelines/train-00001.json")
-    assert [(row["engine"], row["rollout_s"], row["idle_share"]) for row in rows] == [
-        (0, 3.0, 0.25),
-        ("all", 3.0, 0.25),
-    ]
 
 
 def test_no_name_and_no_text_is_refused(config):
