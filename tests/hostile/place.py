@@ -18,7 +18,7 @@ from engines.store.store import Store
 from schemas.resume import OnResume, SettingChange
 from tasks.run.run_dir import CHANGES_FILE, STORE_FILE
 from tests.conftest import DEMO, REPOSITORY
-from tests.data.malformed_rows import good_row
+from tests.data.test_malformed_rows import good_row
 from tests.flows.commands import write_config
 from tests.flows.run_dirs import make_checkpoint, make_run, progress, summary
 from tests.reports.test_trace_events import FIRST
