@@ -13,13 +13,13 @@ import pytest
 from engines.simulate.trace import from_store, measured_s
 from engines.specactor.health import NUM_RECENT
 from engines.store import archive, queries
-from engines.store.rows import rollout_rows
 from engines.store.store import Store, open_read_only
 from schemas.rollout import Split
 from schemas.step import RolloutOutcome, SampleName
 from tests.conftest import REPOSITORY
 from tests.flows.directory_snapshots import Entry, tree
 from tests.store.test_store import (
+    add_rollouts,
     make_deferred,
     make_plan,
     make_report,
@@ -45,13 +45,23 @@ def add_step(store: Store, step: int) -> None:
     left = SampleName(prompt_key=keys[0], sample_index=0)
     took = SampleName(prompt_key=late, sample_index=-1)
     store.add_outcome(Split.TRAIN, step, RolloutOutcome(deferred=(left,), carried=(took,)))
-    store.add_rollouts(rollout_rows([*rollouts, *carried]), step // 10)
+    add_rollouts(store, *rollouts, *carried, epoch=step // 10)
     rewards = [(key, i, step / 8) for key, i in [*samples, (late, -1)]]
     store.add_rewards(Split.TRAIN, step, make_rewards(rewards))
     if step % 3 == 0:
-        store.add_rollouts(rollout_rows([make_rollout(step, split=Split.VALIDATION)]), 0)
+        add_rollouts(store, make_rollout(step, split=Split.VALIDATION))
         store.add_rewards(Split.VALIDATION, step, make_rewards([("a", 0, step / 16)]))
     store.add_step(make_report(step, step // 10))
+
+
+def add_steps(store: Store, first: int, last: int) -> int:
+    """Add these steps, and archive what is due after each. Return how often steps were moved."""
+    moved = 0
+    for step in range(first, last + 1):
+        add_step(store, step)
+        moved += store.archive_before(step)
+        assert live_steps(store) < 5 + archive.KEPT_STEPS
+    return moved
 
 
 def told(store: Store, num_steps: int = NUM_STEPS) -> dict:
@@ -110,12 +120,7 @@ def test_every_reader_finds_what_has_left(tmp_path, whole):
     expected = told(whole)
     path = tmp_path / "moved.duckdb"
     with Store(path) as store:
-        moved = 0
-        for step in range(1, NUM_STEPS + 1):
-            add_step(store, step)
-            moved += store.archive_before(step)
-            assert live_steps(store) < 5 + archive.KEPT_STEPS
-        assert moved == 3
+        assert add_steps(store, 1, NUM_STEPS) == 3
         assert told(store) == expected
     with open_read_only(path) as store:
         assert told(store) == expected
@@ -130,11 +135,11 @@ def test_repeated_rows_are_stored_once(whole):
     assert whole.archive_before(NUM_STEPS)
     before = told(whole)
     names = [(row["prompt_key"], row["sample_index"]) for row in before[Split.TRAIN, 4][1][1]]
-    assert whole.add_rollouts(rollout_rows([make_rollout(4, *name) for name in names]), 0) == 0
+    assert add_rollouts(whole, *[make_rollout(4, *name) for name in names]) == 0
     assert whole.add_rewards(Split.TRAIN, 4, make_rewards([(*name, 5.0) for name in names])) == 0
     assert told(whole) == before
     # A late row is kept too. It moves with the next chunk.
-    assert whole.add_rollouts(rollout_rows([make_rollout(4, "late")]), 0) == 1
+    assert add_rollouts(whole, make_rollout(4, "late")) == 1
     for step in range(NUM_STEPS + 1, NUM_STEPS + 6):
         add_step(whole, step)
     assert whole.archive_before(NUM_STEPS + 5)
@@ -146,9 +151,7 @@ def test_repeated_rows_are_stored_once(whole):
 def test_a_run_that_is_resumed_from_before_has_its_rows_back(tmp_path, database, to, behind):
     copyfile(database, tmp_path / "whole.duckdb")
     with Store(tmp_path / "moved.duckdb") as store, Store(tmp_path / "whole.duckdb") as whole:
-        for step in range(1, NUM_STEPS + 1):
-            add_step(store, step)
-            store.archive_before(step)
+        add_steps(store, 1, NUM_STEPS)
         for each in (store, whole):
             each.truncate_after(to, to, behind)
         for step in range(1, NUM_STEPS + 1):
@@ -218,10 +221,9 @@ def test_a_kill_loses_and_doubles_nothing(whole, at):
         assert live_steps(store) == archive.KEPT_STEPS
 
 
+@pytest.mark.usefixtures("few")
 def test_missing_files_are_reported(tmp_path, whole):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(archive, "CHUNK_STEPS", 5)
-        assert whole.archive_before(NUM_STEPS)
+    assert whole.archive_before(NUM_STEPS)
     whole.close()
     (tmp_path / "whole.archive").rename(tmp_path / "elsewhere")
     with pytest.raises(
@@ -233,9 +235,7 @@ def test_missing_files_are_reported(tmp_path, whole):
 def archived(path: Path) -> dict[str, Entry]:
     """Add steps until the first five have moved to the archive. Return the archive's files."""
     with Store(path) as store:
-        for step in range(1, archive.KEPT_STEPS + 6):
-            add_step(store, step)
-            store.archive_before(step)
+        add_steps(store, 1, archive.KEPT_STEPS + 5)
     return tree(path.with_suffix(".archive"))
 
 
@@ -289,9 +289,7 @@ def test_an_archive_from_before_passes_were_kept_is_read_on(tmp_path):
     """Its responses count as many passes as tokens, until their prompts are rolled out again."""
     path = tmp_path / "old.duckdb"
     with Store(path) as store:
-        for step in range(1, NUM_STEPS + 1):
-            add_step(store, step)
-            store.archive_before(step)
+        add_steps(store, 1, NUM_STEPS)
         known = store.length_history()
         store._con.execute("ALTER TABLE archived_groups DROP COLUMN passes")
     with Store(path) as store:
@@ -300,9 +298,7 @@ def test_an_archive_from_before_passes_were_kept_is_read_on(tmp_path):
         live = {key for key, of in found.items() if of == known[key]}
         assert live
         assert all(found[key].tokens_per_pass == 1.0 for key in known.keys() - live)
-        for step in range(NUM_STEPS + 1, 3 * NUM_STEPS):
-            add_step(store, step)
-            store.archive_before(step)
+        add_steps(store, NUM_STEPS + 1, 3 * NUM_STEPS - 1)
         with Store(tmp_path / "new.duckdb") as new:
             for step in range(1, 3 * NUM_STEPS):
                 add_step(new, step)
@@ -314,16 +310,12 @@ def test_old_steps_without_rejections_have_no_acceptance(tmp_path):
     """Later steps are read beside them. The first of these has a sample of policy version 5."""
     path = tmp_path / "run.duckdb"
     with Store(path) as store:
-        for step in (1, 2, 3, 4, 5, 6):
-            add_step(store, step)
-            store.archive_before(step)
+        add_steps(store, 1, 6)
         store._con.execute("ALTER TABLE rollouts DROP COLUMN num_rejections")
         store._con.execute("ALTER TABLE archived_drafts DROP COLUMN rejections")
     with Store(path) as store:
         assert store.drafted(7) == []
-        for step in range(7, 13):
-            add_step(store, step)
-            store.archive_before(step)
+        add_steps(store, 7, 12)
         known = store.drafted(13)
         assert [version for _, version, _, _ in known] == list(range(5, 12))
         assert all(rejections > 0 for _, _, _, rejections in known)

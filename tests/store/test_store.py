@@ -51,6 +51,11 @@ def make_rollout(
     return Rollout(request, generated, FinishReason.STOP, engine=0, started_s=1.0, finished_s=2.0)
 
 
+def add_rollouts(store: Store, *rollouts: Rollout, epoch=0) -> int:
+    """Add rollouts, and return how many were new."""
+    return store.add_rollouts(rollout_rows(rollouts), epoch)
+
+
 def make_deferred(from_step=1, **options) -> Rollout:
     """Return a rollout that its step deferred to the next one."""
     rollout = make_rollout(step=from_step, **options)
@@ -94,7 +99,7 @@ def store(tmp_path):
 
 
 def test_a_rollout_comes_back_as_it_went_in(store):
-    store.add_rollouts(rollout_rows([make_rollout(versions=[(4, 1), (5, 2)])]), epoch=3)
+    add_rollouts(store, make_rollout(versions=[(4, 1), (5, 2)]), epoch=3)
     (row,) = store.rollouts(Split.TRAIN, 1).to_pylist()
     assert store.prompts() == {row["prompt_key"]: (1, 2)}
     assert row["response_token_ids"] == [7, 7, 7]
@@ -108,45 +113,32 @@ def test_a_rollout_comes_back_as_it_went_in(store):
 
 
 def test_the_first_delivery_stays(store):
-    assert store.add_rollouts(rollout_rows([make_rollout(token=1)]), epoch=0) == 1
-    assert (
-        store.add_rollouts(rollout_rows([make_rollout(token=2), make_rollout(sample=1)]), epoch=0)
-        == 1
-    )
+    assert add_rollouts(store, make_rollout(token=1), make_rollout(token=3)) == 1
+    assert add_rollouts(store, make_rollout(token=2), make_rollout(sample=1)) == 1
     tokens = store.rollouts(Split.TRAIN, 1)["response_token_ids"].to_pylist()
     assert tokens == [[1, 1, 1], [7, 7, 7]]
 
 
-def test_a_row_twice_in_one_batch_is_one_row(store):
-    assert (
-        store.add_rollouts(rollout_rows([make_rollout(token=1), make_rollout(token=2)]), epoch=0)
-        == 1
-    )
-    assert store.rollouts(Split.TRAIN, 1)["response_token_ids"].to_pylist() == [[1, 1, 1]]
-
-
 def test_the_splits_of_a_step_are_apart(store):
-    store.add_rollouts(
-        rollout_rows([make_rollout(), make_rollout(split=Split.VALIDATION)]), epoch=0
-    )
+    add_rollouts(store, make_rollout(), make_rollout(split=Split.VALIDATION))
     assert store.rollouts(Split.VALIDATION, 1).num_rows == 1
     assert store.history_report().num_rollouts == 1
 
 
 def test_an_inconsistent_rollout_is_refused(store):
     with pytest.raises(AssertionError, match="spans"):
-        store.add_rollouts(rollout_rows([make_rollout(tokens=3, versions=[(0, 2)])]), epoch=0)
+        add_rollouts(store, make_rollout(tokens=3, versions=[(0, 2)]))
     assert store.rollouts(Split.TRAIN, 1).num_rows == 0
 
 
 def test_no_rollouts_are_no_rows(store):
-    assert store.add_rollouts(rollout_rows([]), epoch=0) == 0
+    assert add_rollouts(store) == 0
     assert store.rollouts(Split.TRAIN, 1).num_rows == 0
     assert store.scoring_rows(Split.TRAIN, 1).num_rows == 0
 
 
 def test_finished_ids_are_of_the_policy_versions_allowed(store):
-    store.add_rollouts(rollout_rows([make_rollout(sample=i) for i in range(2)]), epoch=0)
+    add_rollouts(store, *[make_rollout(sample=i) for i in range(2)])
     ids = {RequestId(Split.TRAIN, 1, "a", i) for i in range(2)}
     assert store.finished_ids(Split.TRAIN, 1, [0]) == ids
     assert store.finished_ids(Split.TRAIN, 1, [0, 1]) == ids
@@ -156,19 +148,17 @@ def test_finished_ids_are_of_the_policy_versions_allowed(store):
 
 def test_a_deferred_rollout_may_be_older(store):
     deferred = make_deferred(from_step=1, versions=[(0, 1), (1, 2)])
-    store.add_rollouts(rollout_rows([make_rollout(step=2), deferred]), epoch=0)
+    add_rollouts(store, make_rollout(step=2), deferred)
     assert deferred.request.id in store.finished_ids(Split.TRAIN, 2, [1])
     late = make_rollout(step=2, sample=1, versions=[(0, 1), (1, 2)])
-    store.add_rollouts(rollout_rows([late]), epoch=0)
+    add_rollouts(store, late)
     with pytest.raises(ValueError, match="versions 0 to 1"):
         store.finished_ids(Split.TRAIN, 2, [1])
 
 
 def test_training_rows_follow_the_plan(store):
     pairs = [(key, i) for key in "abc" for i in range(2)]
-    store.add_rollouts(
-        rollout_rows([make_rollout(prompt=key, sample=i) for key, i in pairs[::-1]]), epoch=0
-    )
+    add_rollouts(store, *[make_rollout(prompt=key, sample=i) for key, i in pairs[::-1]])
     store.add_rewards(Split.TRAIN, 1, make_rewards([(key, i, i / 2) for key, i in pairs]))
     assert store.training_rows(1)["prompt_key"].to_pylist() == list("aabbcc")
     store.add_plan(make_plan(["c", "a", "b"], group_size=2))
@@ -181,7 +171,7 @@ def test_training_rows_follow_the_plan(store):
 def test_training_rows_want_rollouts_the_plan_and_rewards(store):
     with pytest.raises(ValueError, match="no rollouts"):
         store.training_rows(1)
-    store.add_rollouts(rollout_rows([make_rollout(sample=i) for i in range(2)]), epoch=0)
+    add_rollouts(store, *[make_rollout(sample=i) for i in range(2)])
     store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 1.0)]))
     with pytest.raises(ValueError, match=r"1 rollouts have no reward.*train/1/a/1"):
         store.training_rows(1)
@@ -194,7 +184,7 @@ def test_training_rows_want_rollouts_the_plan_and_rewards(store):
 
 
 def test_only_unscored_rows_are_scored_and_the_first_reward_stays(store):
-    store.add_rollouts(rollout_rows([make_rollout(sample=i) for i in range(2)]), epoch=0)
+    add_rollouts(store, *[make_rollout(sample=i) for i in range(2)])
     assert store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 1.0)])) == 1
     assert store.scoring_rows(Split.TRAIN, 1)["sample_index"].to_pylist() == [1]
     again = make_rewards([("a", 0, 0.0), ("a", 1, 0.25)])
@@ -204,10 +194,19 @@ def test_only_unscored_rows_are_scored_and_the_first_reward_stays(store):
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), None])
 def test_a_reward_is_a_finite_number(store, reward):
-    store.add_rollouts(rollout_rows([make_rollout()]), epoch=0)
+    add_rollouts(store, make_rollout())
     with pytest.raises(ValueError, match="missing or not finite"):
         store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, reward)]))
     assert store.rewards(Split.TRAIN, 1).num_rows == 0
+
+
+def stored_extra(store: Store, extra: str) -> str:
+    """Return what the store keeps of a scorer's extra values."""
+    add_rollouts(store, make_rollout())
+    rewards = make_rewards([("a", 0, 1.0)]).set_column(3, "extra", pa.array([extra]))
+    assert store.add_rewards(Split.TRAIN, 1, rewards) == 1
+    (stored,) = store.rewards(Split.TRAIN, 1)["extra"].to_pylist()
+    return stored
 
 
 @pytest.mark.parametrize(
@@ -222,22 +221,13 @@ def test_a_reward_is_a_finite_number(store, reward):
 )
 def test_details_of_rewards_are_standard_json(store, extra, kept):
     """JSON that cannot be read again must not be stored: each resume would refuse it."""
-    store.add_rollouts(rollout_rows([make_rollout()]), epoch=0)
-    rewards = make_rewards([("a", 0, 1.0)])
-    rewards = rewards.set_column(3, "extra", pa.array([extra]))
-    assert store.add_rewards(Split.TRAIN, 1, rewards) == 1
-    (stored,) = store.rewards(Split.TRAIN, 1)["extra"].to_pylist()
+    stored = stored_extra(store, extra)
     assert json.loads(stored, parse_constant=pytest.fail) == kept
 
 
 @pytest.mark.parametrize("extra", ["{", "", f'{{"a": {"9" * 5000}}}', "[" * 100_000])
 def test_values_beyond_json_are_stored_as_text(store, extra):
-    store.add_rollouts(rollout_rows([make_rollout()]), epoch=0)
-    rewards = make_rewards([("a", 0, 1.0)])
-    rewards = rewards.set_column(3, "extra", pa.array([extra]))
-    store.add_rewards(Split.TRAIN, 1, rewards)
-    (stored,) = store.rewards(Split.TRAIN, 1)["extra"].to_pylist()
-    assert extra[:200] in json.loads(stored)["unreadable"]
+    assert extra[:200] in json.loads(stored_extra(store, extra))["unreadable"]
 
 
 def test_a_metric_that_is_not_finite_is_read_again(store):
@@ -250,22 +240,17 @@ def test_a_metric_that_is_not_finite_is_read_again(store):
     assert values["actor/grad_norm"] == math.inf
 
 
-def test_a_reward_belongs_to_a_rollout(store):
-    with pytest.raises(ValueError, match="train/1/a/0"):
-        store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 1.0)]))
-
-
 def test_truncate_keeps_on_policy_rollouts_of_the_next_step(store):
     outcome = RolloutOutcome(carried=(SampleName(prompt_key="a", sample_index=0),))
     for step in (1, 2, 3):
-        store.add_rollouts(rollout_rows([make_rollout(step=step)]), epoch=0)
+        add_rollouts(store, make_rollout(step=step))
         store.add_rewards(Split.TRAIN, step, make_rewards([("a", 0, 1.0)]))
         store.add_plan(make_plan(["a"], step=step))
         store.add_outcome(Split.TRAIN, step, outcome)
         store.add_step(make_report(step))
     mixed = make_rollout(step=2, sample=1, versions=[(0, 1), (1, 2)])
     validation = make_rollout(step=2, split=Split.VALIDATION, versions=[(1, 3)])
-    store.add_rollouts(rollout_rows([mixed, validation]), epoch=0)
+    add_rollouts(store, mixed, validation)
     store.truncate_after(1, policy_version=1)
     assert store.finished_ids(Split.TRAIN, 2, [1]) == {RequestId(Split.TRAIN, 2, "a", 0)}
     assert store.rollouts(Split.VALIDATION, 2).num_rows == 0
@@ -275,9 +260,7 @@ def test_truncate_keeps_on_policy_rollouts_of_the_next_step(store):
     assert [store.outcome(Split.TRAIN, step) for step in (1, 2)] == [outcome, RolloutOutcome()]
     assert store.training_rows(1).num_rows == 1
     assert (store.last_step(), len(store.steps())) == (1, 1)
-    assert store.add_rollouts(rollout_rows([mixed]), epoch=0) == 1, (
-        "a removed rollout must be accepted again"
-    )
+    assert add_rollouts(store, mixed) == 1, "a removed rollout must be accepted again"
     store.truncate_after(1, policy_version=None)
     assert store.rollouts(Split.TRAIN, 2).num_rows == 0
 
@@ -285,7 +268,7 @@ def test_truncate_keeps_on_policy_rollouts_of_the_next_step(store):
 def test_truncate_keeps_what_is_one_version_behind_where_that_is_allowed(store):
     for step, version in ((2, 0), (2, 1), (3, 1), (3, 2), (4, 1)):
         name = {"step": step, "sample": version, "versions": [(version, 3)]}
-        store.add_rollouts(rollout_rows([make_rollout(**name)]), epoch=0)
+        add_rollouts(store, make_rollout(**name))
     store.truncate_after(1, policy_version=1, max_staleness=1)
     kept = [
         (step, row["sample_index"])
@@ -298,7 +281,7 @@ def test_truncate_keeps_what_is_one_version_behind_where_that_is_allowed(store):
 def test_truncate_keeps_deferred_rollouts_with_the_plan_that_drew_them(store):
     of_kept = make_deferred(from_step=1, versions=[(0, 2), (1, 1)])
     of_forgotten = make_deferred(from_step=2, versions=[(1, 3)])
-    store.add_rollouts(rollout_rows([of_kept, of_forgotten]), epoch=0)
+    add_rollouts(store, of_kept, of_forgotten)
     store.truncate_after(1, policy_version=1, max_staleness=1)
     assert store.rollouts(Split.TRAIN, 2).num_rows == 1
     assert store.rollouts(Split.TRAIN, 3).num_rows == 0
@@ -313,10 +296,10 @@ def test_a_step_trains_on_what_is_left_and_what_it_took_over(store):
     assert len(outcome.samples(plan)) == 2
     store.add_plan(plan)
     store.add_outcome(Split.TRAIN, 2, outcome)
-    store.add_rollouts(rollout_rows([make_rollout(step=2), make_deferred(from_step=1)]), epoch=0)
+    add_rollouts(store, make_rollout(step=2), make_deferred(from_step=1))
     store.add_rewards(Split.TRAIN, 2, make_rewards([("a", 0, 1.0), ("a", -1, 0.0)]))
     assert store.training_rows(2)["sample_index"].to_pylist() == [-1, 0]
-    store.add_rollouts(rollout_rows([make_rollout(step=2, sample=1)]), epoch=0)
+    add_rollouts(store, make_rollout(step=2, sample=1))
     with pytest.raises(ValueError, match="0 are missing and 1 were not planned"):
         store.training_rows(2)
 
@@ -336,12 +319,9 @@ def test_length_history_against_brute_force(lengths, before, keys):
             make_rollout(*name, tokens=tokens, accepted=accepted)
             for name, (accepted, tokens) in lengths.items()
         ]
-        store.add_rollouts(rollout_rows(rollouts), epoch=0)
+        add_rollouts(store, *rollouts)
         # A response that step 1 deferred counts towards the lengths of step 1.
-        store.add_rollouts(
-            rollout_rows([make_deferred(from_step=1, prompt="a", sample=9, tokens=5, accepted=1)]),
-            epoch=0,
-        )
+        add_rollouts(store, make_deferred(from_step=1, prompt="a", sample=9, tokens=5, accepted=1))
         history = store.length_history(keys, before_step=before)
     lengths = lengths | {(1, "a", 9): [1, 5]}
     expected = {}
@@ -364,9 +344,7 @@ def test_length_history_against_brute_force(lengths, before, keys):
 
 
 def test_history_counts_before_a_step(store):
-    store.add_rollouts(
-        rollout_rows([make_rollout(step, key) for step in (1, 2) for key in "ab"]), epoch=0
-    )
+    add_rollouts(store, *[make_rollout(step, key) for step in (1, 2) for key in "ab"])
     report = store.history_report(before_step=2)
     assert (report.num_prompts, report.num_rollouts, report.num_tokens) == (2, 2, 6)
     assert store.history_report().num_rollouts == 4
@@ -375,8 +353,8 @@ def test_history_counts_before_a_step(store):
 def test_index_rows_are_of_each_prompts_last_scored_step(store):
     for step, token in ((1, 5), (2, 6), (3, 7)):
         rollouts = [make_rollout(step, key, i, token=token) for key in "ab" for i in range(2)]
-        store.add_rollouts(rollout_rows(rollouts), 0)
-    store.add_rollouts(rollout_rows([make_rollout(1, "c")]), 0)  # never scored
+        add_rollouts(store, *rollouts)
+    add_rollouts(store, make_rollout(1, "c"))  # never scored
     store.add_rewards(Split.TRAIN, 1, make_rewards([(p, i, 0.5) for p in "ab" for i in range(2)]))
     store.add_rewards(Split.TRAIN, 2, make_rewards([("a", 0, 1.0), ("a", 1, 0.0)]))
     store.add_rewards(Split.TRAIN, 3, make_rewards([(p, 0, 9.0) for p in "ab"]))
@@ -394,12 +372,12 @@ def test_summary(store):
     with pytest.raises(ValueError, match="no finished step"):
         store.summary(wall_s=1.0)
     for step, reward in ((1, 0.0), (2, 1.0), (3, 0.5)):
-        store.add_rollouts(rollout_rows([make_rollout(step=step)]), epoch=step - 1)
+        add_rollouts(store, make_rollout(step=step), epoch=step - 1)
         store.add_rewards(Split.TRAIN, step, make_rewards([("a", 0, reward)]))
     for step in (1, 2):
         store.add_step(make_report(step, epoch=step - 1))
     for step, reward in ((0, 0.25), (2, 0.75)):
-        store.add_rollouts(rollout_rows([make_rollout(step=step, split=Split.VALIDATION)]), epoch=0)
+        add_rollouts(store, make_rollout(step=step, split=Split.VALIDATION))
         store.add_rewards(Split.VALIDATION, step, make_rewards([("a", 0, reward)]))
     summary = store.summary(wall_s=9.0)
     assert (summary.steps, summary.num_rollouts, summary.wall_s) == (2, 2, 9.0)
@@ -415,10 +393,10 @@ def test_a_validations_mean_has_the_digits_of_its_evaluation(store):
     """The mean is 0.1. Summing with rounding would give 0.10000000000000002."""
     samples = range(16)
     store.add_step(make_report(1, epoch=0))
-    store.add_rollouts(rollout_rows([make_rollout(step=1)]), epoch=0)
+    add_rollouts(store, make_rollout(step=1))
     store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 1.0)]))
     validated = [make_rollout(2, "a", at, split=Split.VALIDATION) for at in samples]
-    store.add_rollouts(rollout_rows(validated), epoch=0)
+    add_rollouts(store, *validated)
     store.add_rewards(Split.VALIDATION, 2, make_rewards([("a", at, 0.1) for at in samples]))
     batch = SimpleNamespace(split=Split.VALIDATION, step=2)
     evaluated = summarise_rewards(batch, store.rewards(Split.VALIDATION, 2), reward_s=0.0)
@@ -441,7 +419,7 @@ def test_reports_and_plans_are_replaced(store):
 
 
 def test_a_failed_write_leaves_nothing(store):
-    store.add_rollouts(rollout_rows([make_rollout()]), epoch=0)
+    add_rollouts(store, make_rollout())
     half = make_rewards([("a", 0, 1.0), ("b", 0, 1.0)])
     with pytest.raises(ValueError, match="no rollout train/1/b/0"):
         store.add_rewards(Split.TRAIN, 1, half)
@@ -449,7 +427,7 @@ def test_a_failed_write_leaves_nothing(store):
 
 
 def test_some_rollouts_are_shown_with_their_rewards(store):
-    store.add_rollouts(rollout_rows([make_rollout(sample=i) for i in range(3)]), epoch=0)
+    add_rollouts(store, *[make_rollout(sample=i) for i in range(3)])
     store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 1.0)]))
     rows = store.shown_rollouts(Split.TRAIN, 1, 2).to_pylist()
     assert [row["reward"] for row in rows] == [1.0, None]
@@ -458,7 +436,7 @@ def test_some_rollouts_are_shown_with_their_rewards(store):
 def test_rollouts_have_times_and_the_tokens_of_their_step(store):
     late = replace(make_rollout(sample=1), started_s=1.5)
     deferred = make_deferred(from_step=0, prompt="b", tokens=5, versions=[(0, 2), (1, 3)])
-    store.add_rollouts(rollout_rows([late, make_rollout(), deferred]), epoch=0)
+    add_rollouts(store, late, make_rollout(), deferred)
     store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 1.0)]))
     rows = store.timed_rollouts(Split.TRAIN, 1).to_pylist()
     told = [

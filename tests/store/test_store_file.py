@@ -7,22 +7,21 @@ import threading
 
 import pytest
 
-from engines.store.rows import rollout_rows
 from engines.store.store import Store, open_read_only
 from engines.store.tables import SCHEMA_VERSION
 from schemas.rollout import Split
 from tests.conftest import REPOSITORY
-from tests.store.test_store import make_rollout
+from tests.store.test_store import add_rollouts, make_rollout
 
 
 def test_a_closed_store_opens_read_only(tmp_path):
     path = tmp_path / "run.duckdb"
     with Store(path) as store:
-        store.add_rollouts(rollout_rows([make_rollout()]), epoch=0)
+        add_rollouts(store, make_rollout())
     with open_read_only(path) as store:
         assert store.rollouts(Split.TRAIN, 1).num_rows == 1
         with pytest.raises(Exception, match="read-only"):
-            store.add_rollouts(rollout_rows([make_rollout(sample=1)]), epoch=0)
+            add_rollouts(store, make_rollout(sample=1))
 
 
 HOLD = """
@@ -78,7 +77,7 @@ def test_damaged_store_explains_the_fix(tmp_path, what, fewest):
     path, seen, num_refused = tmp_path / "run.duckdb", random.Random(3), 0
     with Store(path) as store:
         rollouts = [make_rollout(sample=sample, tokens=50) for sample in range(500)]
-        store.add_rollouts(rollout_rows(rollouts), epoch=0)
+        add_rollouts(store, *rollouts)
     whole = path.read_bytes()
     for _ in range(10):
         damaged, at = bytearray(whole), seen.randrange(len(whole))
@@ -111,13 +110,12 @@ def verdict(path) -> str | None:
 
 ADD_BATCHES = """
 import sys
-from engines.store.rows import rollout_rows
 from engines.store.store import Store
-from tests.store.test_store import make_rollout
+from tests.store.test_store import add_rollouts, make_rollout
 store = Store(sys.argv[1])
 for batch in range(10_000):
     rollouts = [make_rollout(step=1, prompt=f"p{batch}", sample=i, tokens=50) for i in range(8)]
-    store.add_rollouts(rollout_rows(rollouts), epoch=0)
+    add_rollouts(store, *rollouts)
     print(batch, flush=True)
 """
 
@@ -146,4 +144,4 @@ def test_killing_the_writer_loses_no_acknowledged_batch(tmp_path, trial):
         assert {(f"p{batch}", i) for batch in acknowledged for i in range(8)} <= set(found)
         assert len(found) % 8 == 0, "a batch must be stored whole or not at all"
         again = [make_rollout(prompt="p0", sample=i, tokens=50) for i in range(8)]
-        assert store.add_rollouts(rollout_rows(again), epoch=0) == 0
+        assert add_rollouts(store, *again) == 0

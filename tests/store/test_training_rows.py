@@ -15,7 +15,7 @@ from engines.store.rows import rollout_rows
 from engines.store.store import Store
 from engines.store.tables import TRAINING
 from schemas.rollout import FinishReason, Split
-from tests.store.test_store import make_rewards, make_rollout
+from tests.store.test_store import add_rollouts, make_rewards, make_rollout
 
 
 class Sample(NamedTuple):
@@ -79,14 +79,14 @@ def test_the_trainer_reads_what_the_store_gives(store: Store) -> None:
 def test_the_trainer_knows_which_responses_were_cut(store: Store) -> None:
     for index, reason in enumerate((FinishReason.LENGTH, FinishReason.STOP)):
         rollout = replace(make_rollout(1, "a", index), finish_reason=reason)
-        store.add_rollouts(rollout_rows([rollout]), epoch=0)
+        add_rollouts(store, rollout)
     store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 0.0), ("a", 1, 1.0)]))
     assert [one.truncated for one in read_rollouts(store.training_rows(1))] == [True, False]
 
 
 def test_a_group_of_the_other_split_is_another(store: Store) -> None:
     add(store, Sample(1, 1, "a", 0, 1.0))
-    store.add_rollouts(rollout_rows([make_rollout(sample=1, split=Split.VALIDATION)]), epoch=0)
+    add_rollouts(store, make_rollout(sample=1, split=Split.VALIDATION))
     store.add_rewards(Split.VALIDATION, 1, make_rewards([("a", 1, 5.0)]))
     assert store.training_rows(1)["group_rewards"].to_pylist() == [[1.0]]
 
