@@ -1,6 +1,6 @@
 """Show a run's progress: a live line in a terminal, plain lines elsewhere."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from rich.console import Console
@@ -95,25 +95,22 @@ class Everywhere:
     def __init__(self, failures: Failures, *places: Progress) -> None:
         self._failures, self._places = failures, places
 
-    def phase(self, text: str) -> None:
+    def _each(self, report: Callable[[Progress], None]) -> None:
         for place in self._places:
             with self._failures.contained("showing progress"):
-                place.phase(text)
+                report(place)
+
+    def phase(self, text: str) -> None:
+        self._each(lambda place: place.phase(text))
 
     def warn(self, text: str) -> None:
-        for place in self._places:
-            with self._failures.contained("showing progress"):
-                place.warn(text)
+        self._each(lambda place: place.warn(text))
 
     def rolling(self, rolling: Rolling) -> None:
-        for place in self._places:
-            with self._failures.contained("showing progress"):
-                place.rolling(rolling)
+        self._each(lambda place: place.rolling(rolling))
 
     def step(self, report: StepReport, num_steps: int) -> None:
-        for place in self._places:
-            with self._failures.contained("showing progress"):
-                place.step(report, num_steps)
+        self._each(lambda place: place.step(report, num_steps))
 
 
 def accepted_text(rolling: Rolling) -> str:
