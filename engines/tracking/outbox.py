@@ -47,11 +47,6 @@ class ServerAway(Exception):
     """The server cannot be reached now. A later try of the same record may succeed."""
 
 
-def _is_up() -> bool:
-    """Return False: without a health check, a server that raises `ServerAway` counts as away."""
-    return False
-
-
 @dataclass(frozen=True, slots=True)
 class Record:
     kind: str
@@ -70,8 +65,8 @@ class Outbox:
         deliver: Callable[[Record], None],
         server: str,
         failures: Failures,
+        is_up: Callable[[], bool],
         delivers: bool = True,
-        is_up: Callable[[], bool] = _is_up,
     ) -> None:
         """Open the outbox. Records that an earlier process left are delivered first.
 
@@ -81,10 +76,10 @@ class Outbox:
             server: The server's name in messages.
             failures: Counts refused records and records that cannot be written. Warns when the
                 server goes away and when it is back.
-            delivers: Whether this process delivers. Only one process of a run does; it finds the
-                records of the others in the directory.
             is_up: Returns whether the server answers at all. Called on the thread after
                 `ServerAway`.
+            delivers: Whether this process delivers. Only one process of a run does; it finds the
+                records of the others in the directory.
         """
         self._directory = directory
         self._deliver, self._server, self._is_up = deliver, server, is_up

@@ -36,9 +36,9 @@ def said():
 def open_outbox(tmp_path, said):
     opened = []
 
-    def open_one(server, **options):
+    def open_one(server, is_up=lambda: False, **options):
         failures = Failures(tmp_path, said.append)
-        opened.append(Outbox(tmp_path / "outbox", server, "MLflow", failures, **options))
+        opened.append(Outbox(tmp_path / "outbox", server, "MLflow", failures, is_up, **options))
         return opened[-1]
 
     yield open_one
