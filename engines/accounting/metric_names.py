@@ -3,8 +3,6 @@
 Braces stand for a name that the run brings along, for example `critic/{part}/mean`.
 """
 
-import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
 SAME = "same"
@@ -287,23 +285,3 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
 }
 """Metrics by topic."""
-
-
-def described_as(logged: Iterable[str]) -> dict[str, str | None]:
-    """Return the declared name that describes each logged metric, or None."""
-    names = [name for metrics in SECTIONS.values() for metric in metrics for name in metric.each]
-    patterns = {name: _pattern(name) for name in sorted(names, key=_num_open)}
-    return {
-        one: next((name for name, pattern in patterns.items() if pattern.fullmatch(one)), None)
-        for one in logged
-    }
-
-
-def _num_open(name: str) -> tuple[int, int]:
-    """Sort key of names: plain names before names with braces, and long before short."""
-    return name.count("{"), -len(name)
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    plain = re.split(r"\{\w+\}", name)
-    return re.compile(".+".join(map(re.escape, plain)))

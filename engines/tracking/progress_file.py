@@ -124,20 +124,12 @@ def read_progress(run_dir: Path) -> RunProgress | None:
         return None
 
 
-def read_steps(run_dir: Path) -> list[StepReport]:
-    """Return the reports of steps in order; for a repeated step, the last report.
-
-    An unfinished last line is skipped: the run is writing it, or crashed while it did. Raise
-    ValueError for a damaged line.
-    """
-    reports, wrong = readable_steps(run_dir)
-    if wrong:
-        raise ValueError(wrong[0])
-    return reports
-
-
 def readable_steps(run_dir: Path) -> tuple[list[StepReport], list[str]]:
-    """Return the reports as `read_steps` does, and what is wrong with damaged lines."""
+    """Return the reports of steps in order, and what is wrong with damaged lines.
+
+    Of a repeated step, the last report counts. An unfinished last line is skipped: the run is
+    writing it, or crashed while it did.
+    """
     reports, wrong = readable_lines(run_dir / STEPS_FILE, StepReport, appended=True)
     last = {report.step: report for report in reports}
     return [last[step] for step in sorted(last)], wrong

@@ -1,9 +1,12 @@
 """Each metric that a run logs has a description, and each description has a metric.
 `tests/learn/test_algorithms_page.py` checks the trainer's metrics."""
 
+import re
+from collections.abc import Iterable
+
 import pyarrow as pa
 
-from engines.accounting.metric_names import SECTIONS, described_as
+from engines.accounting.metric_names import SECTIONS
 from engines.accounting.metrics import (
     evaluation_metrics,
     step_report,
@@ -33,6 +36,25 @@ from tests.accounting.test_metrics import (
 
 NAMES = {name for metrics in SECTIONS.values() for metric in metrics for name in metric.each}
 OF_TRAINER = ("actor/", "mismatch/", "critic/rewards/", "critic/advantages/", "critic/zero_")
+
+
+def described_as(logged: Iterable[str]) -> dict[str, str | None]:
+    """Return the declared name that describes each logged metric, or None."""
+    patterns = {name: _pattern(name) for name in sorted(NAMES, key=_num_open)}
+    return {
+        one: next((name for name, pattern in patterns.items() if pattern.fullmatch(one)), None)
+        for one in logged
+    }
+
+
+def _num_open(name: str) -> tuple[int, int]:
+    """Sort key of names: plain names before names with braces, and long before short."""
+    return name.count("{"), -len(name)
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    plain = re.split(r"\{\w+\}", name)
+    return re.compile(".+".join(map(re.escape, plain)))
 
 
 def of_a_step() -> dict[str, float]:

@@ -14,12 +14,12 @@ import duckdb
 import psutil
 import pytest
 
-from engines.accounting.metric_names import described_as
 from engines.learn.checkpoint import STATE_FILE
 from engines.store.listener import live_snapshot
 from engines.store.open_database import connect
 from tasks.run.run_dir import STORE_FILE
 from tasks.run.store_query import query_run
+from tests.accounting.test_metric_names import described_as
 from tests.flows.commands import write_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]

@@ -13,11 +13,18 @@ from engines.tracking.progress_file import (
     WRITE_EVERY_S,
     ProgressFile,
     read_progress,
-    read_steps,
+    readable_steps,
 )
 from schemas.progress import Ending
+from schemas.step import StepReport
 from tests.failing_disks import full_disk
 from tests.flows.run_dirs import ROLLING, report
+
+
+def read_steps(run_dir: Path) -> list[StepReport]:
+    reports, wrong = readable_steps(run_dir)
+    assert wrong == []
+    return reports
 
 
 def test_the_ending_is_written(tmp_path: Path) -> None:
