@@ -64,12 +64,3 @@ class EvaluationReport(Frozen):
     """Response tokens divided by the seconds spent generating."""
     run_dir: Path
     """Directory with every response and its reward, in `refrain.duckdb`."""
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """Figures of all data sources, under names such as `{data source}/mean@n`."""
-        return {
-            f"{source.data_source}/{name}": value
-            for source in self.sources
-            for name, value in source.figures.items()
-        }

@@ -103,7 +103,7 @@ async def report_evaluation(
     own = run.inputs.prompts_of(batch.split)
     sources = {key: prompt.data_source for key, prompt in own.items()}
     report = evaluation_report(run.config, batch, rewarded, rewards, sources)
-    run.tracker.log_metrics(validation_metrics(rewarded, report.figures), batch.step)
+    run.tracker.log_metrics(validation_metrics(rewarded, report.sources), batch.step)
     with run.failures.contained("showing an evaluation"):
         await log_stage(run, batch)
     write_durably(run.config.run_dir / EVALUATION_FILE, report.model_dump_json(indent=2) + "\n")

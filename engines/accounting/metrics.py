@@ -1,8 +1,7 @@
 """Metrics of a step, under the names that veRL users plot, and of an evaluation. Pure."""
 
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any
@@ -281,9 +280,10 @@ def _part_name(name: str) -> str:
     return tracked_name(f"critic/{name}{'*' * (name in _OWN_PARTS)}/mean")
 
 
-def validation_metrics(rewarded: RewardedBatch, figures: Mapping[str, float]) -> dict[str, float]:
-    """Return validation metrics. `figures`: for example `{data_source}/mean@n`."""
-    return {"validation/reward": rewarded.reward_mean, **_named("validation", figures)}
+def validation_metrics(
+    rewarded: RewardedBatch, sources: Iterable[SourceFigures]
+) -> dict[str, float]:
+    return {"validation/reward": rewarded.reward_mean, **_named("validation", sources)}
 
 
 def evaluation_report(
@@ -303,7 +303,7 @@ def evaluation_report(
         samples=config.validation_samples,
         num_rollouts=batch.num_rollouts,
         reward_mean=rewarded.reward_mean,
-        sources=_sources(rewards, data_sources),
+        sources=sample_figures(rewards, data_sources),
         mean_response_tokens=batch.mean_response_tokens,
         clip_ratio=batch.clip_ratio,
         tokens_per_second=batch.num_tokens / batch.generation_s if batch.generation_s else 0.0,
@@ -333,26 +333,14 @@ def summary_metrics(summary: RunSummary) -> dict[str, float]:
 def evaluation_metrics(report: EvaluationReport) -> dict[str, float]:
     """Return metrics for the run of the evaluated checkpoint, named after the evaluation files."""
     data = "-".join(path.stem for path in report.data)
-    return _named(f"evaluation/{data}", report.figures)
+    return _named(f"evaluation/{data}", report.sources)
 
 
-def _named(prefix: str, figures: Mapping[str, float]) -> dict[str, float]:
-    """Prefix the names. MLflow allows no `@`, so write `_at_`, as veRL's logger does."""
-    named = {}
-    for name, value in figures.items():
-        source, slash, figure = name.rpartition("/")
-        figure = figure.replace("@", "_at_")
-        named[tracked_name(f"{prefix}/{source}{slash}{figure}")] = value
-    return named
-
-
-def _sources(rewards: pa.Table, data_sources: Mapping[str, str]) -> tuple[SourceFigures, ...]:
-    by_source: dict[str, dict[str, float]] = {}
-    for name, value in sample_figures(rewards, data_sources).items():
-        source, _, figure = name.rpartition("/")
-        by_source.setdefault(source, {})[figure] = value
-    num_prompts = Counter(data_sources[key] for key in rewards["prompt_key"].unique().to_pylist())
-    return tuple(
-        SourceFigures(data_source=source, num_prompts=num_prompts[source], figures=figures)
-        for source, figures in sorted(by_source.items())
-    )
+def _named(prefix: str, sources: Iterable[SourceFigures]) -> dict[str, float]:
+    """Return `PREFIX/SOURCE/FIGURE`. MLflow allows no `@`, so write `_at_`, as veRL's logger
+    does."""
+    return {
+        tracked_name(f"{prefix}/{source.data_source}/{name.replace('@', '_at_')}"): value
+        for source in sources
+        for name, value in source.figures.items()
+    }

@@ -9,16 +9,18 @@ from typing import Any
 
 import pyarrow as pa
 
+from schemas.evaluation import SourceFigures
+
 Sample = tuple[float, dict[str, Any]]
 """Reward and extra values of one response."""
 
 
-def sample_figures(rewards: pa.Table, data_sources: Mapping[str, str]) -> dict[str, float]:
-    """Return `{data_source}/mean@n` and `/best@n`, and `/maj@n` if scorers return `pred`.
+def sample_figures(rewards: pa.Table, data_sources: Mapping[str, str]) -> tuple[SourceFigures, ...]:
+    """Return `mean@n` and `best@n` of each data source, and `maj@n` if scorers return `pred`.
 
     n is the number of samples per prompt. Each metric is a mean over the prompts of one data
     source; `data_sources` maps prompt keys to data sources. With two prompts or more,
-    `/std_error@n` is the standard error of `mean@n`. If all rewards are 0 or 1, `/pass@k`
+    `std_error@n` is the standard error of `mean@n`. If all rewards are 0 or 1, `pass@k`
     estimates `best@k` for k = 2, 4, ... below n. Deviation from veRL's
     `process_validation_metrics`, which resamples: `best@n` and `maj@n` use all n samples once.
     """
@@ -28,11 +30,10 @@ def sample_figures(rewards: pa.Table, data_sources: Mapping[str, str]) -> dict[s
     by_source: dict[str, list[list[Sample]]] = defaultdict(list)
     for prompt_key, group in groups.items():
         by_source[data_sources[prompt_key]].append(group)
-    return {
-        f"{data_source}/{name}": value
-        for data_source, own in by_source.items()
-        for name, value in _figures_of(own).items()
-    }
+    return tuple(
+        SourceFigures(data_source=source, num_prompts=len(own), figures=_figures_of(own))
+        for source, own in sorted(by_source.items())
+    )
 
 
 def majority_of(group: Sequence[Sample]) -> float:

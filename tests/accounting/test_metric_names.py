@@ -76,12 +76,11 @@ def of_a_step() -> dict[str, float]:
     known = {"num_prompt_tokens": 40, "num_devices": 2}
     report = step_report(HISTORY, PLAN, batch, rewarded, trained, None, 107.0, **known)
     saved = saving_metrics(Savings(10.0, 8.0, "x", (Saving(Technique.DRAFTING, 5.0, 2.0),)))
-    figures = {"org/easy/" + name: 0.5 for name in figures_of_samples()}
-    of_validation = validation_metrics(rewarded, figures)
+    of_validation = validation_metrics(rewarded, figures_of_samples())
     return report.metrics | timing_metrics(report.timing_s) | saved | of_validation
 
 
-def figures_of_samples() -> set[str]:
+def figures_of_samples() -> tuple[SourceFigures, ...]:
     table = pa.table(
         {
             "prompt_key": ["a"] * 4 + ["b"] * 4,
@@ -89,8 +88,7 @@ def figures_of_samples() -> set[str]:
             "extra": ['{"pred": "7"}'] * 8,
         }
     )
-    figures = sample_figures(table, {"a": "easy", "b": "easy"})
-    return {name.removeprefix("easy/") for name in figures}
+    return sample_figures(table, {"a": "org/easy", "b": "org/easy"})
 
 
 def of_a_run() -> dict[str, float]:

@@ -29,29 +29,19 @@ def test_figures_by_data_source():
             "c": [(0.25, {}), (0.5, {}), (0.75, {})],
         }
     )
-    figures = sample_figures(rewards, {"a": "math", "b": "math", "c": "code"})
-    assert figures == pytest.approx(
+    code, maths = sample_figures(rewards, {"a": "math", "b": "math", "c": "code"})
+    assert (code.data_source, code.num_prompts) == ("code", 1)
+    assert code.figures == {"mean@3": 0.5, "best@3": 0.75}
+    assert (maths.data_source, maths.num_prompts) == ("math", 2)
+    assert maths.figures == pytest.approx(
         {
-            "math/mean@3": 0.5,
-            "math/best@3": 1.0,
-            "math/maj@3": 0.5,
-            "math/std_error@3": 1 / 6,  # The prompts' means are 2/3 and 1/3.
-            "math/pass@2": (1.0 + 2 / 3) / 2,
-            "code/mean@3": 0.5,
-            "code/best@3": 0.75,
+            "mean@3": 0.5,
+            "best@3": 1.0,
+            "maj@3": 0.5,
+            "std_error@3": 1 / 6,  # The prompts' means are 2/3 and 1/3.
+            "pass@2": (1.0 + 2 / 3) / 2,
         }
     )
-
-
-def test_majority():
-    assert majority_of([(0.0, {"pred": "5"}), (1.0, {"pred": "4"})]) == 0.0, (
-        "the first of a tie wins"
-    )
-    none, right = (0.0, {"pred": None}), (1.0, {"pred": "4"})
-    assert majority_of([none, right, none, none]) == 0.0, "a missing answer must count as an answer"
-    assert majority_of([none, right, right, none, right]) == 1.0
-    assert majority_of([none, right]) == 0.0, "a missing answer must win a tie if it comes first"
-    assert majority_of([none, none]) == 0.0
 
 
 @given(
@@ -78,7 +68,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_one(num_right: int, k: int
 def test_figures_that_need_more_are_left_out() -> None:
     """One prompt gives no standard error. A reward between 0 and 1 neither passes nor fails, so it
     gives no pass@k."""
-    figures = sample_figures(make_rewards({"a": [(0.5, {})] * 4}), {"a": "math"})
-    assert figures.keys() == {"math/mean@4", "math/best@4"}
-    right = sample_figures(make_rewards({"a": [(1.0, {})] * 8}), {"a": "math"})
-    assert right.keys() == {"math/mean@8", "math/best@8", "math/pass@2", "math/pass@4"}
+    (one,) = sample_figures(make_rewards({"a": [(0.5, {})] * 4}), {"a": "math"})
+    assert one.figures.keys() == {"mean@4", "best@4"}
+    (right,) = sample_figures(make_rewards({"a": [(1.0, {})] * 8}), {"a": "math"})
+    assert right.figures.keys() == {"mean@8", "best@8", "pass@2", "pass@4"}
