@@ -42,40 +42,35 @@ def config(tmp_path, empty_database):
     return config
 
 
-def test_resumed_run_continues_its_mlflow_run(config):
+@pytest.fixture
+def client(config):
+    return MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
+
+
+def test_resumed_run_continues_its_mlflow_run(config, client):
     first = Tracker(config, None)
     first.log_metrics({"critic/score/mean": 0.25}, step=1)
+    first.log_table("rollouts", "train-00002", [{"prompt": "p", "reward": 0.0}])
     first.close("KILLED")
     second = Tracker(config, None)
     assert second.run_id == first.run_id
     second.log_metrics({"critic/score/mean": 0.5}, step=2)
     second.log_table("rollouts", "train-00002", [{"prompt": "p", "reward": 1.0}])
     second.close("FINISHED")
-    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
     history = client.get_metric_history(first.run_id, "critic/score/mean")
     assert [(m.step, m.value) for m in history] == [(1, 0.25), (2, 0.5)]
     run = client.get_run(first.run_id)
     assert run.info.status == "FINISHED"
     assert run.data.params["rollout.num_engines"] == "1"
-    table = client.download_artifacts(first.run_id, "rollouts/train-00002.json")
-    with open(table) as file:
-        assert json.load(file)["data"] == [["p", 1.0]]
+    rows = rows_of(client, first, "rollouts/train-00002.json")
+    assert rows == [{"prompt": "p", "reward": 1.0}], "a repeated step must have one table"
 
 
-def test_a_step_that_is_done_again_has_one_table(config):
-    tracker = Tracker(config, None)
-    for reward in (0.0, 1.0):
-        tracker.log_table("rollouts", "train-00001", [{"prompt": "p", "reward": reward}])
-    tracker.close("FINISHED")
-    assert rows_of(config, tracker, "rollouts/train-00001.json") == [{"prompt": "p", "reward": 1.0}]
-
-
-def test_a_long_run_has_more_tables_than_fit_a_tag(config):
+def test_a_long_run_has_more_tables_than_fit_a_tag(config, client):
     tracker = Tracker(config, None)
     for step in range(1, MAX_TABLES + 11):
         tracker.log_table("rollouts", f"train-{step:05d}", [{"step": step}])
     tracker.close("FINISHED")
-    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
     shown = json.loads(client.get_run(tracker.run_id).data.tags["mlflow.loggedArtifacts"])
     assert len(shown) == MAX_TABLES
     assert shown[-1] == {"path": f"rollouts/train-{MAX_TABLES + 10:05d}.json", "type": "table"}
@@ -85,7 +80,7 @@ def test_a_long_run_has_more_tables_than_fit_a_tag(config):
     assert len(json.dumps([longest] * MAX_TABLES)) < 8000
 
 
-def test_a_step_has_a_page_tables_and_a_picture(config, tmp_path, monkeypatch):
+def test_a_step_has_a_page_tables_and_a_picture(config, tmp_path, monkeypatch, client):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
@@ -101,15 +96,14 @@ def test_a_step_has_a_page_tables_and_a_picture(config, tmp_path, monkeypatch):
     (recorded,) = read_timelines(config.run_dir)
     assert recorded.timeline.spans == (span,)
     assert recorded.unix_s(time.monotonic()) == pytest.approx(time.time(), abs=1.0)
-    (row,) = rows_of(config, tracker, "moves/train-00001.json")
+    (row,) = rows_of(client, tracker, "moves/train-00001.json")
     assert (row["request"], row["from_engine"], row["to_engine"]) == ("train/1/p/0", 0, 1)
-    rows = rows_of(config, tracker, "timelines/train-00001.json")
+    rows = rows_of(client, tracker, "timelines/train-00001.json")
     assert [(row["engine"], row["rollout_s"], row["idle_share"]) for row in rows] == [
         (0, 3.0, 0.25),
         (1, 0.0, 1.0),
         ("all", 3.0, 0.625),
     ]
-    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
     timelines = {file.path for file in client.list_artifacts(tracker.run_id, "timelines")}
     assert timelines == {f"timelines/train-00001.{kind}" for kind in ("json", "html")}
     picture = client.download_artifacts(tracker.run_id, "distributions/train-00001.png")
@@ -117,7 +111,7 @@ def test_a_step_has_a_page_tables_and_a_picture(config, tmp_path, monkeypatch):
         assert file.read(8) == b"\x89PNG\r\n\x1a\n"
 
 
-def test_known_run_delivers_later_without_a_server(config):
+def test_known_run_delivers_later_without_a_server(config, client):
     tracker = Tracker(config, None)
     tracker.close("KILLED")
     said = []
@@ -129,7 +123,6 @@ def test_known_run_delivers_later_without_a_server(config):
     back = Tracker(config, None)
     back.close("FINISHED")
     assert back.missing() == []
-    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
     history = client.get_metric_history(tracker.run_id, "critic/score/mean")
     assert [(m.step, m.value) for m in history] == [(1, 0.5)]
 
@@ -140,19 +133,14 @@ def test_missing_server_is_refused_immediately():
         require_server("http://127.0.0.1:9")
 
 
-def rows_of(config, tracker, path):
-    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
-    return table_rows(client.download_artifacts(tracker.run_id, path))
-
-
-def table_rows(path):
+def rows_of(client, tracker, path):
     """Return the rows of a table's file."""
-    with open(path) as file:
+    with open(client.download_artifacts(tracker.run_id, path)) as file:
         written = json.load(file)
     return [dict(zip(written["columns"], row, strict=True)) for row in written["data"]]
 
 
-def test_no_name_and_no_text_is_refused(config):
+def test_no_name_and_no_text_is_refused(config, client):
     tracker = Tracker(config, None)
     tracker.log_metrics({f"validation/{name}/mean_at_4": 1.0 for name in HOSTILE}, step=1)
     tracker.log_metrics({"nan": math.nan, "inf": math.inf}, step=1)
@@ -164,12 +152,11 @@ def test_no_name_and_no_text_is_refused(config):
     tracker.log_table("rollouts", "train-00001", [{"response": name} for name in HOSTILE])
     tracker.close("FINISHED")
     assert tracker.missing() == []
-    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
     metrics = client.get_run(tracker.run_id).data.metrics
     assert sum(name.endswith("/mean_at_4") for name in metrics) == len(HOSTILE)
 
 
-def test_records_refused_by_mlflow_do_not_end_runs(config, record_failures):
+def test_records_refused_by_mlflow_do_not_end_runs(config, record_failures, client):
     """Values that are no JSON and pictures that cannot be drawn end nothing either."""
     said = []
     tracker = Tracker(config, None, Failures(config.run_dir, said.append))
@@ -186,18 +173,16 @@ def test_records_refused_by_mlflow_do_not_end_runs(config, record_failures):
     record_failures.clear()
     assert len(said) == 3
     assert "1 records that MLflow refused" in tracker.missing()[0]
-    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
     run = client.get_run(tracker.run_id)
     assert (run.data.metrics, run.info.status) == ({"y": 1.0}, "FINISHED")
 
 
-def test_run_deleted_in_mlflow_continues(config, record_failures):
+def test_run_deleted_in_mlflow_continues(config, record_failures, client):
     """The process keeps its records. The next process makes a new run, which receives them too."""
     said = []
     first = Tracker(config, None, Failures(config.run_dir, said.append))
     first.log_metrics({"x": 1.0}, step=1)
     first._outbox.flush(20.0)
-    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
     client.delete_run(first.run_id)
     for step in (2, 3):
         first.log_metrics({"x": float(step)}, step=step)
@@ -219,7 +204,7 @@ def test_run_deleted_in_mlflow_continues(config, record_failures):
     assert json.loads((config.run_dir / "mlflow.json").read_text())["run_id"] == second.run_id
 
 
-def test_a_full_disk_makes_one_mlflow_run(config, monkeypatch, record_failures):
+def test_a_full_disk_makes_one_mlflow_run(config, monkeypatch, record_failures, client):
     with monkeypatch.context() as full:
         full.setattr("engines.tracking.mlflow_run.write_durably", no_room)
         tracker = Tracker(config, None, Failures(config.run_dir, lambda _: None))
@@ -227,7 +212,6 @@ def test_a_full_disk_makes_one_mlflow_run(config, monkeypatch, record_failures):
     tracker.close("FINISHED")
     assert {what for what, _ in record_failures} == {"writing mlflow.json"}
     record_failures.clear()
-    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
     (run,) = client.search_runs([tracker.experiment_id])
     assert run.data.metrics == {"x": 1.0}
 
@@ -236,10 +220,9 @@ def no_room(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_deleted_experiment_gets_a_successor(config, record_failures):
+def test_a_deleted_experiment_gets_a_successor(config, record_failures, client):
     first = Tracker(config, None)
     first._outbox.flush(20.0)
-    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
     client.delete_experiment(first.experiment_id)
     first.close("FAILED")
     assert record_failures
@@ -252,9 +235,8 @@ def test_a_deleted_experiment_gets_a_successor(config, record_failures):
         assert client.get_run(tracker.run_id).info.status == "FINISHED"
 
 
-def test_a_run_that_was_killed_is_ended_unless_it_lives(config):
+def test_a_run_that_was_killed_is_ended_unless_it_lives(config, client):
     def status() -> str:
-        client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
         return client.get_run(run_id).info.status
 
     end_killed(config.run_dir, config.runs_dir)  # Nothing is there yet.
@@ -270,7 +252,7 @@ def test_a_run_that_was_killed_is_ended_unless_it_lives(config):
     assert status() == "FINISHED"
 
 
-def test_an_evaluation_has_an_experiment_of_its_own_beside_the_runs(config):
+def test_an_evaluation_has_an_experiment_of_its_own_beside_the_runs(config, client):
     trained = Tracker(config, None)
     trained.close("FINISHED")
     values = config.model_dump() | {"name": "e", "runs_dir": config.runs_dir / "evaluations"}
@@ -281,7 +263,6 @@ def test_an_evaluation_has_an_experiment_of_its_own_beside_the_runs(config):
     end_killed(evaluation.run_dir, config.runs_dir)
     add_to_run(config.run_dir, None, {"evaluation/d/s/mean_at_2": 0.5}, 4)
     assert not (config.runs_dir / "evaluations" / "mlflow.db").exists()
-    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
     run, of_training = client.get_run(run_id), client.get_run(trained.run_id)
     assert run.info.status == "KILLED"
     assert run.info.experiment_id != of_training.info.experiment_id
@@ -290,7 +271,7 @@ def test_an_evaluation_has_an_experiment_of_its_own_beside_the_runs(config):
         add_to_run(config.runs_dir, None, {}, 4)
 
 
-def test_a_checkpoint_is_a_model_with_its_validation(config):
+def test_a_checkpoint_is_a_model_with_its_validation(config, client):
     """The first checkpoint is saved before its validation. The second is saved after it, and
     recorded twice. The third has no validation."""
     tracker = Tracker(config, None)
@@ -304,7 +285,6 @@ def test_a_checkpoint_is_a_model_with_its_validation(config):
     tracker.log_checkpoint(4, {"refrain.path": "global_step_4"})
     tracker.log_checkpoint(6, {"refrain.path": "global_step_6"})
     tracker.close("FINISHED")
-    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
     found = client.search_logged_models([client.get_run(tracker.run_id).info.experiment_id])
     told = {
         model.name: (
@@ -324,14 +304,13 @@ def test_a_checkpoint_is_a_model_with_its_validation(config):
     assert [(m.step, m.value) for m in history] == [(2, 0.25), (4, 0.5)]
 
 
-def test_data_sets_and_experiment_are_logged(config):
+def test_data_sets_and_experiment_are_logged(config, client):
     mine = config.model_copy(update={"experiment": "mine"})
     tracker = Tracker(mine, None)
     dataset = {"name": "train", "digest": "0123", "context": "training", "files": ["train.parquet"]}
     for _ in range(2):
         tracker.log_datasets([dataset | {"num_rows": 7}])
     tracker.close("FINISHED")
-    client = MlflowClient(f"sqlite:///{config.runs_dir}/mlflow.db")
     run = client.get_run(tracker.run_id)
     assert client.get_experiment(run.info.experiment_id).name == "mine"
     (given,) = run.inputs.dataset_inputs
