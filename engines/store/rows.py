@@ -1,20 +1,14 @@
-"""Convert finished rollouts and rewards to the Arrow tables that the store inserts."""
+"""Convert finished rollouts to the Arrow table that the store inserts."""
 
-import json
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from engines.store.tables import REWARDS, SPANS
-from schemas.base import MAX_INT
+from engines.store.tables import SPANS
 from schemas.drafting import HISTORY
 from schemas.rollout import Rollout
-
-MAX_SHOWN_CHARACTERS = 200
-"""Characters that the store keeps of an `extra` that is not JSON."""
 
 
 def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
@@ -52,49 +46,6 @@ def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
         "finished_s": column(lambda r: r.finished_s, pa.float64()),
     }
     return pa.table(columns)
-
-
-def reward_rows(rewards: pa.Table) -> pa.Table:
-    """Return the columns `tables.REWARDS`, with every `extra` as standard JSON.
-
-    Scorers' values are checked where they arrive. The store raises nothing here, so that a resumed
-    run does not fail again on the same reward.
-    """
-    rows = rewards.select(REWARDS.names)
-    extra = pa.array(map(storable_json, rows["extra"].to_pylist()), pa.string())
-    return rows.set_column(rows.column_names.index("extra"), "extra", extra).cast(REWARDS)
-
-
-def storable_json(text: str) -> str:
-    """Return the JSON object with unusual values as text.
-
-    These are values that standard JSON, UTF-8 or 64-bit integers cannot represent. For example,
-    `{"a": NaN}` becomes `{"a": "nan"}`.
-    """
-    try:
-        return json.dumps(_storable(json.loads(text)), allow_nan=False)
-    except (ValueError, RecursionError) as error:
-        return json.dumps({"unreadable": _text(f"{error}: {text[:MAX_SHOWN_CHARACTERS]}")})
-
-
-def _storable(value: Any) -> Any:
-    match value:
-        case dict():
-            return {_text(name): _storable(inner) for name, inner in value.items()}
-        case list():
-            return [_storable(inner) for inner in value]
-        case str():
-            return _text(value)
-        case float() if not math.isfinite(value):
-            return str(value)
-        case int() if abs(value) > MAX_INT:
-            return str(value)
-        case _:
-            return value
-
-
-def _text(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _check(rollout: Rollout) -> None:

@@ -25,7 +25,6 @@ import pyarrow as pa
 from engines.store import queries
 from engines.store.archive import ALL, KEPT_STEPS
 from engines.store.records import StepRecords
-from engines.store.rows import reward_rows
 from engines.store.tables import INDEXED, REWARDS, SCORING, TRAINING
 from schemas.rollout import LengthHistory, RequestId, Split
 from schemas.step import (
@@ -96,11 +95,12 @@ class Store(StepRecords):
         return self._table_of(step, queries.SCORING_ROWS, split).cast(SCORING)
 
     def add_rewards(self, split: Split, step: int, rewards: pa.Table) -> int:
-        """Add rows with the columns `tables.REWARDS` and return how many were new.
+        """Add rows with the columns `tables.REWARDS` and return how many were new. The scorer has
+        checked that `extra` is JSON that DuckDB can read.
 
         Raise ValueError when a reward has no rollout or is not a finite number.
         """
-        rows = reward_rows(rewards)
+        rows = rewards.select(REWARDS.names).cast(REWARDS)
         with self._transaction() as con:
             con.register("rows", rows)
             where = {"split": str(split), "step": step}

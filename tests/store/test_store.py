@@ -1,6 +1,5 @@
 """The store keeps each row once, loses none, and gives each reader the right rows."""
 
-import json
 import math
 import statistics
 from dataclasses import replace
@@ -198,36 +197,6 @@ def test_a_reward_is_a_finite_number(store, reward):
     with pytest.raises(ValueError, match="missing or not finite"):
         store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, reward)]))
     assert store.rewards(Split.TRAIN, 1).num_rows == 0
-
-
-def stored_extra(store: Store, extra: str) -> str:
-    """Return what the store keeps of a scorer's extra values."""
-    add_rollouts(store, make_rollout())
-    rewards = make_rewards([("a", 0, 1.0)]).set_column(3, "extra", pa.array([extra]))
-    assert store.add_rewards(Split.TRAIN, 1, rewards) == 1
-    (stored,) = store.rewards(Split.TRAIN, 1)["extra"].to_pylist()
-    return stored
-
-
-@pytest.mark.parametrize(
-    ("extra", "kept"),
-    [
-        ('{"a": 1, "b": [true, null, "x"]}', {"a": 1, "b": [True, None, "x"]}),
-        (r'{"a": "\ud800"}', {"a": r"\ud800"}),
-        (r'{"\udfff": [{"\ud800": 1}]}', {r"\udfff": [{r"\ud800": 1}]}),
-        ('{"a": NaN, "b": -Infinity}', {"a": "nan", "b": "-inf"}),
-        (f'{{"a": 1e999, "b": {10**400}}}', {"a": "inf", "b": str(10**400)}),
-    ],
-)
-def test_details_of_rewards_are_standard_json(store, extra, kept):
-    """JSON that cannot be read again must not be stored: each resume would refuse it."""
-    stored = stored_extra(store, extra)
-    assert json.loads(stored, parse_constant=pytest.fail) == kept
-
-
-@pytest.mark.parametrize("extra", ["{", "", f'{{"a": {"9" * 5000}}}', "[" * 100_000])
-def test_values_beyond_json_are_stored_as_text(store, extra):
-    assert extra[:200] in json.loads(stored_extra(store, extra))["unreadable"]
 
 
 def test_a_metric_that_is_not_finite_is_read_again(store):
