@@ -4,7 +4,7 @@
                                                "reward_model", "extra_info"}
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,7 +146,11 @@ def convert_rows(
     """Convert all rows, and keep each prompt once for each `extra_info` (`engines.data.repeats`).
     Raises ValueError that names the first bad row, from 1."""
     converted, seen = Converted(), set()
-    for row in _converted(rows, convert, split):
+    for index, given in enumerate(rows):
+        try:
+            row = convert(given, split, index)
+        except BadRowError as error:
+            raise ValueError(f"{split}, row {index + 1}: {error}") from error
         prompt = tuple((message["role"], message["content"]) for message in row["prompt"])
         extra_info = row.get("extra_info")
         sample = (prompt, content_hash(extra_info if isinstance(extra_info, dict) else {}))
@@ -156,15 +160,3 @@ def convert_rows(
             seen.add(sample)
             converted.rows.append(row)
     return converted
-
-
-def _converted(
-    rows: Iterable[Mapping[str, Any]],
-    convert: Callable[[Mapping[str, Any], str, int], Row],
-    split: str,
-) -> Iterator[Row]:
-    for index, row in enumerate(rows):
-        try:
-            yield convert(row, split, index)
-        except BadRowError as error:
-            raise ValueError(f"{split}, row {index + 1}: {error}") from error
