@@ -59,13 +59,6 @@ def test_the_drafter_has_the_models_tokens():
         assert (DEMO / "drafter" / name).read_bytes() == (DEMO / "model" / name).read_bytes()
 
 
-def test_the_drafter_is_small_and_vllm_runs_it_on_a_cpu(model, drafter):
-    assert drafter.config.vocab_size == model.config.vocab_size
-    assert drafter.config.max_position_embeddings == model.config.max_position_embeddings
-    assert drafter.config.head_dim == 32
-    assert sum(file.stat().st_size for file in (DEMO / "drafter").iterdir()) < 500_000
-
-
 def test_shared_noise_makes_more_drafts_right(model, drafter):
     """Draft the model's responses to prompts that neither model was trained on. Drafts with the
     model's noise are right more often than drafts with other noise."""

@@ -1,5 +1,4 @@
-"""The task `long_tail`: careful solutions are right, lengths have a long tail, and the shipped
-model has learnt both careful and hasty solutions."""
+"""The task `long_tail`: careful solutions are right, and lengths have a long tail."""
 
 import re
 from itertools import islice
@@ -7,22 +6,16 @@ from random import Random
 
 import numpy as np
 import pytest
-import torch
 import yaml
-from transformers import Qwen3ForCausalLM
 
 from engines.answers.builtin import compute_score
 from engines.data.dataset import load_tokenizer, read_rows
 from infra.long_tail.task import (
     CARE,
-    MIN_TERMS,
     SLIP_SHARE,
-    Chain,
-    draw_problem,
     draw_problems,
     solve,
 )
-from infra.small_model import ASSISTANT, END, USER
 from infra.splits import split_of
 from tests.conftest import REPOSITORY
 
@@ -30,9 +23,6 @@ TASK = REPOSITORY / "infra" / "long_tail"
 DATA_SOURCE = "refrain/arithmetic"
 NUM_PROBLEMS = 600
 NUMBER = re.compile(r"[+-]?\d+")
-NUM_PROMPTS = 16
-NUM_TOKENS = 400
-"""Enough for a careful solution of a problem with `MIN_TERMS` terms."""
 
 
 @pytest.fixture(scope="module")
@@ -105,49 +95,3 @@ def test_shipped_prompts_are_the_builders_and_fit():
             )
             assert len(tokens) <= limits["max_prompt_tokens"]
     assert limits["max_prompt_tokens"] + limits["max_response_tokens"] == tokenizer.model_max_length
-
-
-@pytest.fixture(scope="module")
-def model():
-    return Qwen3ForCausalLM.from_pretrained(TASK / "model", local_files_only=True).eval()
-
-
-@pytest.fixture(scope="module")
-def short_problems():
-    """Return problems with equally many terms, so that their prompts need no padding."""
-    rng = Random(0)
-    return [draw_problem(rng, MIN_TERMS) for _ in range(NUM_PROMPTS)]
-
-
-def encode(problems: list[Chain], careful: bool | None = None) -> torch.Tensor:
-    """Return the encoded prompts. `careful`: append the first token of a response that is careful,
-    or hasty."""
-    begun = [f"{USER}{p.prompt}{END}{ASSISTANT}" for p in problems]
-    if careful is not None:
-        first = [CARE if careful else p.name(1) for p in problems]
-        begun = [text + token for text, token in zip(begun, first, strict=True)]
-    return torch.tensor(load_tokenizer(TASK / "model")(begun)["input_ids"])
-
-
-def share_solved(model: Qwen3ForCausalLM, problems: list[Chain], careful: bool) -> float:
-    """Return the share of problems solved by one response each, sampled at temperature 1.
-    `careful`: begin each response as careful, or as hasty."""
-    torch.manual_seed(0)
-    ids = encode(problems, careful)
-    full = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, top_k=0, top_p=1.0
-    )
-    texts = load_tokenizer(TASK / "model").batch_decode(full, skip_special_tokens=False)
-    responses = [text.split(ASSISTANT)[1].split(END)[0] for text in texts]
-    return float(np.mean([*map(score, responses, problems)]))
-
-
-def test_the_shipped_model_is_right_more_often_with_care(model, short_problems):
-    careful, hasty = (share_solved(model, short_problems, way) for way in (True, False))
-    assert careful >= hasty + 0.2
-
-
-def test_the_shipped_model_is_mostly_hasty(model, short_problems):
-    probabilities = model(encode(short_problems)).logits[:, -1].softmax(-1)
-    careful = encode(short_problems, careful=True)[:, -1:]
-    assert 0.1 < probabilities.gather(1, careful).mean() < 0.4

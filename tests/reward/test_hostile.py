@@ -239,13 +239,6 @@ def test_numbers_that_are_not_finite_are_none_in_the_record(tmp_path):
     assert score(write(tmp_path, body), 1) == [(1.0, kept)]
 
 
-def test_nothing_is_unpickled_from_a_scorer():
-    for module in (process, channel, worker):
-        source = Path(module.__file__ or "").read_text()
-        assert "pickle" not in source
-        assert "multiprocessing" not in source
-
-
 def test_scorer_receives_the_values_of_rows(tmp_path):
     """Values of each type of Parquet and JSON arrive unchanged."""
     given = {
