@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 LINE = re.compile(
     r"step +(\d+)  reward ([\d.]+)  accepted (\d+)/(\d+)  differ (\S+)  tokens ([0-9a-f]{8})"
@@ -37,7 +37,7 @@ def steps_of(*options: str, directory: Path = REPOSITORY) -> list[Step]:
         [sys.executable, str(script), *SMALL, *options],
         capture_output=True,
         text=True,
-        timeout=300.0,
+        timeout=540.0,
         cwd=directory,
         env={**os.environ, "PYTHONPATH": str(directory)},
     )
