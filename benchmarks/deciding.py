@@ -16,16 +16,17 @@ import math
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
 from rich.console import Console
 
 from benchmarks.laps import Measured, Row, check_counts, rows_with
-from benchmarks.papers.drafters import DRAFTERS, LARGE, LATENCY, SMALL
+from benchmarks.papers.drafters import BYTES_PER_S, DRAFTERS, LARGE, LATENCY, SMALL
 from benchmarks.papers.pat import switch_costs
 from benchmarks.papers.real_run import bare_plan
-from benchmarks.papers.sharded import ShardedLatency, reshard
+from benchmarks.papers.settings import LinearLatency
 from engines.control.controller import Controller
 from engines.control.effects import Effects
 from engines.control.proposal import Proposal
@@ -38,7 +39,9 @@ from engines.control.techniques import (
     tokens_to_come,
 )
 from engines.inference.engine.vllm_engine import POLL_S
-from engines.latency.model_shape import SHAPES
+from engines.latency.hardware import H100
+from engines.latency.interface import Latency
+from engines.latency.model_shape import SHAPES, ModelShape
 from engines.pat.layouts import plan_pools
 from engines.reports.tables import plain_table
 from engines.rollout.moves import EngineView, Move, Policy, RolloutView
@@ -101,6 +104,42 @@ def show(report: BenchReport, console: Console) -> None:
     console.print(table)
     console.print(
         f"the driver looks at an engine's events every {report.figures['poll_ms']:.0f} ms"
+    )
+
+
+@dataclass(frozen=True)
+class _ShardedLatency:
+    """A latency model for each TP degree. Implements `Latency`."""
+
+    by_tp: Mapping[int, Latency]
+
+    def decode_s(self, tp_degree: int, batch: int, context_tokens: float) -> float:
+        return self.by_tp[tp_degree].decode_s(tp_degree, batch, context_tokens)
+
+    def prefill_s(self, tp_degree: int, batch: int, rms_tokens: float) -> float:
+        return self.by_tp[tp_degree].prefill_s(tp_degree, batch, rms_tokens)
+
+    def verify_s(self, tp_degree: int, batch: int, context_tokens: float, window: int) -> float:
+        return self.by_tp[tp_degree].verify_s(tp_degree, batch, context_tokens, window)
+
+    def draft_s(self, drafter: str, batch: int, window: int) -> float:
+        return self.by_tp[min(self.by_tp)].draft_s(drafter, batch, window)
+
+
+def _reshard(
+    printed: LinearLatency, shape: ModelShape, tp_degree: int, to_tp: int
+) -> LinearLatency:
+    """Return `printed`, which is of `tp_degree`, at another degree. GPUs share weights, computation
+    and KV cache. An all-reduce takes 2 hops more for each further GPU."""
+    share = tp_degree / to_tp
+    weights_s = shape.weight_bytes / (tp_degree * BYTES_PER_S)
+    hops_s = shape.num_layers * 2 * 2 * (to_tp - tp_degree) * H100.hop_s
+    return replace(
+        printed,
+        step_s=printed.step_s - weights_s * (1 - share) + hops_s,
+        sequence_s=printed.sequence_s * share,
+        token_s=printed.token_s * share,
+        prefill_token_s=printed.prefill_token_s * share,
     )
 
 
@@ -168,7 +207,7 @@ def _stage(num_engines: int, each: int, seed: int) -> tuple[RolloutView, dict[st
 def _policies(num_engines: int, history: Mapping[str, LengthHistory]) -> tuple[Policy, ...]:
     """Return the policies that a run would have."""
     shape, lowest = SHAPES["Qwen2.5-32B"], DEGREES[0]
-    latency = ShardedLatency({tp: reshard(LATENCY, shape, 4, tp) for tp in DEGREES})
+    latency = _ShardedLatency({tp: _reshard(LATENCY, shape, 4, tp) for tp in DEGREES})
     pools, _ = plan_pools(num_engines, lowest, DEGREES[1:], NODE_GPUS)
     config = run_config(
         MAX_TOKENS,

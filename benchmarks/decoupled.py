@@ -40,8 +40,8 @@ from rich.console import Console
 
 from benchmarks import one_step
 from benchmarks.cores import halves, only, pin
+from benchmarks.lanes import LaneRow, LaneSpan, draw_lanes
 from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of, rows_with
-from benchmarks.papers.present.lanes import LaneRow, LaneSpan, draw_lanes
 from engines.gpus.placement import Wanted
 from engines.histospec.index import HistoryIndex, build_index
 from engines.histospec.index_file import index_path, write_index
@@ -172,8 +172,8 @@ class DrafterWatch:
         """Return the spans of drafters by engine. An engine that is used again races with one
         drafter."""
         return [
-            replace(span, kind=self._raced_with[span.lane])
-            if span.lane in self._raced_with and span.start_s >= self._reused[span.lane]
+            replace(span, drafter=self._raced_with[span.engine])
+            if span.engine in self._raced_with and span.start_s >= self._reused[span.engine]
             else span
             for span in self._spans
         ]

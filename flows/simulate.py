@@ -42,7 +42,7 @@ def launch_simulate(args: Arguments) -> None:
         _draw(case.name, longest, out, prefix)
     print_facts(outcomes, console)
     studies = chain.from_iterable(zip(*(case.studies for case in cases), strict=True))
-    ablations = [found for study in studies for found in study(args.seed or 0, out, console)]
+    ablations = [found for study in studies for found in study(args.seed or 0, console)]
     console.print(f"pictures: {out}", soft_wrap=True)
     if args.json:
         text = to_json(args.name, outcomes, args.command, ablations)

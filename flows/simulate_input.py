@@ -39,9 +39,8 @@ MAX_DIGITS = 10
 """Limit on the digits of a step or of a draft window."""
 PAPERS = "benchmarks.papers"
 """Package that `--paper` loads. Nothing else here needs the benchmarks."""
-Study = Callable[[int, Path, Console], Iterator[Ablation]]
-"""Function that studies a paper and yields its findings. Takes a seed, a directory for pictures and
-a console for progress."""
+Study = Callable[[int, Console], Iterator[Ablation]]
+"""Function that studies a paper and yields its findings. Takes a seed and a console."""
 LAYOUT_FIELDS = {
     "engines": "num_engines",
     "tp": "tp_degree",

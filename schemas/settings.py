@@ -59,7 +59,7 @@ def _both(one: DeclaredSetting, other: DeclaredSetting) -> DeclaredSetting:
     if one.field.annotation == other.field.annotation:
         return one
     field = copy(one.field)
-    field.annotation = Union[one.field.annotation, other.field.annotation]  # noqa: UP007
+    field.annotation = Union[one.field.annotation, other.field.annotation]  # noqa: UP007  # ty: ignore[invalid-type-form]
     return one._replace(field=field)
 
 

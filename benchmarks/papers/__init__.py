@@ -1,1 +1,1 @@
-"""Studies of the three papers on virtual engines: what `refrain simulate --paper` shows."""
+"""The three papers on virtual engines: what `refrain simulate --paper` simulates."""

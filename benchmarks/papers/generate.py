@@ -2,15 +2,13 @@
 
     log(response tokens) = mu(step) + sigma_prompts * p + sigma_samples * s,   p, s ~ N(0, 1)
 
-p belongs to the prompt and s to the sample; lengths are rounded up and cut at
-`max_response_tokens`. A log-normal is the usual fit of response lengths and has as many
-parameters as the papers print quantiles. From one epoch to the next p <- rho p + sqrt(1 - rho^2) N,
-with a low rho for a few prompts and a high one for the others, so that most prompts keep their
-rank and some change it much. mu(step) follows from the mean of the cut lengths,
+p belongs to the prompt, s to the sample. Lengths are rounded up and cut at `max_response_tokens`.
+From one epoch to the next p <- rho p + sqrt(1 - rho^2) N. A few prompts have a low rho and the
+others a high one, so most prompts keep their rank. mu(step) follows from the mean of cut lengths,
 
     E[min(X, c)] = e^(mu + sigma^2 / 2) Phi((ln c - mu - sigma^2) / sigma) + c P(X > c).
 
-What a paper does not print is marked "assumed" at the spec.
+Each spec says what is assumed because its paper does not print it.
 """
 
 import math
@@ -84,11 +82,10 @@ def fit_shares(first: tuple[float, float], second: tuple[float, float]) -> tuple
 
 
 def pat(max_response_tokens: int = 32 * K) -> TraceSpec:
-    """LLaMA3.1-8B on DeepScaleR (PAT 2.3 and Fig. 3b): 10.85 % beyond 8K, 2.18 % beyond 16K.
+    """Return LLaMA3.1-8B on DeepScaleR (PAT 2.3, Fig. 3b): 10.85 % beyond 8K, 2.18 % beyond 16K.
 
     The two shares fix the log-normal (mu 7.92, sigma 0.886). 128 responses a step (2.3). Assumed:
-    groups of 8 whose samples are independent, 40,000 prompts, the same distribution at every step
-    and for every maximum, and where no other is given, a maximum of 32K.
+    groups of 8 independent samples, 40,000 prompts, and one distribution for all steps and maxima.
     """
     mu, sigma = fit_shares((8 * K, 0.1085), (16 * K, 0.0218))
     mean = cut_mean(mu, sigma, max_response_tokens)
@@ -106,33 +103,14 @@ def pat(max_response_tokens: int = 32 * K) -> TraceSpec:
     )
 
 
-def pat_runaway(max_response_tokens: int = 16 * K) -> TraceSpec:
-    """PAT 2.3, Fig. 3a: a single remaining sample takes 46.29 to 81.58 % of the generation.
-
-    Not with the lengths of Fig. 3b: there 14 of 128 responses pass 8K, so that up to the maxima of
-    Fig. 3a, 6K to 16K, several run to the end together. Both ends of the range follow from one
-    number, though: everybody but one is done after c tokens, and 1 - c / 6K = 0.46 gives
-    1 - c / 16K = 0.80. So here one response runs to the maximum, as in the steps that PAT reports
-    (5.1: "at least one generated sample reaches the specified maximum"), and the others are
-    log-normal with a longest of about 3K. Assumed: their mean, fitted to the range's lower end, and
-    spread.
-    """
-    bulk = {"first_mean_tokens": 1000.0, "last_mean_tokens": 1000.0, "sigma_samples": 0.5}
-    changes = {"name": "pat_runaway", "mean_cut_tokens": 32 * K, "runaways_per_step": 1, **bulk}
-    return pat(max_response_tokens).model_copy(update=changes)
-
-
 def rhymerl(max_response_tokens: int = 16 * K) -> TraceSpec:
-    """Math, groups of 16, 8K prompts (RhymeRL 7): means of 1K to 10K over 320 steps (3.1).
+    """Return math, groups of 16, 8K prompts (RhymeRL 7): means of 1K to 10K over 320 steps (3.1).
 
-    Spreads and rhos give the rank stability of the table in 6.3, between its Math-1 and Math-2: on
-    average over the epochs some 86 % of the prompts do not rise to a higher one of 8 ranking groups
-    (85.7 and 83.2 printed), 78 % with 16 groups (79.7 and 76.9), and 3 % rise by more than one of 8
-    (6.1: 16 % rise, all but 3 % just past the boundary). Deviation: the table counts responses,
-    this counts prompts by their median.
-    Assumed: the means are those of runs with a maximum of 32K (3.1 names 16K and 32K; with 16K a
-    mean of 10K would cut every fourth response), 512 prompts a step, which makes 320 steps 20
-    epochs (6.1: "20 epochs (300-1000 steps)"), and a spread between prompts of 0.8.
+    Spreads and rhos give the rank stability of the table in 6.3, between its Math-1 and Math-2:
+    some 86 % of the prompts do not rise to a higher one of 8 ranking groups (85.7 and 83.2
+    printed), 78 % with 16 groups (79.7 and 76.9). Deviation: the table counts responses, this
+    counts prompts by their median. Assumed: means of runs with a maximum of 32K, a spread between
+    prompts of 0.8, and 512 prompts a step, so 20 epochs in 320 steps (6.1: "300-1000 steps").
     """
     return TraceSpec(
         name="rhymerl",
@@ -152,10 +130,10 @@ def rhymerl(max_response_tokens: int = 16 * K) -> TraceSpec:
 
 
 def specactor(max_response_tokens: int = 20 * K) -> TraceSpec:
-    """DAPO-32B-20K (SpecActor 5.1): 16,384 responses a step, at most 20K tokens.
+    """Return DAPO-32B-20K (SpecActor 5.1): 16,384 responses a step, at most 20K tokens.
 
-    No length but the maximum is printed. Assumed: groups of 16, 17K prompts (DAPO's data set), 200
-    steps, and spreads and means chosen so that engines idle for the "averagely 50 %" of 2.2.
+    The paper prints no other length. Assumed: groups of 16, 17K prompts (DAPO's data set), 200
+    steps, and spreads and means with which engines idle for the "averagely 50 %" of 2.2.
     """
     return TraceSpec(
         name="specactor",
@@ -170,12 +148,6 @@ def specactor(max_response_tokens: int = 20 * K) -> TraceSpec:
         sigma_samples=0.2,
         moving_share=0.2,
     )
-
-
-def specactor_grpo(max_response_tokens: int = 20 * K) -> TraceSpec:
-    """GRPO-32B-20K (SpecActor 5.1): 8,192 responses a step. Assumed: as DAPO-32B-20K otherwise."""
-    changes = {"name": "specactor_grpo", "prompts_per_step": K // 2}
-    return specactor(max_response_tokens).model_copy(update=changes)
 
 
 def generate(spec: TraceSpec, seed: int, steps: Sequence[int] | None = None) -> Trace:

@@ -1,12 +1,10 @@
-"""Tokens that the drafter of a run brings in RhymeRL's setting, by batch size. Pure.
+"""Tokens that a run's drafter brings in RhymeRL's setting, by batch size.
 
-    lengths of the trace ─► tokens that resemble (`similar`) ─► index, windows and gate of a run,
-        replayed as if so many requests ran together ─► tokens and drafts of a pass
+    lengths of the trace ─► tokens that resemble (`similar_tokens`) ─► index, windows and gate of a
+        run, replayed as if so many requests ran together ─► tokens and drafts of a pass
 
-`engines.simulate.history` does the same with the real tokens of a trace; the papers' traces have
-none. Deviations: of one step `NUM_PROMPTS` prompts stand for all, evenly spaced by length, and
-their means for every request of the case; nothing is foreseen, as no noise drew the tokens, and
-prompts share nothing. Both would only add.
+`engines.simulate.history` does the same with the real tokens of a trace. Deviations: `NUM_PROMPTS`
+prompts, evenly spaced by length, stand for all of a step, and their means for every request.
 """
 
 from collections.abc import Sequence
@@ -39,7 +37,7 @@ Lengths = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _AsIf:
-    """Step times of so many requests, asked of a batch of others: all of them alike."""
+    """Step times of another batch size, with requests like those of this batch."""
 
     times: StepTimes
     batch: int
@@ -56,7 +54,7 @@ class _AsIf:
 def drafted_levels(
     trace: Trace, step: int, latency: Latency, tp_degree: int, seed: int
 ) -> tuple[Passes, ...]:
-    """Mean passes under the gate of each of `BATCHES`; those that verify nothing are left out."""
+    """Return the mean passes under the gate of each batch size. Leave out passes without drafts."""
     groups = similar_groups(Resemblance(), sampled_lengths(trace, step), seed)
     times, config = ProfiledStepTimes(latency, tp_degree), DRAFTINGS[SHIPPED]
     found = (mean_passes(replay_groups(groups, config, _AsIf(times, n))) for n in BATCHES)
@@ -64,7 +62,7 @@ def drafted_levels(
 
 
 def sampled_lengths(trace: Trace, step: int) -> tuple[tuple[Lengths, Lengths], ...]:
-    """The last earlier group and this step's, of some of its prompts."""
+    """Return the last earlier group and this step's group, of some of its prompts."""
     now, before = _by_prompt(trace.step(step)), _by_prompt(trace.before(step))
     keys = sorted(now.keys() & before.keys(), key=lambda key: (sum(now[key]), key))
     places = np.linspace(0, len(keys) - 1, min(NUM_PROMPTS, len(keys))).round().astype(int)
@@ -80,8 +78,8 @@ def _by_prompt(rows: Trace) -> dict[str, Lengths]:
 
 
 def replay_groups(groups: Groups, config: DraftingConfig, times: StepTimes | None) -> Replay:
-    """All later responses in one batch, each drafted for from its prompt's earlier ones. `times`:
-    those that the gate goes by; None: everything is verified."""
+    """Replay all later responses in one batch, with drafts from the earlier ones of their prompts.
+    `times`: for the gate. None: everything is verified."""
     table, prompts, responses, slots = IndexTable(), [], [], []
     for earlier, later in groups:
         index = build_index(

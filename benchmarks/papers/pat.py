@@ -1,26 +1,21 @@
-"""Machines and models on which PAT is measured (sections 5.1 and 5.2), what is printed of it, and
-what is assumed.
+"""PAT's machines and models (5.1, 5.2): what the paper prints of them, and what is assumed.
 
-    8 A40     LLaMA3.1-8B   6K to 16K   Fig. 10a
+    8 A40     LLaMA3.1-8B               Fig. 10a
     16 A40    LLaMA3.1-8B, Qwen3-14B    Fig. 10b, 10c: two nodes, each a pool of its own
-    8 H100    LLaMA3.1-8B to 24K, Qwen3-14B to 16K   Fig. 11
+    8 H100    LLaMA3.1-8B, Qwen3-14B    Fig. 11
 
-Printed of the baseline and used: tokens of a step (throughput times seconds of a step) on H100,
-seconds of an iteration outside generation, the share of generation on A40 (2.3), the distribution
-of lengths (Fig. 3b), 128 responses a step (2.3), and that each measured step has a response of the
-maximum length (5.1).
+Printed and used: tokens of a step on H100 (throughput times seconds), seconds of an iteration
+outside generation, the share of generation on A40 (2.3), the distribution of lengths (Fig. 3b), 128
+responses a step (2.3), and that each measured step has a response of the maximum length (5.1).
 
-Assumed: 16 prompts of 8 samples, about half of the variance of log lengths between prompts; maxima
-of Fig. 11 between those named; what an iteration takes outside generation goes with its tokens,
-and on A40 with parameters over GPUs. Latencies are `AnalyticLatency` with the presets of
-`engines.latency.hardware`, and in place of what those assume beside data sheets what is fitted to
-all printed seconds together (`benchmarks.papers.pat_printed`).
+Assumed: 16 prompts of 8 samples, and about half of the variance of log lengths between prompts. The
+rest of an iteration takes time by its tokens; on A40 also by parameters over GPUs. Latencies are
+`AnalyticLatency` with `FITTED` figures in place of the assumptions of `engines.latency.hardware`.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from benchmarks.papers.generate import K, TraceSpec, cut_mean, fit_shares
 from engines.latency.analytic import LOOKUP_S, AnalyticLatency
@@ -30,7 +25,6 @@ from engines.latency.model_shape import SHAPES, ModelShape
 from engines.pat.costs import SwitchCosts
 from schemas.drafting import HISTORY
 
-Kv = Literal["auto", "move", "recompute"]
 LLAMA, QWEN = "LLaMA3.1-8B", "Qwen3-14B"
 STEP_TOKENS = {LLAMA: (24 * K, 2570.6 * 172.5), QWEN: (16 * K, 1780.0 * 191.4)}
 """(maximum, tokens of a step) on 8 H100 (5.2, 5.3). Qwen's seconds of a step follow from 1780.0 and
@@ -52,9 +46,10 @@ FITTED: Mapping[str, Mapping[str, float]] = {
     "A40": _FITTED_ALL | {"hop_s": 5.5e-6, "link_share": 0.55},
     "H100": _FITTED_ALL | {"hop_s": 0.41e-6, "collective_s": 5.8e-6},
 }
-"""Figures of a GPU and its host by `pat_printed.fit`, to two digits."""
+"""Figures of a GPU and its host: least squares over the eight times that the paper prints, four of
+tokens (Fig. 4) and four of generations (Fig. 11c). All are within 7 %."""
 STEPS = (6, 7, 8, 9, 10)
-"""Five, as in 5.1; those before them are the epoch that lengths are estimated from."""
+"""Five, as in 5.1. The five before them are the epoch from which lengths are estimated."""
 TP_DEGREES = (1, 2, 4, 8)
 """TP degrees that are profiled (4.2)."""
 _RESHARDED_S = 1.03
@@ -112,82 +107,57 @@ class Point:
         return A40_REST_S_PER_TOKEN * share * num_tokens
 
 
-def _points(
-    model: str, hardware: str, num_gpus: int, **printed: Mapping[str, float]
-) -> tuple[Point, ...]:
-    return tuple(
-        Point(model, hardware, num_gpus, int(max_k[1:]), **of) for max_k, of in printed.items()
-    )
-
-
 BEST = Point(LLAMA, "H100", 8, 24, speedup=1.37, static_s=134.3, pat_s=87.9)
-"""Point at which PAT brings the most."""
+"""Point with PAT's largest gain."""
 POINTS = (
-    *_points(LLAMA, "A40", 8, _6={"speedup": 1.05}, _8={}, _12={}, _16={"speedup": 1.27}),
-    *_points(LLAMA, "A40", 16, _6={}, _8={}, _12={}, _16={"speedup": 1.19}),
-    *_points(QWEN, "A40", 16, _6={"speedup": 1.05}, _8={}, _12={}, _16={"speedup": 1.18}),
-    *_points(LLAMA, "H100", 8, _6={}, _8={}, _12={}, _16={}),
+    Point(LLAMA, "A40", 8, 6, speedup=1.05),
+    Point(LLAMA, "A40", 8, 16, speedup=1.27),
+    Point(LLAMA, "A40", 16, 16, speedup=1.19),
+    Point(QWEN, "A40", 16, 6, speedup=1.05),
+    Point(QWEN, "A40", 16, 16, speedup=1.18),
     BEST,
-    *_points(QWEN, "H100", 8, _6={}, _8={}, _12={}),
     Point(QWEN, "H100", 8, 16, speedup=1.29, static_s=133.9, pat_s=91.1),
 )
+"""Points whose speed-up the paper prints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A point's GPUs by the latency model, and by what else is assumed of them."""
+    """A point's GPUs by the latency model."""
 
     point: Point
     latency: AnalyticLatency
-    control_s: float
 
     def fits(self, tp_degree: int) -> bool:
-        """The longest response there may be, beside the weights."""
+        """Whether the longest response fits beside the weights."""
         return self.latency.kv_capacity_tokens(tp_degree) >= self.point.max_tokens + K
 
-    def costs(self, kv: Kv = "auto") -> SwitchCosts:
-        point = self.point
-        return switch_costs(self.latency, point.shape, point.hardware, self.control_s, kv)
+    def costs(self) -> SwitchCosts:
+        return switch_costs(self.latency, self.point.shape, self.point.hardware)
 
 
-def machine(
-    point: Point,
-    hardware: Mapping[str, float] | None = None,
-    control_s: float | None = None,
-) -> Machine:
-    """`hardware`: other figures than fitted, by field; `control_s`: than of its GPUs."""
+def machine(point: Point, hardware: Mapping[str, float] | None = None) -> Machine:
+    """Return a point's machine. `hardware` replaces fitted figures, by field."""
     fitted = {**FITTED[point.hardware], **(hardware or {})}
-    latency = AnalyticLatency(
-        point.shape,
-        HARDWARE[point.hardware].model_copy(update=fitted),
-        {HISTORY: LOOKUP_S},
-    )
-    return Machine(point, latency, CONTROL_S[point.hardware] if control_s is None else control_s)
+    preset = HARDWARE[point.hardware].model_copy(update=fitted)
+    return Machine(point, AnalyticLatency(point.shape, preset, {HISTORY: LOOKUP_S}))
 
 
-def switch_costs(
-    latency: Latency,
-    shape: ModelShape,
-    hardware: str,
-    wake_s: float | None = None,
-    kv: Kv = "auto",
-) -> SwitchCosts:
-    """`wake_s`: None for what a switch takes there."""
+def switch_costs(latency: Latency, shape: ModelShape, hardware: str) -> SwitchCosts:
     return SwitchCosts(
         latency=latency,
         kv_bytes_per_token=shape.kv_bytes_per_token,
         num_kv_heads=shape.num_kv_heads,
         link_bytes_per_s=LINK_BYTES_PER_S[hardware],
-        wake_s=CONTROL_S[hardware] if wake_s is None else wake_s,
-        kv=kv,
+        wake_s=CONTROL_S[hardware],
     )
 
 
 def lengths(point: Point) -> TraceSpec:
-    """Log-normal with the spread of Fig. 3b, and one response that runs to the maximum.
+    """Return log-normal lengths with the spread of Fig. 3b, and one response of the maximum.
 
-    On A40 the mean is that of Fig. 3b, otherwise as the printed tokens of a step say; with another
-    maximum the same responses are cut elsewhere.
+    The mean is that of Fig. 3b on A40, else it follows from the printed tokens of a step. Another
+    maximum cuts the same responses elsewhere.
     """
     mu, sigma = fit_shares((8 * K, 0.1085), (16 * K, 0.0218))
     mean_cut, mean = 32 * K, cut_mean(mu, sigma, 32 * K)
@@ -209,12 +179,4 @@ def lengths(point: Point) -> TraceSpec:
         sigma_prompts=SIGMA_PROMPTS,
         sigma_samples=math.sqrt(sigma**2 - SIGMA_PROMPTS**2),
         staying_rho=0.98,
-    )
-
-
-def uniform(point: Point) -> TraceSpec:
-    """Trace with as many tokens, in responses that are all of one length."""
-    spec = lengths(point)
-    return spec.model_copy(
-        update={"sigma_prompts": 0.0, "sigma_samples": 1e-6, "runaways_per_step": 0}
     )

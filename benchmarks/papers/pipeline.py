@@ -1,30 +1,28 @@
-"""Consecutive steps that overlap on a virtual cluster: the real coordinator and policies.
+"""Consecutive steps that overlap on a virtual cluster, with the real coordinator and policies.
 
     step   1: roll_out ──────────────► train ─► version 1
            2:  roll_out ───────────────────► train ─► version 2
            3:                   version 1 ─► roll_out ──────► ...
 
-Step s, counted from the first, rolls out with version max(0, s - 2), so that what it trains on is
-at most one step old (RhymeRL 3.2: "the off-policyness is 1"): training s turns version s - 1 into
-s. `roll_out(s)` is called as soon as that of step s - 1 was called and its version is there; an
-engine begins it when it has nothing left of step s - 1. Version s is there `train_s` after all
-rollouts of step s are and version s - 1 is. With a barrier, as in veRL's disaggregated mode with
-stale weights (one step off), `roll_out(s)` waits for the last rollout of step s - 1 too. On-policy
-(a lag of 1, not 2) step s rolls out with version s - 1, so it waits for what step s - 1 trains.
+Step s, counted from the first, rolls out with version max(0, s - 2), so its samples are at most one
+step old (RhymeRL 3.2: "the off-policyness is 1"): training s turns version s - 1 into s.
+`roll_out(s)` starts when that of step s - 1 has started and its version exists. An engine begins it
+when it has nothing left of step s - 1. Version s exists `train_s` after the last rollout of step s
+and after version s - 1. With a barrier, as in veRL with stale weights (one step off), `roll_out(s)`
+also waits for the last rollout of step s - 1. On-policy (a lag of 1, not 2) step s rolls out with
+version s - 1, so it waits for the training of step s - 1.
 
 Deviations: reward takes no time, and training takes the same time at every step.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean
 
-from benchmarks.papers.scene import switch_times
 from benchmarks.papers.script import Script, StepScript
 from benchmarks.papers.windows import GatedHistory
 from engines.latency.interface import Latency
-from engines.pat.costs import SwitchCosts
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.moves import Policy
 from engines.rollout.stage import Outcome
@@ -32,7 +30,6 @@ from engines.simulate.clock import run_virtual
 from engines.simulate.cluster import check_latency
 from engines.simulate.engine import VirtualEngine
 from schemas.drafting import HISTORY
-from schemas.layout import Pool
 from schemas.rollout import DraftSetting, RequestId, Rollout, Split
 from schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
 from schemas.step import StepPlan
@@ -41,40 +38,34 @@ from schemas.weights import PolicyWeights
 LAG = 2
 """Step s rolls out with version s - 2, s counted from the first; on-policy with s - 1."""
 WARM_UP = 2
-"""Steps left out at the beginning, when all engines begin together; one of either parity."""
+"""Steps left out at the beginning, when all engines begin together. One of either parity."""
 COOL_DOWN = 2
-"""Steps left out at the end, when nobody waits for the engines any more."""
+"""Steps left out at the end, when no step waits for the engines."""
 
 Planner = Callable[[StepScript, int], StepPlan]
-"""(step, engines) -> who generates what."""
+"""(step, number of engines) -> the engine of each prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """How a run of steps is done."""
+    """How consecutive steps run."""
 
     name: str
     plan: Planner
     barrier: bool = False
-    """The next step begins when the last rollout of this one is there."""
+    """Whether the next step waits for the last rollout of this one."""
     lag: int = LAG
-    """Steps that a step's version is behind it: 2, or 1 on-policy."""
+    """Steps between a step and its policy version: 2, or 1 on-policy."""
     apart: bool = False
-    """The samples of the plan's prompts are dealt round-robin, one by one, and not together where
-    the plan has their prompt."""
+    """Whether samples go to engines round-robin, one by one, and not with their prompt."""
     policies: Callable[[StepPlan], Sequence[Policy]] | None = None
     report_s: float | None = None
-    """How often policies are asked between finished rollouts; None: only at those."""
+    """Seconds between two reports of an engine. None: it reports finished rollouts only."""
     drafting: GatedHistory | None = None
-    """How engines draft from history; None: not at all."""
+    """How engines draft from history. None: not at all."""
     oversample: float | None = None
-    """Samples of a step beyond those it needs, as a share of these: so many may be deferred. None:
-    none may. Deviation: a run draws more prompts for it; here the steps of the trace are taken to
-    be drawn so already."""
-    pools: tuple[Pool, ...] = ()
-    """Engines of higher TP degrees on the same GPUs."""
-    costs: SwitchCosts | None = None
-    """Costs of a switch; given where there are pools."""
+    """Samples of a step beyond those it needs, as a share of these. So many may be deferred. None:
+    none may. Deviation: a run draws more prompts for it; here the trace's steps include them."""
 
 
 def simulate_pipeline(
@@ -86,10 +77,10 @@ def simulate_pipeline(
     train_s: float = 0.0,
     sync_s: float = 0.0,
 ) -> SimulatedPipeline:
-    """Deterministic. `train_s`: of one step; `sync_s`: weights into one engine.
+    """Simulate the steps. Deterministic. `train_s`: of one step; `sync_s`: of one engine.
 
-    Raises ValueError when there are too few steps to leave some out at both ends, and when the
-    latency model has no figures for what is asked.
+    Raise ValueError if there are too few steps to leave some out at both ends, or if the latency
+    model lacks points.
     """
     if len(script.steps) <= WARM_UP + COOL_DOWN:
         raise ValueError(
@@ -99,7 +90,7 @@ def simulate_pipeline(
     setting = DraftSetting(HISTORY, 1) if configuration.drafting else None
     check_latency(latency, cluster.tp_degree, setting)
     engines = _engines(script, cluster, latency, configuration, sync_s)
-    coordinator = Coordinator(engines, pools=configuration.pools)
+    coordinator = Coordinator(engines)
     course = _PipelineRun(script, configuration, coordinator, cluster.num_engines, train_s)
     run_virtual(course.run())
     _check(script, course)
@@ -107,12 +98,12 @@ def simulate_pipeline(
 
 
 def version_of(place: int, lag: int) -> int:
-    """Version of the weights with which the step at this place rolls out; the first is at 1."""
+    """Return the policy version with which the step at `place` rolls out. The first place is 1."""
     return max(0, place - lag)
 
 
 def oldest_version(rollout: Rollout) -> int:
-    """Version that generated the first of its tokens."""
+    """Return the version of the rollout's first token."""
     return min(span.policy_version for span in rollout.generated.spans)
 
 
@@ -128,8 +119,8 @@ def pipelined_step(
     num_migrated: int = 0,
     num_deferred: int = 0,
 ) -> PipelinedStep:
-    """Report on what a step trained on. `own`, `deferred`: staleness in versions of each of its own
-    rollouts, and of each of those that were deferred to it."""
+    """Return the report of a step. `own`, `deferred`: staleness of each of its own rollouts, and of
+    each rollout that was deferred to it."""
     return PipelinedStep(
         step=step,
         called_s=called_s,
@@ -152,33 +143,23 @@ def _engines(
     configuration: Configuration,
     sync_s: float,
 ) -> list[VirtualEngine]:
-    drafting, costs = configuration.drafting, configuration.costs
+    drafting = configuration.drafting
     replays = dict.fromkeys(script.lengths, drafting.by_window) if drafting else None
     return [
         VirtualEngine(
             index,
-            tp_degree,
+            cluster.tp_degree,
             latency,
             script.lengths,
             replays=replays,
-            choose_drafting=replace(drafting, tp_degree=tp_degree) if drafting else None,
+            choose_drafting=drafting,
             max_num_seqs=cluster.max_num_seqs,
             max_context_tokens=cluster.max_context_tokens,
             report_s=configuration.report_s,
             sync_s=sync_s,
-            switch=switch_times(costs, tp_degree) if costs else None,
         )
-        for index, tp_degree in _tp_degrees(cluster, configuration.pools).items()
+        for index in range(cluster.num_engines)
     ]
-
-
-def _tp_degrees(cluster: ClusterLayout, pools: Sequence[Pool]) -> dict[int, int]:
-    """TP degree of every engine, by index."""
-    found = dict.fromkeys(range(cluster.num_engines), cluster.tp_degree)
-    for pool in pools:
-        for tp_degree, engines in pool.engines.items():
-            found |= dict.fromkeys(engines, tp_degree)
-    return dict(sorted(found.items()))
 
 
 @dataclass(slots=True)
@@ -188,19 +169,18 @@ class _Step:
     place: int
     called_s: float
     planned_at: dict[RequestId, int] = field(default_factory=dict)
-    """The engine that each of its own requests was planned for."""
+    """Planned engine of each of its own requests."""
     outcome: Outcome | None = None
     finished: list[Rollout] = field(default_factory=list)
 
     @property
     def num_migrated(self) -> int:
-        """Its own that finished elsewhere than planned."""
+        """Own rollouts that finished on another engine than planned."""
         own = (r for r in self.finished if r.request.deferred_from is None)
         return sum(r.engine != self.planned_at[r.request.origin] for r in own)
 
     def stalenesses(self, *, deferred: bool) -> list[int]:
-        """Steps between the version that is trained and the oldest that generated, by sample; those
-        deferred to it are counted apart."""
+        """Return the staleness of each of its own samples, or of each deferred to it."""
         return [
             self.place - 1 - oldest_version(rollout)
             for rollout in self.finished
@@ -219,7 +199,7 @@ class _PipelineRun:
     train_s: float
     steps: list[_Step] = field(default_factory=list)
     published_s: list[float] = field(default_factory=lambda: [0.0])
-    """When each version was there."""
+    """When each version was published."""
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -265,7 +245,7 @@ class _PipelineRun:
 
 
 def _check(script: Script, course: _PipelineRun) -> None:
-    """Check what must hold of every run."""
+    """Check what every run must satisfy."""
     finished = [rollout for step in course.steps for rollout in step.finished]
     lengths = {r.request.origin: len(r.generated.token_ids) for r in finished}
     assert len(finished) == len(lengths)

@@ -1,4 +1,4 @@
-"""Requests of consecutive steps of a trace, and what is known when each of them is planned."""
+"""Requests of consecutive steps of a trace, and what is known when each is planned."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class StepScript:
     requests: Mapping[str, Sequence[RolloutRequest]]
     """Requests by prompt, in the order of the trace."""
     history: Mapping[str, LengthHistory]
-    """Lengths of those of its prompts that finished rollouts had when it was planned."""
+    """Lengths of its prompts that were known when it was planned."""
 
     @property
     def group_size(self) -> int:
@@ -31,7 +31,7 @@ class StepScript:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Steps that follow each other."""
+    """Consecutive steps."""
 
     steps: tuple[StepScript, ...]
     lengths: Mapping[RequestId, int]
@@ -39,10 +39,9 @@ class Script:
 
 
 def read_script(trace: Trace, steps: Sequence[int]) -> Script:
-    """Raises ValueError when the steps do not follow each other or the trace lacks one.
+    """Read consecutive steps. Raise ValueError if one is missing.
 
-    A step is planned while the one before is rolled out, so what it knows ends with the step before
-    that one.
+    A run plans a step during the rollouts of the step before, so it knows older steps only.
     """
     if list(steps) != list(range(steps[0], steps[0] + len(steps))):
         raise ValueError(f"steps {list(steps)} do not follow each other: overlapping needs a row")

@@ -1,27 +1,22 @@
-"""Figures that the papers print of their baselines, and the settings in which they are looked for.
+"""The papers' settings, and the figures that they print of their baselines.
 
-Latencies are straight lines through what a paper prints; where it prints none, through weights and
-KV cache over memory bandwidth. A paper's baseline is its own: equal engines of a fixed TP degree,
-prompts dealt evenly, nobody moved. What drafting costs is known only where it follows from the
-same derivation.
+Latencies are straight lines through what a paper prints, or else weights and KV cache over memory
+bandwidth. A baseline is the paper's own: equal engines of a fixed TP degree, prompts dealt evenly,
+no moves. Drafting has a cost only where it follows from the same derivation.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from benchmarks.papers.drafter_assumptions import GRID, Assumption
 from benchmarks.papers.generate import (
     K,
     TraceSpec,
     generate,
     pat,
-    pat_runaway,
     rhymerl,
     specactor,
-    specactor_grpo,
 )
-from benchmarks.papers.pat import BEST, POINTS
-from benchmarks.papers.switching_study import StudyPlan
+from benchmarks.papers.pat import POINTS, STEPS, Point
 from engines.latency.interface import Latency
 from engines.reports.simulation import Fact
 from engines.simulate.trace import Trace
@@ -76,37 +71,19 @@ class LinearLatency:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How steps that overlap are simulated (`benchmarks.papers.rhymerl`)."""
+    """Where overlapping steps are simulated (`benchmarks.papers.rhymerl`)."""
 
     maxima: tuple[int, ...]
-    """Longest responses, in tokens, of a simulation each."""
-    prompts_per_step: tuple[int, ...]
-    """Likewise; the first is the setting's own."""
-    num_groups: tuple[int, ...]
+    """Longest responses, in tokens. Each has a simulation of its own."""
+    num_groups: int
     """Ranking groups."""
     steps: tuple[int, ...]
-    """One after the other, from 1."""
+    """Consecutive steps, from 1."""
     more_steps: tuple[int, ...]
-    """Steps behind those, for a run that never ends one (`benchmarks.papers.areal`)."""
+    """Steps after those, for AReaL, which never ends one."""
     sync_s: float
     train_share: float
-    """Share of an on-policy step that is training; the seconds are the same for all."""
-    joint_steps: tuple[int, ...] = ()
-    """Steps of one controller over all moves (`benchmarks.papers.joint_pipeline`); none: left
-    out."""
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """Setting in which drafting is simulated (`benchmarks.papers.specactor`)."""
-
-    specs: tuple[TraceSpec, ...]
-    """The first is the setting's own."""
-    step: int
-    joint: bool = False
-    """One controller over all moves, too (`benchmarks.papers.joint_scenes`)."""
-    grid: tuple[Assumption, ...] = GRID
-    """Assumptions about drafters that are held against what is printed, with the first spec."""
+    """Share of an on-policy step that is training. All systems train for the same seconds."""
 
 
 @dataclass(frozen=True)
@@ -118,15 +95,17 @@ class Setting:
     layout: ClusterLayout
     latency: Latency
     steps: tuple[int, ...]
-    """Simulated unless others are asked for; from 1."""
+    """Steps that are simulated by default, from 1."""
     facts: tuple[Fact, ...]
     overlap: Overlap | None = None
-    speculation: Speculation | None = None
-    switching: StudyPlan | None = None
-    """Setting in which switching TP degrees is simulated."""
+    speculation_step: int | None = None
+    """Step in which drafting is simulated (`benchmarks.papers.specactor`)."""
+    switching: tuple[Point, ...] = ()
+    """Points at which TP switches are simulated (`benchmarks.papers.switching`)."""
+    switching_steps: tuple[int, ...] = STEPS
 
     def trace(self, seed: int, steps: Sequence[int], num_epochs: int = 1) -> Trace:
-        """These steps, and of each the whole epochs before, for placements that look back."""
+        """Generate these steps and the whole epochs before each, for placements by history."""
         per_epoch = self.spec.steps_per_epoch
         needed = set(steps)
         for step in steps:
@@ -169,33 +148,23 @@ SPECACTOR_32B_TP4 = LinearLatency(
 )
 
 
-def _pat(name: str, spec: TraceSpec, note: str) -> Setting:
-    alone = Fact("baseline_last_alone_share", "46.29 to 81.58 % (2.3; maxima of Fig. 3a)", note)
-    return Setting(
-        name=name,
-        spec=spec,
-        layout=ClusterLayout(num_engines=4, tp_degree=2, num_gpus=8),
-        latency=PAT_A40_TP2,
-        steps=tuple(range(1, 13)),
-        facts=(alone,),
-    )
-
-
-PAT_SWITCHING = StudyPlan(
-    points=POINTS,
-    best=BEST,
-    # The largest gain, and where the paper breaks a switch down (Fig. 12) with the most to do.
-    parts=(BEST, next(p for p in POINTS if (p.hardware, p.num_gpus, p.max_k) == ("A40", 8, 16))),
-)
-_CONTRADICTED = "does not follow from the printed lengths (Fig. 3b)"
-_RUNAWAY = "calibrated: one response runs to the maximum, mean of the others fitted"
 SETTINGS: dict[str, tuple[Setting, ...]] = {
     "pat": (
-        replace(
-            _pat("printed_16k", pat(16 * K), _CONTRADICTED),
-            switching=PAT_SWITCHING,
+        Setting(
+            name="pat",
+            spec=pat(16 * K),
+            layout=ClusterLayout(num_engines=4, tp_degree=2, num_gpus=8),
+            latency=PAT_A40_TP2,
+            steps=tuple(range(1, 13)),
+            facts=(
+                Fact(
+                    "baseline_last_alone_share",
+                    "46.29 to 81.58 % (2.3; maxima of Fig. 3a)",
+                    "does not follow from the printed lengths (Fig. 3b)",
+                ),
+            ),
+            switching=POINTS,
         ),
-        *(_pat(f"runaway_{k}k", pat_runaway(k * K), _RUNAWAY) for k in (6, 8, 12, 16)),
     ),
     "rhymerl": (
         Setting(
@@ -211,18 +180,13 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
             ),
             overlap=Overlap(
                 maxima=(8 * K, 16 * K),
-                # 300 to 1000 steps in 20 epochs (6.1) are 15 to 50 steps an epoch: 8K prompts make
-                # 16 of 512, at the lower end, and 32 of 256, in the middle.
-                prompts_per_step=(512, 256),
-                num_groups=(16, 8),
+                num_groups=16,
                 # Of one epoch, late among the 80 steps.
                 steps=tuple(range(67, 77)),
                 more_steps=tuple(range(77, 81)),
                 sync_s=RHYMERL_SYNC_S,
-                # What 3.1 leaves beside the rollouts of math at 16K. Assumed: at 8K too.
+                # What 3.1 leaves beside the rollouts of math at 16K. Assumed at 8K too.
                 train_share=0.09,
-                # Late in training, where responses are long; six of them are measured.
-                joint_steps=tuple(range(260, 270)),
             ),
         ),
     ),
@@ -241,8 +205,8 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
                 ),
             ),
             # The step of its Fig. 14.
-            speculation=Speculation(specs=(specactor(), specactor_grpo()), step=200, joint=True),
+            speculation_step=200,
         ),
     ),
 }
-"""Settings by paper; the first policy set is the baseline of the facts."""
+"""Settings by paper."""

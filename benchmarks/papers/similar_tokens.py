@@ -1,16 +1,15 @@
-"""Tokens that resemble those of the epoch before as much as RhymeRL prints (5.1, 6a). Pure.
+"""Tokens that resemble those of the epoch before as much as RhymeRL prints (5.1, 6a).
 
-    path:      p0   p1   p2   p3   p4   ...     phrases out of a book: how a prompt is answered
+    path:      p0   p1   p2   p3   p4   ...     phrases from a book: how a prompt is answered
     response:  p0   p1   a    p3   p4   ...     at some places (forks) another phrase, and back
 
-At a fork a response takes the path's own phrase or another that belongs to the fork; and now and
-then, anywhere, a phrase that is new. Both epochs are drawn so, from the same path, which goes on
-where responses have become longer. Phrases are drawn by Zipf's law, so that short matches are
-ambiguous, as in language.
+At a fork a response takes the path's phrase or another one of the fork. Anywhere it may take a new
+phrase. Both epochs follow the same path, which continues where responses have become longer.
+Phrases are drawn by Zipf's law, so that short matches are ambiguous, as in language.
 
-Calibrated: forks and new phrases, so that in the steps that are simulated 93 % of the tokens are
-found by the paper's routine (5.1: "for math tasks, 93 %") and 65 to 79 % of what its drafter drafts
-are right (7.2.2). Assumed: the book, one path, every second response rewarded.
+Calibrated: forks and new phrases, so that the paper's routine finds 93 % of the tokens (5.1: "for
+math tasks, 93 %") and 65 to 79 % of its drafts are right (7.2.2). Assumed: the book, one path, and
+that every second response is rewarded.
 """
 
 from collections.abc import Sequence
@@ -19,9 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.histospec.library import PromptHistory
-
-PREFIX = 3
-"""Tokens that the routine looks for (5.1)."""
 
 
 @dataclass(frozen=True)
@@ -112,43 +108,3 @@ def _response(
     known = options[np.arange(num_tokens), others.astype(int)]
     new = rng.random(num_tokens) < spec.new_share
     return book.text(np.where(new, book.phrases(rng, num_tokens), known))[:num_tokens]
-
-
-def accepted_share(groups: Sequence[tuple[PromptHistory, PromptHistory]]) -> float:
-    """Share of the later tokens that the routine of 5.1 finds in the earlier ones: wherever the
-    last three tokens occurred, as much as is the same behind them, the longest of it."""
-    accepted = total = 0
-    for earlier, later in groups:
-        known = np.concatenate([np.append(response, -1) for response in earlier.responses])
-        places: dict[tuple[int, ...], list[int]] = {}
-        for end in range(PREFIX, len(known)):
-            places.setdefault(tuple(known[end - PREFIX : end].tolist()), []).append(end)
-        for response in later.responses:
-            accepted += _num_accepted(known, places, np.asarray(response))
-            total += len(response)
-    return accepted / total
-
-
-def _num_accepted(
-    known: np.ndarray, places: dict[tuple[int, ...], list[int]], response: np.ndarray
-) -> int:
-    at, accepted = PREFIX, 0
-    while at < len(response):
-        ends = places.get(tuple(response[at - PREFIX : at].tolist()), ())
-        run = max((_common(known[end:], response[at:]) for end in ends), default=0)
-        accepted += run
-        at += max(1, run)
-    return accepted
-
-
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """Length of what both begin with."""
-    num = 16
-    while True:
-        size = min(num, len(one), len(other))
-        differ = np.flatnonzero(one[:size] != other[:size])
-        if len(differ):
-            return int(differ[0])
-        if size < num:
-            return size
-        num *= 4

@@ -1,81 +1,58 @@
-"""SpecActor's ablation (section 5.4, Fig. 13; 5.2) in its setting: what each of its parts brings.
+"""SpecActor's ablation (5.4, Fig. 13) in its setting: what each of its parts brings.
 
     veRL              no drafting; also on twice the GPUs
     coupled           0.5B drafts on the verifier's GPUs in turn (vanilla speculation); n-gram too
-    disaggregated     drafters on GPUs of their own, in turn still
-    decoupled         Algorithm 1: drafters on GPUs out of the same 256, which go on meanwhile (4.1)
+    disaggregated     drafters on GPUs of their own, still in turn
+    decoupled         Algorithm 1: drafters on GPUs out of the same 256, which do not wait (4.1)
     reconfiguration   Algorithm 2: window and mode by request (4.1)
     best-of-N         Algorithm 3: freed engines race the slowest requests (4.2)
+    even ends         refrain's: best-of-N, with prompts placed so that engines end together
+                      (`engines.histopipe.even_ends`), by their lengths in the epoch before
 
-Beside these stands what nobody printed: drafting chosen by the running batch, none where it does
-not pay; coupled, coupled with best-of-N, and with all parts of the paper; each of these with
-prompts placed by their lengths in the epoch before (ranked), or so that engines end together
-(`engines.histopipe.even_ends`), and then with races by the lengths to come (hindsight: what is lost
-as nobody knows them); and all parts with drafts from history beside the models' (fused), which are
-assumed to be right in a share of what these guess wrong.
-
-What drafters cost and how often they are right is assumed: one point here, a grid in
-`benchmarks.papers.specactor_grid`. No schedule is faster than the bound
-(`benchmarks.papers.bound`).
-
-Deviations: naive disaggregation takes the plan's layout; an engine freed with drafter GPUs runs any
-drafter at once, as models wait in host memory (4.3), and prefills what it races anew, where the
-paper transfers a part of the KV cache; an engine without drafter GPUs races coupled.
+Deviations: naive disaggregation takes the plan's layout. An engine freed with drafter GPUs runs any
+drafter at once, as models wait in host memory (4.3). A race prefills again, where the paper sends a
+part of the KV cache.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from benchmarks.papers.bound import RolloutBound
-from benchmarks.papers.drafters import (
-    NGRAM,
-    SMALL,
-)
-from benchmarks.papers.drafting_by_batch import SettingByBatch
-from benchmarks.papers.settings import Speculation
+from benchmarks.papers.drafters import NGRAM, SMALL
+from benchmarks.papers.settings import Setting
 from benchmarks.papers.speculation_case import CONTEXT_TOKENS, Case, SpeculationVariant
 from engines.histopipe.even_ends import step_requests_of
 from engines.histopipe.placement import end_together
-from engines.simulate.cluster import (
-    PLACEMENTS,
-    Simulation,
-)
+from engines.simulate.cluster import Simulation
 from engines.specactor.ladder import Ladder
 from engines.specactor.planner import ExecutionPlan
 from schemas.rollout import DraftSetting
-from schemas.simulate import ClusterLayout
 
 BASELINE = "veRL"
 COUPLED = "coupled"
 DISAGGREGATED = "disaggregated"
-BY_BATCH = "coupled, by batch"
 PARTS = ("decoupled", "reconfiguration", "best-of-N")
-"""Parts of SpecActor, each upon those before it."""
+"""Parts of SpecActor. Each adds to those before it."""
+WHOLE = PARTS[-1]
+ENDS = f"even ends, {WHOLE}"
 WINDOW = 3
-"""Window of speculation that is not planned: that of Fig. 4 and 9."""
+"""Window without a plan: that of Fig. 4 and 9."""
 LAST_SHARE = 0.01
-"""Share of the rollouts that are called the last."""
-RANKED = "ranked"
-FUSED = "fused"
-ENDS = "even ends"
-HINDSIGHT = "hindsight"
+"""Share of the rollouts that count as the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRow:
-    """A variant, simulated."""
+    """A simulated variant."""
 
-    trace: str
     variant: SpeculationVariant
     simulation: Simulation
     speedup: float
     """Over veRL."""
     over_coupled: float
     gain: float | None
-    """Gain of a part over the part before it, of the first over coupled speculation; None: it is
-    no part of the paper's."""
+    """Gain of a part over the part before it, of the first over coupled drafting. None: no part."""
 
     @property
     def step_s(self) -> float:
@@ -83,6 +60,7 @@ class SpeculationRow:
 
     @property
     def last_rate(self) -> float | None:
+        """Acceptance rate of the last rollouts."""
         rollouts = self.simulation.rollouts
         last = rollouts[-max(1, round(LAST_SHARE * len(rollouts))) :]
         drafted = sum(rollout.generated.num_draft_tokens for rollout in last)
@@ -92,126 +70,74 @@ class SpeculationRow:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationAblation:
-    """Rows that were simulated, and the choices behind them."""
+    """All variants, and the plan behind them."""
 
     rows: tuple[SpeculationRow, ...]
-    plans: Mapping[str, ExecutionPlan]
-    """Plans by trace."""
-    bounds: Mapping[str, RolloutBound]
-    """Seconds that no schedule beats, by trace."""
-    small_bounds: Mapping[str, RolloutBound]
-    """The same with the drafter alone that responses begin with."""
-    fused_bounds: Mapping[str, RolloutBound]
-    """The same with all, where history drafts beside the models."""
+    plan: ExecutionPlan
     coupled_at_256: float
-    """Speed-up of coupled speculation over decoding with 256 requests; below 1 it costs."""
+    """Speed-up of coupled drafting over decoding with 256 requests. Below 1 it costs."""
 
 
 def simulate_speculation(
-    speculation: Speculation, layout: ClusterLayout, seed: int, progress: Callable[[str], None]
+    setting: Setting, step: int, seed: int, progress: Callable[[str], None]
 ) -> SpeculationAblation:
-    """Every variant on every trace; `progress` is told the name of each."""
-    step = speculation.step
-    cases = {spec.name: Case.draw(spec, layout, step, seed) for spec in speculation.specs}
-    rows = [row for name, case in cases.items() for row in _ablate(name, case, progress)]
-    return SpeculationAblation(
-        rows=tuple(rows),
-        plans={name: case.plan() for name, case in cases.items()},
-        bounds={name: case.bound() for name, case in cases.items()},
-        small_bounds={name: case.bound([SMALL]) for name, case in cases.items()},
-        fused_bounds={name: case.fused().bound() for name, case in cases.items()},
-        coupled_at_256=coupled_speedup(next(iter(cases.values())), 256),
-    )
+    """Simulate every variant. `progress` gets the name of each first."""
+    case = Case.draw(setting.spec, setting.layout, step, seed)
+    rows = tuple(_ablate(case, progress))
+    return SpeculationAblation(rows, case.plan(), coupled_speedup(case, 256))
 
 
 def coupled_speedup(case: Case, batch: int) -> float:
+    """Return the speed-up of coupled drafting over decoding in a batch."""
     ladder = Ladder(case.latency, case.layout.tp_degree, (SMALL,), CONTEXT_TOKENS)
     return ladder.speedup(SMALL, case.mean_acceptance(SMALL), batch, WINDOW)
 
 
-def _ablate(trace: str, case: Case, progress: Callable[[str], None]) -> Iterator[SpeculationRow]:
+def _ablate(case: Case, progress: Callable[[str], None]) -> Iterator[SpeculationRow]:
     times_s: dict[str, float] = {}
     before = COUPLED
     for variant in variants(case):
-        progress(f"{trace}, {variant.name}")
+        progress(variant.name)
         simulation = case.simulate(variant)
         step_s = times_s[variant.name] = simulation.step.step_s
         gain = None
         if variant.name in PARTS:
             gain, before = times_s[before] / step_s, variant.name
-        # The first two are those that the others are compared with.
+        # The first two are the baselines of the others.
         over_coupled = times_s.get(COUPLED, step_s) / step_s
         speedup = times_s[BASELINE] / step_s
-        yield SpeculationRow(trace, variant, simulation, speedup, over_coupled, gain)
+        yield SpeculationRow(variant, simulation, speedup, over_coupled, gain)
 
 
 def variants(case: Case) -> list[SpeculationVariant]:
-    """veRL and coupled speculation, what else there is to compare with, the paper's parts, and what
-    nobody printed, without and with prompts that are placed by their lengths."""
-    plan, num, tp_degree = case.plan(), case.layout.num_engines, case.layout.tp_degree
+    """Return veRL and coupled drafting, the other baselines, the paper's parts, and even ends."""
+    plan, num = case.plan(), case.layout.num_engines
     apart = partial(_apart, case, plan)
     decoupled, reconfiguration, best_of_n = PARTS
     ahead = DraftSetting(SMALL, plan.window, coupled=False)
     policies = partial(case.policies, plan)
-    alone = partial(case.policies, replace(plan, drafter_gpus=0))
-    by_batch = partial(SettingByBatch, case.latency, tp_degree, SMALL, case.mean_acceptance(SMALL))
-    gated = SpeculationVariant(BY_BATCH, num, choose_drafting=by_batch(modes=(True,)))
-    baseline = SpeculationVariant(BASELINE, num)
-    at_once = apart(decoupled, drafting=ahead)
-    raced = replace(gated, name=f"{BY_BATCH}, best-of-N", policies=alone)
     whole = apart(best_of_n, drafting=ahead, policies=policies)
     return [
-        baseline,
+        SpeculationVariant(BASELINE, num),
         SpeculationVariant(COUPLED, num, DraftSetting(SMALL, WINDOW)),
         SpeculationVariant(f"{BASELINE}, 2x GPUs", 2 * num),
         SpeculationVariant("n-gram", num, DraftSetting(NGRAM, WINDOW)),
         apart(DISAGGREGATED, drafting=DraftSetting(SMALL, WINDOW)),
-        at_once,
+        apart(decoupled, drafting=ahead),
         apart(reconfiguration, drafting=ahead, policies=partial(policies, race=False)),
         whole,
-        gated,
-        raced,
-        apart(
-            f"{best_of_n}, by batch",
-            choose_drafting=by_batch(modes=(True, False)),
-            policies=policies,
-        ),
-        *map(ranked, (baseline, at_once, raced, whole)),
-        (fused := _fused(case)),
-        ranked(fused),
-        (ends := ended(case, plan, whole)),
-        ended(case, plan, fused),
-        replace(
-            ends,
-            name=f"{HINDSIGHT}, {ends.name}",
-            policies=partial(policies, hindsight=True),
-            hindsight=True,
-        ),
+        _ended(case, plan, whole),
     ]
 
 
-def _fused(case: Case) -> SpeculationVariant:
-    """All parts, with drafts from history beside the models'."""
-    fused = case.fused()
-    plan = fused.plan()
-    return _apart(
-        case,
-        plan,
-        f"{FUSED}, {PARTS[-1]}",
-        drafting=DraftSetting(SMALL, plan.window, coupled=False),
-        policies=partial(fused.policies, plan),
-        fused=True,
-    )
-
-
 def _apart(case: Case, plan: ExecutionPlan, name: str, **how: Any) -> SpeculationVariant:
-    """A variant with drafters on GPUs of their own."""
+    """Return a variant with drafters on GPUs of their own."""
     group = plan.drafter_gpus + plan.verifier_gpus
     return SpeculationVariant(name, case.num_gpus // group, drafter_gpus=plan.drafter_gpus, **how)
 
 
-def ended(case: Case, plan: ExecutionPlan, variant: SpeculationVariant) -> SpeculationVariant:
-    """The same with prompts placed so that engines end together, by the same lengths."""
+def _ended(case: Case, plan: ExecutionPlan, variant: SpeculationVariant) -> SpeculationVariant:
+    """Return the variant with prompts placed so that engines end together."""
 
     def step_s(batch: int) -> float:
         context_tokens = batch * CONTEXT_TOKENS
@@ -223,9 +149,4 @@ def ended(case: Case, plan: ExecutionPlan, variant: SpeculationVariant) -> Specu
         group_size=len(case.rows) // len(case.prompt_keys),
         max_num_seqs=len(case.rows),
     )
-    return replace(variant, name=f"{ENDS}, {variant.name}", placement=placement)
-
-
-def ranked(variant: SpeculationVariant) -> SpeculationVariant:
-    """The same with prompts placed by their lengths in the epoch before."""
-    return replace(variant, name=f"{RANKED}, {variant.name}", placement=PLACEMENTS[RANKED])
+    return replace(variant, name=ENDS, placement=placement)

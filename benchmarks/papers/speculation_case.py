@@ -1,18 +1,13 @@
-"""A step in SpecActor's setting, and one way to roll it out: who is asked what, with what is known.
+"""A step in SpecActor's setting, and one way to roll it out.
 
-The policies are those of a real run with the plan's settings, and so race with the window that is
-the fastest for a drafter's mean acceptance.
+The policies are those of a real run with the plan's settings. So races use the window that is the
+fastest for a drafter's mean acceptance.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
-import numpy as np
-
-from benchmarks.papers.bound import KnownDrafter, RolloutBound, VerifierCosts, bound_rollout
-from benchmarks.papers.drafter_assumptions import Assumption
 from benchmarks.papers.drafters import (
     DRAFTERS,
     LARGE,
@@ -20,14 +15,11 @@ from benchmarks.papers.drafters import (
     SMALL,
     SpeculativeLatency,
     draw_acceptances,
-    fuse_history,
 )
 from benchmarks.papers.generate import TraceSpec, generate
-from benchmarks.papers.real_run import asked_seldom, bare_plan
-from benchmarks.papers.scene import Exact
+from benchmarks.papers.real_run import bare_plan, throttled
 from engines.control.techniques import StepInputs, plan_policies, tokens_to_come
 from engines.rollout.moves import Policy
-from engines.simulate.batching import ChooseDrafting
 from engines.simulate.cluster import (
     Placement,
     PolicySet,
@@ -47,9 +39,9 @@ from schemas.simulate import ClusterLayout
 
 MAX_WINDOW = 16
 CONTEXT_TOKENS = 2048
-"""Typical context of a request, for what is planned: a prompt and half of a mean response."""
+"""Typical context of a request in plans: a prompt and half of a mean response."""
 REPORT_S = 5.0
-"""How often virtual engines tell how far their requests are: some 300 tokens each."""
+"""Seconds between two reports of an engine: some 300 tokens of each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +52,20 @@ class SpeculationVariant:
     num_engines: int
     drafting: DraftSetting | None = None
     drafter_gpus: int = 1
-    choose_drafting: ChooseDrafting | None = None
     policies: Callable[[], tuple[Policy, ...]] = tuple
     placement: Placement = even
-    fused: bool = False
-    """Whether history drafts beside the models."""
-    hindsight: bool = False
-    """Whether races go by how long each response will be, as nobody can know."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The requests of a step, how often drafters are right, and what Algorithm 1 plans for them."""
+    """The requests of a step, and how often each drafter is right."""
 
     rows: Trace
     layout: ClusterLayout
     """Layout of engines without drafter GPUs, on all GPUs."""
     acceptances: Mapping[RequestId, Mapping[str, float]]
-    seed: int
     lengths: Mapping[str, LengthHistory]
-    """Lengths of each prompt in the epoch before, as far as it was drawn there."""
+    """Lengths of each prompt in the epoch before, if it was drawn there."""
     latency: SpeculativeLatency = LATENCY
 
     @classmethod
@@ -90,17 +76,7 @@ class Case:
         rows = generate(spec, seed, [step])
         groups, ids = step_requests(rows, step)
         lengths = TraceLengths(generate(spec, seed, [*before, step])).before(step, groups)
-        return cls(rows, layout, draw_acceptances(ids, seed), seed, lengths)
-
-    def assuming(self, assumed: Assumption) -> "Case":
-        """The same requests with other drafters."""
-        acceptances = draw_acceptances(self.acceptances, self.seed, assumed.acceptance)
-        latency = replace(LATENCY, draft_scale=assumed.draft_scale)
-        return replace(self, acceptances=acceptances, latency=latency)
-
-    def fused(self) -> "Case":
-        """The same with drafts from history beside those of models."""
-        return replace(self, acceptances=fuse_history(self.acceptances))
+        return cls(rows, layout, draw_acceptances(ids, seed), lengths)
 
     @property
     def num_gpus(self) -> int:
@@ -114,13 +90,14 @@ class Case:
         return fmean(of_request[drafter] for of_request in self.acceptances.values())
 
     def plan(self) -> ExecutionPlan:
+        """Return the plan of Algorithm 1."""
         verifiers = (self.layout.tp_degree,)
         cluster = Cluster(len(self.rows), self.num_gpus, verifiers, CONTEXT_TOKENS)
         p = self.mean_acceptance(SMALL)
         return plan_decoupled(cluster, self.latency, SMALL, p, max_window=MAX_WINDOW)
 
-    def config(self, plan: ExecutionPlan, *, race: bool = True, **sections: Any) -> TrainConfig:
-        """Config of a real run with this plan."""
+    def config(self, plan: ExecutionPlan, *, race: bool = True) -> TrainConfig:
+        """Return the config of a real run with this plan."""
         specactor = {
             "draft_models": [{"name": name, "path": "of-the-paper"} for name in (SMALL, LARGE)],
             "drafter": SMALL,
@@ -129,16 +106,13 @@ class Case:
         }
         return run_config(
             int(self.rows.column("response_tokens").max()),
-            **{
-                "rollout": {"tp_degree": plan.verifier_gpus, "max_num_seqs": len(self.rows)},
-                "drafting": {"enabled": False, "max_draft": MAX_WINDOW},
-                "specactor": specactor,
-            }
-            | sections,
+            rollout={"tp_degree": plan.verifier_gpus, "max_num_seqs": len(self.rows)},
+            drafting={"enabled": False, "max_draft": MAX_WINDOW},
+            specactor=specactor,
         )
 
     def inputs(self, plan: ExecutionPlan) -> StepInputs:
-        """Facts that a real run knows beforehand."""
+        """Return what a real run knows beforehand."""
         keys = self.prompt_keys
         drafting = DraftSetting(SMALL, plan.window, plan.coupled)
         return StepInputs(
@@ -150,17 +124,10 @@ class Case:
             to_come=tokens_to_come(self.config(plan), self.lengths),
         )
 
-    def policies(
-        self, plan: ExecutionPlan, *, race: bool = True, hindsight: bool = False
-    ) -> tuple[Policy, ...]:
-        """Those of a real run, each deciding for itself. `hindsight`: races go by how long each
-        response will be."""
-        inputs = self.inputs(plan)
-        if hindsight:
-            lengths = step_requests(self.rows, self.rows.steps[0])[1]
-            inputs = replace(inputs, to_come=Exact(lengths).tokens)
-        policies = plan_policies(self.config(plan, race=race), inputs)
-        return asked_seldom(policies, REPORT_S)
+    def policies(self, plan: ExecutionPlan, *, race: bool = True) -> tuple[Policy, ...]:
+        """Return the policies of a real run. Each decides for itself."""
+        policies = plan_policies(self.config(plan, race=race), self.inputs(plan))
+        return throttled(policies, REPORT_S)
 
     def simulate(self, variant: SpeculationVariant) -> Simulation:
         own = {"num_engines": variant.num_engines, "max_num_seqs": len(self.rows)}
@@ -171,22 +138,8 @@ class Case:
             policies=policies,
             report_s=REPORT_S if policies else None,
             drafting=variant.drafting,
-            choose_drafting=variant.choose_drafting,
             placement=variant.placement,
         )
         latency = replace(self.latency, drafter_gpus=variant.drafter_gpus)
-        known = fuse_history(self.acceptances) if variant.fused else self.acceptances
         medians = {key: of_prompt.median_tokens for key, of_prompt in self.lengths.items()}
-        return simulate_step(self.rows, layout, latency, policy_set, medians, known)
-
-    def bound(self, names: Collection[str] = DRAFTERS.keys()) -> RolloutBound:
-        """No schedule on these GPUs is faster that drafts with these, even were they on others."""
-        of = self.latency
-        costs = VerifierCosts(of.step_s, of.sequence_s, of.token_s)
-        known = self.acceptances.values()
-        drafters = [
-            KnownDrafter(of.draft_s(name, 1, 1), np.array([own[name] for own in known]))
-            for name in names
-        ]
-        columns = (self.rows.column(f"{what}_tokens") for what in ("prompt", "response"))
-        return bound_rollout(costs, *columns, drafters, self.layout.num_engines)
+        return simulate_step(self.rows, layout, latency, policy_set, medians, self.acceptances)

@@ -305,13 +305,11 @@ def test_a_paper_beside_its_facts(directory):
     figures = found["figures"]
     assert found["command"] == "refrain simulate --paper PAT --policies even,ranked --steps 1-2"
     # No prompt returns within these steps, so ranking has no history.
-    assert figures["runaway_16k_ranked_speedup"] == 1.0
-    assert figures["printed_16k_baseline_last_alone_share"] < 0.1
-    assert figures["runaway_16k_baseline_last_alone_share"] > 0.6
+    assert figures["ranked_speedup"] == 1.0
+    assert figures["baseline_last_alone_share"] < 0.1
     assert "paper 46.29 to 81.58 %" in result.output
     assert "does not follow from the printed lengths" in result.output
-    assert "calibrated" in result.output
-    assert len(list((directory / "runs/simulations/pat").iterdir())) == 10
+    assert len(list((directory / "runs/simulations/pat").iterdir())) == 2
 
 
 @pytest.mark.usefixtures("papers")

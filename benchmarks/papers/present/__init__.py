@@ -1,1 +1,1 @@
-"""Tables, pictures and figures of the studies."""
+"""Tables and figures of the papers' simulations."""

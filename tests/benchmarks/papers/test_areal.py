@@ -58,7 +58,7 @@ def test_no_more_are_drawn_than_the_bound_lets(eta):
     run = run_asynchronous(small_script(0), EIGHT, LATENCY, way(eta), train_s=5.0)
     assert all(drawn <= 64 * (i + eta + 1) for i, drawn in enumerate(run.most_drawn))
     if eta == 0:
-        assert run.most_drawn == tuple(64 * (i + 1) for i in range(7))
+        assert run.most_drawn == [64 * (i + 1) for i in range(7)]
 
 
 @pytest.mark.parametrize("eta", [0, 1, 2])
@@ -115,7 +115,7 @@ def test_measured_rate_counts_tokens_of_the_window():
 
 
 def test_engines_are_busy_where_a_barrier_makes_them_wait():
-    barrier = Configuration(name="x", plan=dealt("even"), barrier=True)
+    barrier = Configuration(name="x", plan=dealt, barrier=True)
     waiting = simulate_pipeline(small_script(0), EIGHT, LATENCY, barrier, train_s=5.0)
     assert simulated(0).idle_share < 0.2 < waiting.idle_share
 

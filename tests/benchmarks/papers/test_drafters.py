@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
-from statistics import fmean, median
+from statistics import fmean
 
 import pytest
 
@@ -33,15 +33,6 @@ def test_best_drafter_varies_and_is_mostly_a_model():
     best = Counter(max(of, key=of.get) for of in draw_acceptances(IDS, 0).values())
     assert set(best) == set(DRAFTERS)
     assert best[LARGE] > best[SMALL] > best[NGRAM] > 0
-
-
-def test_another_acceptance_of_the_small_one_moves_every_acceptance():
-    before, after = draw_acceptances(IDS, 0), draw_acceptances(IDS, 0, 0.86)
-    middle = median(of[SMALL] for of in after.values())
-    assert middle == pytest.approx(0.86, abs=0.01)
-    assert all(after[id][name] >= before[id][name] for id in IDS for name in DRAFTERS)
-    assert all(after[id][SMALL] > before[id][SMALL] for id in IDS)
-    assert all(0.0 <= p <= 1.0 for of in after.values() for p in of.values())
 
 
 def test_a_hard_request_is_hard_for_all():
@@ -76,5 +67,3 @@ def test_drafter_gpus_share_the_batch():
     assert two.draft_s(SMALL, 9, 3) == LATENCY.draft_s(SMALL, 5, 3)
     assert LATENCY.draft_s(SMALL, 1, 1) < LATENCY.draft_s(LARGE, 1, 1)
     assert LATENCY.draft_s(NGRAM, 1, 1) < 1e-4
-    slow = replace(LATENCY, draft_scale=2.0)
-    assert slow.draft_s(LARGE, 9, 3) == 2 * LATENCY.draft_s(LARGE, 9, 3)

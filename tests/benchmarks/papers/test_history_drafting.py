@@ -6,7 +6,7 @@ import pytest
 from benchmarks.papers import history_drafting
 from benchmarks.papers.generate import generate, rhymerl
 from benchmarks.papers.settings import RHYMERL_14B_TP2, LinearLatency
-from benchmarks.papers.similar_tokens import Resemblance, accepted_share, similar_groups
+from benchmarks.papers.similar_tokens import Resemblance, similar_groups
 from engines.histospec.gate import ProfiledStepTimes
 from engines.histospec.library import PromptHistory
 from engines.simulate.history import DRAFTINGS
@@ -15,6 +15,48 @@ SPEC = rhymerl().model_copy(update={"num_prompts": 64, "prompts_per_step": 16, "
 LENGTHS = [(tuple(range(650, 970, 20)), tuple(range(770, 1138, 23)))] * 4
 """Lengths of an earlier and a later epoch: spread, and longer by a fifth in the later one."""
 GROUPS = similar_groups(Resemblance(), LENGTHS, 0)
+
+
+PREFIX = 3
+"""Tokens that the paper's routine looks up (5.1)."""
+
+
+def accepted_share(groups):
+    """Return the share of the later tokens that the paper's routine (5.1) finds in the earlier
+    ones. It takes the longest continuation wherever the last three tokens occurred."""
+    accepted = total = 0
+    for earlier, later in groups:
+        known = np.concatenate([np.append(response, -1) for response in earlier.responses])
+        places = {}
+        for end in range(PREFIX, len(known)):
+            places.setdefault(tuple(known[end - PREFIX : end].tolist()), []).append(end)
+        for response in later.responses:
+            accepted += _num_accepted(known, places, np.asarray(response))
+            total += len(response)
+    return accepted / total
+
+
+def _num_accepted(known, places, response):
+    at, accepted = PREFIX, 0
+    while at < len(response):
+        ends = places.get(tuple(response[at - PREFIX : at].tolist()), ())
+        run = max((_common(known[end:], response[at:]) for end in ends), default=0)
+        accepted += run
+        at += max(1, run)
+    return accepted
+
+
+def _common(one, other):
+    """Return the length of the common beginning."""
+    num = 16
+    while True:
+        size = min(num, len(one), len(other))
+        differ = np.flatnonzero(one[:size] != other[:size])
+        if len(differ):
+            return int(differ[0])
+        if size < num:
+            return size
+        num *= 4
 
 
 def accepted(groups, policy):

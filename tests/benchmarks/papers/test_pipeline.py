@@ -13,7 +13,6 @@ from benchmarks.papers.rhymerl import REPORT_S, dealt, in_turn, migrating, on_po
 from benchmarks.papers.script import read_script
 from benchmarks.papers.windows import GatedHistory
 from engines.rollout.moves import Defer, Migrate
-from engines.simulate.cluster import PLACEMENTS
 from engines.simulate.run_config import run_config
 from engines.simulate.trace import Trace
 from schemas.config import HistoPipeConfig
@@ -101,12 +100,12 @@ def test_weights_take_their_time_on_every_engine():
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("plan", [dealt, in_turn(CONFIG)])
 @pytest.mark.parametrize("train_s", [0.0, 20.0])
-def test_overlapping_is_never_slower_than_a_barrier(seed, placement, train_s):
+def test_overlapping_is_never_slower_than_a_barrier(seed, plan, train_s):
     script, ends = small_script(seed), []
     for barrier in (True, False):
-        configuration = Configuration(name="x", plan=dealt(placement), barrier=barrier)
+        configuration = Configuration(name="x", plan=plan, barrier=barrier)
         found = simulate_pipeline(script, EIGHT, LATENCY, configuration, train_s=train_s)
         ends.append([step.finished_s for step in found.steps])
     waiting, overlapping = np.array(ends)
@@ -120,7 +119,7 @@ def test_one_step_off_hides_training_and_no_more(seed, apart):
     """Both have the same rollouts. One step off is never later than on-policy. It is never earlier
     by more than the training that it overlaps."""
     script, train_s = small_script(seed), 5.0
-    off = Configuration(name="x", plan=dealt("even"), barrier=True, apart=apart)
+    off = Configuration(name="x", plan=dealt, barrier=True, apart=apart)
     ends = [
         [s.finished_s for s in simulate_pipeline(script, EIGHT, LATENCY, x, train_s=train_s).steps]
         for x in (on_policy(apart=apart), off)
@@ -143,7 +142,7 @@ def test_samples_apart_fill_the_engines():
             small_script(0),
             EIGHT,
             LATENCY,
-            Configuration(name="x", plan=dealt("even"), barrier=True, apart=apart),
+            Configuration(name="x", plan=dealt, barrier=True, apart=apart),
         )
         for apart in (False, True)
     )
@@ -282,7 +281,7 @@ def test_ranking_groups_alternate():
 
 
 def test_every_variant_is_compared_with_one_before_it():
-    rows = variants(EIGHT, LATENCY, (4, 2), GatedHistory(LATENCY, 1, ()))
+    rows = variants(EIGHT, LATENCY, 4, GatedHistory(LATENCY, 1, ()))
     names = [row.name for row in rows]
     assert len(set(names)) == len(names)
     for at, row in enumerate(rows):

@@ -8,7 +8,7 @@ from benchmarks.papers.settings import SETTINGS
 from engines.simulate.cluster import PolicySet, summarise
 from tests.simulate.comparing import compare
 
-PRINTED, *RUNAWAYS = SETTINGS["pat"]
+(PAT,) = SETTINGS["pat"]
 (RHYMERL,) = SETTINGS["rhymerl"]
 (SPECACTOR,) = SETTINGS["specactor"]
 
@@ -19,22 +19,9 @@ def baseline(setting, seed):
     return results, summarise(results)[0]
 
 
-@pytest.mark.parametrize("setting", RUNAWAYS, ids=lambda setting: setting.name)
-def test_pat_a_single_sample_is_left_for_46_to_82_percent(setting):
-    """Take the mean over seeds: one seed gives 39 to 47 % at 6K and 76 to 79 % at 16K."""
-    shares = [baseline(setting, seed)[1].last_alone_share for seed in (0, 1, 2)]
-    assert 0.43 <= np.mean(shares) <= 0.82
-
-
-def test_pat_the_share_grows_with_the_maximum():
-    shares = [baseline(setting, 0)[1].last_alone_share for setting in RUNAWAYS]
-    assert shares == sorted(shares)
-    assert shares[-1] - shares[0] > 0.3
-
-
-def test_pat_but_not_with_its_printed_lengths():
-    """`pat_runaway` describes the contradiction: figure 3b does not give figure 3a's share."""
-    assert baseline(PRINTED, 1)[1].last_alone_share < 0.1
+def test_pat_printed_lengths_contradict_the_share_that_one_sample_runs_alone():
+    """Figure 3b does not give figure 3a's 46 to 82 %."""
+    assert baseline(PAT, 1)[1].last_alone_share < 0.1
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])

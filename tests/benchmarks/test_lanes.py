@@ -1,17 +1,8 @@
-"""Plots of lanes: the drafter of each engine over time, and the TP degree of each GPU."""
+"""Plots of engines over time, by drafter."""
 
 from matplotlib.image import imread
 
-from benchmarks.papers.pat import TP_DEGREES
-from benchmarks.papers.present.lanes import (
-    LaneRow,
-    LaneSpan,
-    colours_of,
-    draw_lanes,
-    pauses,
-    pick_lanes,
-)
-from benchmarks.papers.present.switching import COLOURS
+from benchmarks.lanes import LaneRow, LaneSpan, colours_of, draw_lanes, pauses
 
 
 def spans(engine, *parts):
@@ -24,12 +15,6 @@ SPANS = (
     *spans(2, (0.0, 8.0, 10, "")),
     *spans(3, (0.0, 12.0, 10, "small")),
 )
-
-
-def test_the_first_to_be_freed_and_the_slowest_are_shown():
-    assert pick_lanes(SPANS, 3) == (2, 0, 3)
-    assert pick_lanes(SPANS, 9) == (2, 1, 0, 3)
-    assert pick_lanes(()) == ()
 
 
 def test_an_engine_is_freed_at_the_end_and_where_it_pauses():
@@ -45,7 +30,7 @@ def test_every_drafter_has_a_colour_of_its_own():
 
 
 def test_rows_are_as_long_as_their_slowest_engine(tmp_path):
-    row = LaneRow("best-of-N", pick_lanes(SPANS, 3), SPANS)
+    row = LaneRow("best-of-N", (2, 0, 3), SPANS)
     assert row.end_s == 12.0
     empty = LaneRow("nothing", (), ())
     draw_lanes([row, row], tmp_path / "two.png", "SIMULATION")
@@ -55,10 +40,3 @@ def test_rows_are_as_long_as_their_slowest_engine(tmp_path):
     # The picture has blue, orange and green.
     assert len({tuple(pixel) for pixel in one.reshape(-1, one.shape[-1])[::7].round(1)}) > 4
     assert empty.end_s == 0.0
-
-
-def test_every_tp_degree_has_a_colour_of_its_own():
-    spans = tuple(LaneSpan(0, 0.0, 1.0, 2, f"TP {tp}") for tp in (8, 2))
-    assert list(colours_of(spans, COLOURS)) == ["TP 2", "TP 8"]
-    assert list(COLOURS) == [f"TP {tp}" for tp in TP_DEGREES]
-    assert len(set(COLOURS.values())) == len(TP_DEGREES)
