@@ -8,14 +8,7 @@ no moves. Drafting has a cost only where it follows from the same derivation.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.papers.generate import (
-    K,
-    TraceSpec,
-    generate,
-    pat,
-    rhymerl,
-    specactor,
-)
+from benchmarks.papers.generate import K, TraceSpec, generate, pat, rhymerl, specactor
 from benchmarks.papers.pat import POINTS, STEPS, Point
 from engines.latency.interface import Latency
 from engines.reports.simulation import Fact

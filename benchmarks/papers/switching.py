@@ -13,15 +13,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from benchmarks.papers.generate import TraceSpec, generate
-from benchmarks.papers.pat import (
-    GROUP_SIZE,
-    STEPS,
-    TP_DEGREES,
-    Machine,
-    Point,
-    lengths,
-    machine,
-)
+from benchmarks.papers.pat import GROUP_SIZE, STEPS, TP_DEGREES, Machine, Point, lengths, machine
 from benchmarks.papers.real_run import bare_plan
 from benchmarks.papers.scene import Scene, SceneRun, run_scene
 from engines.control.techniques import StepInputs

@@ -11,7 +11,6 @@ from engines.latency.interface import Latency
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.moves import Policy
 from engines.rollout.stage import Outcome
-from engines.simulate.batching import ChooseDrafting
 from engines.simulate.clock import run_virtual
 from engines.simulate.engine import VirtualEngine
 from engines.simulate.history import replay_step
@@ -60,8 +59,6 @@ class PolicySet:
     """Draft setting of every engine, with an assumed acceptance; None: no such drafting."""
     histospec: DraftingConfig | None = None
     """Settings of drafting from history (`engines.simulate.history`); None: no such drafting."""
-    choose_drafting: ChooseDrafting | None = None
-    """Chooses the draft setting of each engine by its batch; None: `drafting` applies."""
     histopipe: HistoPipeConfig | None = None
     """Settings of a pipelined run, whose placement and policies are used; None: no such run."""
 
@@ -122,7 +119,6 @@ def simulate_step(
             lengths,
             acceptances=acceptances,
             replays=replays,
-            choose_drafting=policy_set.choose_drafting,
             max_num_seqs=cluster.max_num_seqs,
             max_context_tokens=cluster.max_context_tokens,
             report_s=policy_set.report_s,
@@ -311,9 +307,8 @@ async def roll_out(
     coordinator = Coordinator(engines, policy_set.policies, pools=pools)
     await coordinator.start()
     await coordinator.load_weights(PolicyWeights(0, b"", ()))
-    if policy_set.choose_drafting is None:
-        for engine in engines:
-            await engine.set_drafting(policy_set.setting)
+    for engine in engines:
+        await engine.set_drafting(policy_set.setting)
     outcome = await coordinator.roll_out(placed, note)
     await coordinator.shutdown()
     return sorted(finished, key=lambda rollout: rollout.finished_s), outcome

@@ -91,9 +91,8 @@ class _CourseRun:
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         await self.coordinator.start()
-        if self.policy_set.choose_drafting is None:
-            for engine in self.engines:
-                await engine.set_drafting(self.policy_set.setting)
+        for engine in self.engines:
+            await engine.set_drafting(self.policy_set.setting)
         trained: list[asyncio.Task[None]] = [loop.create_task(asyncio.sleep(0.0))]
         for place, step in enumerate(self.steps, start=1):
             await trained[max(0, place - self.lag)]

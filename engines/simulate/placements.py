@@ -116,7 +116,6 @@ def simulate_division(scene: DividedScene, policy_set: PolicySet, division: Divi
             script.lengths,
             acceptances=script.acceptances,
             replays=script.replays or None,
-            choose_drafting=policy_set.choose_drafting,
             max_num_seqs=scene.layout.max_num_seqs,
             max_context_tokens=scene.layout.max_context_tokens,
             report_s=policy_set.report_s,
