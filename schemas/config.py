@@ -89,23 +89,17 @@ class HistoPipeConfig(Frozen):
 
     enabled: bool = True
     """Rank prompts by expected length. Off: deal each step's prompts evenly by expected work."""
-    num_ranking_groups: Free[PositiveInt | None] = None
-    """Groups that the ranked prompts form. Default: one for every four engines, from 2 to 16."""
     two_tier: Free[bool] = True
     """Place prompts by predicted times. `mode: pipelined`: ranking groups with long responses get
     more engines. `mode: sync` with `specactor.race`: engines end together, where this shortens the
     step. The times come from `profile`; without one, from engines that draft, which measure them.
     Off: the same number of engines for every group, and the same work for every engine."""
-    migrate: bool = True
-    """Move outliers, which outgrow their ranking group, to another engine or to the next step."""
     last_share: float = Field(default=0.1, ge=0.0, le=1.0)
-    """Outliers move only when at most this share of their ranking group is unfinished."""
+    """Outliers, which outgrow their ranking group, move to another engine or to the next step, once
+    at most this share of their ranking group is unfinished. 0: they never move."""
     min_growth: float = Field(default=1.1, ge=1.0)
     """A response is an outlier beyond this many times the longest of its ranking group: 1.1 is 10 %
     longer. The factor is larger if lengths grew faster in the last epoch."""
-    defer_share: float = Field(default=0.25, ge=0.0, le=1.0)
-    """Share of the ranking groups, the longest ones, that defer outliers to the next step. The
-    others move them to another engine."""
     oversample: float = Field(default=0.05, ge=0.0, le=1.0)
     """Extra prompts of a step, as a share of `prompts_per_step`: 0.05 draws 5 % more. A step defers
     at most these extra samples, and trains on the extra samples that it does not defer."""
@@ -274,7 +268,7 @@ class TrainConfig(Frozen):
     @property
     def drawn_prompts_per_step(self) -> int:
         """Prompts of one step, the oversampled ones included."""
-        oversampled = self.ranks_prompts and self.histopipe.migrate
+        oversampled = self.ranks_prompts and self.histopipe.last_share > 0.0
         share = self.histopipe.oversample if oversampled else 0.0
         return math.ceil(self.prompts_per_step * (1.0 + share))
 

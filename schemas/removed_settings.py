@@ -62,6 +62,15 @@ REMOVED: dict[str, Removed] = {
     "rollout.metrics": Removed(True, "vLLM's metrics are exported if RAY_ADDRESS names a cluster"),
     "trainer.adam_beta1": Removed(0.9, "it is 0.9. Change adam_beta2 instead", OnResume.KEPT),
     "trainer.max_skipped_updates": Removed(3, "more than three skipped updates in a row end a run"),
+    "histopipe.num_ranking_groups": Removed(
+        None, "there is a group for every four engines, from 2 to 16"
+    ),
+    "histopipe.migrate": Removed(
+        True, "`histopipe.last_share: 0` moves no response", OnResume.KEPT
+    ),
+    "histopipe.defer_share": Removed(
+        0.25, "the longest quarter of the groups defers", OnResume.KEPT
+    ),
 }
 """Removed settings by dotted name."""
 

@@ -248,7 +248,7 @@ def _write_config(directory: Path, mode: RunMode, strikes: Sequence[Strike]) -> 
     values["trainer"] |= {"timeout_s": 120.0}
     values["reward"] = {"type": "builtin", "timeout_s": 20.0}
     if mode is RunMode.PIPELINED:
-        moving = {"min_growth": 1.0, "last_share": 0.9, "defer_share": 0.5, "oversample": 0.1}
+        moving = {"min_growth": 1.0, "last_share": 0.9, "oversample": 0.1}
         values["histopipe"] = moving
     for strike in strikes:
         _have_target(values, strike, directory)

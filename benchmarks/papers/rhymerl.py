@@ -82,12 +82,13 @@ def dealt(step: StepScript, num_engines: int) -> StepPlan:
     return _plan(step, even(list(step.requests), {}, num_engines))
 
 
-def in_turn(config: HistoPipeConfig, rollout_time: RolloutTime | None = None) -> Planner:
+def in_turn(
+    config: HistoPipeConfig, rollout_time: RolloutTime | None = None, num_groups: int | None = None
+) -> Planner:
     """Return HistoPipe's placement, two-tier with `rollout_time`."""
 
     def plan(step: StepScript, num_engines: int) -> StepPlan:
         placement = plan_placement(
-            config,
             list(step.requests),
             step.history,
             step.step,
@@ -95,6 +96,7 @@ def in_turn(config: HistoPipeConfig, rollout_time: RolloutTime | None = None) ->
             step.group_size,
             rollout_time,
             fit_passes(step.history),
+            num_groups,
         )
         return _plan(step, placement.groups, placement.ranking_groups, config.min_growth)
 
@@ -192,12 +194,12 @@ def _systems(drafting: GatedHistory) -> Iterator[PipelineVariant]:
 def _parts(
     cluster: ClusterLayout, latency: Latency, num_groups: int, drafting: GatedHistory
 ) -> Iterator[PipelineVariant]:
-    config, over = HistoPipeConfig(num_ranking_groups=num_groups), BASELINE
+    config, over = HistoPipeConfig(), BASELINE
     times = (None, two_tier(cluster, latency), two_tier(cluster, TokenLatency(drafting)))
     for part, rollout_time, drafts in zip(PARTS, times, (None, None, drafting), strict=True):
         configuration = Configuration(
             name=part,
-            plan=in_turn(config, rollout_time),
+            plan=in_turn(config, rollout_time, num_groups),
             policies=partial(migrating, run_config(16 * K, mode="pipelined", histopipe=config)),
             report_s=REPORT_S,
             drafting=drafts,

@@ -19,7 +19,7 @@ from engines.control.outlook import Outlook
 from engines.control.proposal import MoveTechnique, Outliers, Racing
 from engines.control.reshaping import WAIT_SHARES, MissedSavings, Reshaping
 from engines.control.state import Forecaster
-from engines.histopipe.migration import Migration
+from engines.histopipe.migration import DEFER_SHARE, Migration
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
 from engines.pat.remaining import FromHistory, Maximum, Remaining
@@ -192,10 +192,10 @@ def _rate(window: int, tokens_per_pass: float) -> float:
 
 def _migration(config: TrainConfig, plan: StepPlan) -> Migration | None:
     """Return HistoPipe's migration, or None if it is off or prompts are not ranked."""
-    histopipe = config.histopipe
-    if not plan.ranking_groups or not histopipe.migrate:
+    last_share = config.histopipe.last_share
+    if not plan.ranking_groups or not last_share:
         return None
-    return Migration(plan, last_share=histopipe.last_share, defer_share=histopipe.defer_share)
+    return Migration(plan, last_share=last_share, defer_share=DEFER_SHARE)
 
 
 def _best_of_n(config: TrainConfig, inputs: StepInputs) -> BestOfN | None:

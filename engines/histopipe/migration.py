@@ -25,6 +25,9 @@ from schemas.rollout import RequestId
 from schemas.step import PromptGroup, StepPlan
 
 _ROUNDING = 1e-9
+DEFER_SHARE = 0.25
+"""Share of the ranking groups, the longest ones, that defer outliers to the next step. The others
+have longer groups to move them to. The paper gives no number."""
 
 
 @dataclass(slots=True)

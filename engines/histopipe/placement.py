@@ -29,7 +29,7 @@ from engines.histopipe.ranking import (
     rank_prompts,
 )
 from engines.latency.interface import Latency
-from schemas.config import HistoPipeConfig, TrainConfig
+from schemas.config import TrainConfig
 from schemas.rollout import LengthHistory
 from schemas.step import PromptGroup, RankingGroup
 
@@ -155,7 +155,6 @@ def deal_for_ends(
 
 
 def plan_placement(
-    config: HistoPipeConfig,
     prompt_keys: Sequence[str],
     history: Mapping[str, LengthHistory],
     step: int,
@@ -163,11 +162,13 @@ def plan_placement(
     group_size: int,
     rollout_time: RolloutTime | None = None,
     expected: ExpectedPasses = TOKENS,
+    num_groups: int | None = None,
 ) -> Placement:
     """Rank prompts, allocate engines and place. Without `rollout_time`, engines are divided as
-    evenly as prompts. The first epoch has no history to rank by: use `deal_groups`."""
+    evenly as prompts. The first epoch has no history to rank by: use `deal_groups`. `num_groups`:
+    ranking groups, by default `default_num_groups`."""
     assert any(key in history for key in prompt_keys), "nothing to rank by"
-    num_groups = config.num_ranking_groups or default_num_groups(num_engines)
+    num_groups = num_groups or default_num_groups(num_engines)
     ranked = rank_prompts(prompt_keys, history, min(num_groups, num_engines), expected)
     if rollout_time is None:
         sizes = divide_evenly(num_engines, len(ranked))
@@ -202,9 +203,9 @@ def place_prompts(
     if not (config.ranks_prompts and history):
         medians = {key: lengths.median_tokens for key, lengths in history.items()}
         return Placement(deal_groups(prompt_keys, medians, num_engines, expected)), None
-    settings, group_size = config.histopipe, config.rollout.group_size
+    group_size = config.rollout.group_size
     about = (prompt_keys, history, step, num_engines, group_size, rollout_time, expected)
-    return plan_placement(settings, *about), length_growth(history, settings.min_growth)
+    return plan_placement(*about), length_growth(history, config.histopipe.min_growth)
 
 
 def time_rollouts(

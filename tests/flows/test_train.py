@@ -30,7 +30,7 @@ DRAWN_PER_STEP = 14
 DRAWN = "SELECT step, report->>'drawn' FROM steps ORDER BY step"
 PIPELINED = {
     "mode": "pipelined",
-    "histopipe": {"min_growth": 1.0, "last_share": 0.9, "defer_share": 0.5, "oversample": 0.1},
+    "histopipe": {"min_growth": 1.0, "last_share": 0.9, "oversample": 0.1},
 }
 
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from engines.histopipe.passes import TOKENS, fit_passes
 from engines.histopipe.placement import deal_groups, plan_placement
 from engines.histopipe.ranking import rank_prompts
-from schemas.config import HistoPipeConfig
 from schemas.rollout import LengthHistory
 
 lengths = st.floats(1, 1e5)
@@ -26,7 +25,6 @@ drafted = st.dictionaries(
     ),
     min_size=1,
 )
-CONFIG = HistoPipeConfig()
 
 
 def seconds(lengths, num_engines, *, tokens_per_pass):
@@ -43,7 +41,7 @@ def test_without_drafts_passes_are_tokens_and_plans_those_by_tokens(history, tok
     medians = {key: of.median_tokens for key, of in history.items()}
     by_tokens = deal_groups(keys, medians, num_engines)
     assert deal_groups(keys, medians, num_engines, expected) == by_tokens
-    args = (CONFIG, keys, history, 2, num_engines, 4, seconds)
+    args = (keys, history, 2, num_engines, 4, seconds)
     assert plan_placement(*args, expected) == plan_placement(*args)
 
 
@@ -129,7 +127,7 @@ def test_plans_rank_prompts_by_passes():
         asked.append(tuple(np.unique(tokens_per_pass.round(6))))
         return seconds(lengths, num_engines, tokens_per_pass=tokens_per_pass)
 
-    plan = plan_placement(CONFIG, list(history), history, 1, 6, 4, watched, expected)
+    plan = plan_placement(list(history), history, 1, 6, 4, watched, expected)
     (fast,), (slow,) = dict.fromkeys(asked)
     assert fast > 2 * slow
     of_short, of_long = plan.ranking_groups
@@ -139,5 +137,5 @@ def test_plans_rank_prompts_by_passes():
     for group in plan.groups:
         ranking = plan.ranking_groups[group.ranking_group]
         assert group.expected_passes == pytest.approx(ranking.representative_passes)
-    by_tokens = plan_placement(CONFIG, list(history), history, 1, 6, 4, seconds, TOKENS)
+    by_tokens = plan_placement(list(history), history, 1, 6, 4, seconds, TOKENS)
     assert [len(group.engines) for group in by_tokens.ranking_groups] == [3, 3]

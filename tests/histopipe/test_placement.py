@@ -12,7 +12,6 @@ from benchmarks.papers.settings import LinearLatency
 from engines.histopipe.estimate import estimate_rollout_s
 from engines.histopipe.placement import place_groups, plan_placement
 from engines.histopipe.ranking import divide_evenly, rank_prompts
-from schemas.config import HistoPipeConfig
 from schemas.rollout import LengthHistory
 
 KEYS = [f"p{i}" for i in range(24)]
@@ -103,15 +102,13 @@ def test_odd_steps_begin_with_the_shortest_group_on_engine_0():
 
 def test_without_any_history_nothing_can_be_ranked():
     with pytest.raises(AssertionError, match="nothing to rank by"):
-        plan_placement(HistoPipeConfig(), KEYS, {"other": LengthHistory(1, 1)}, 1, 4, 2)
+        plan_placement(KEYS, {"other": LengthHistory(1, 1)}, 1, 4, 2)
 
 
 def test_a_plan_counts_groups_and_allocates_by_time():
-    config = HistoPipeConfig()
-    plain = plan_placement(config, KEYS, HISTORY, 1, 12, 4)
+    plain = plan_placement(KEYS, HISTORY, 1, 12, 4)
     assert [len(group.engines) for group in plain.ranking_groups] == [4, 4, 4]
-    few = config.model_copy(update={"num_ranking_groups": 50})
-    assert len(plan_placement(few, KEYS, HISTORY, 1, 5, 4).ranking_groups) == 5
+    assert len(plan_placement(KEYS, HISTORY, 1, 5, 4, num_groups=50).ranking_groups) == 5
     asked = []
 
     def rollout_time(lengths, num_engines, *, tokens_per_pass):
@@ -120,9 +117,10 @@ def test_a_plan_counts_groups_and_allocates_by_time():
         latency = LinearLatency(0.01, 1e-3, 1e-6)
         return estimate_rollout_s(latency, 1, lengths, num_engines, tokens_per_pass=tokens_per_pass)
 
-    timed = plan_placement(config, KEYS, HISTORY, 1, 12, 4, rollout_time)
+    timed = plan_placement(KEYS, HISTORY, 1, 12, 4, rollout_time)
     assert set(asked) == {(8, 4)}
-    assert len(plan_placement(few, KEYS, HISTORY, 1, 5, 4, rollout_time).ranking_groups) == 5
+    few = plan_placement(KEYS, HISTORY, 1, 5, 4, rollout_time, num_groups=50)
+    assert len(few.ranking_groups) == 5
     shares = [len(group.engines) for group in timed.ranking_groups]
     assert sum(shares) == 12
     assert shares != [4, 4, 4]

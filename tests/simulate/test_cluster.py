@@ -124,7 +124,7 @@ def test_outliers_move_as_in_a_pipelined_run():
     grown = next(row for row in rows if (row["step"], row["prompt_key"]) == (5, shortest))
     grown["response_tokens"] = 30_000
     longer = Trace(pa.Table.from_pylist(rows, schema=trace.table.schema), "t")
-    sets = [own(), own(migrate=False), SETS[1]]
+    sets = [own(), own(last_share=0.0), SETS[1]]
     found = compare_step(longer, 5, layout, LATENCY, sets)
     assert [simulation.step.num_migrated for simulation in found] == [1, 0, 0]
 

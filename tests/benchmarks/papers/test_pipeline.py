@@ -25,7 +25,8 @@ STEPWISE = LinearLatency(1.0, prefill_step_s=1.0)
 """Every token takes a second."""
 LATENCY = LinearLatency(0.01, 1e-4, 1e-7)
 SMALL = rhymerl().model_copy(update={"num_prompts": 64, "prompts_per_step": 16, "group_size": 4})
-CONFIG = HistoPipeConfig(num_ranking_groups=4)
+CONFIG = HistoPipeConfig()
+NUM_GROUPS = 4
 EIGHT = ClusterLayout(num_engines=8)
 TWO = ClusterLayout(num_engines=2)
 
@@ -153,7 +154,7 @@ def test_samples_apart_fill_the_engines():
 def histopipe(config=CONFIG):
     return Configuration(
         name="histopipe",
-        plan=in_turn(config),
+        plan=in_turn(config, num_groups=NUM_GROUPS),
         policies=partial(migrating, run_config(8192, mode="pipelined", histopipe=config)),
         report_s=REPORT_S,
         oversample=config.oversample,
@@ -274,7 +275,7 @@ def test_few_steps_and_gaps_are_refused():
 
 def test_ranking_groups_alternate():
     """The engines with the longest group in an odd step have the shortest in an even step."""
-    plans = [in_turn(CONFIG)(step, 8) for step in small_script(0).steps[:2]]
+    plans = [in_turn(CONFIG, num_groups=NUM_GROUPS)(step, 8) for step in small_script(0).steps[:2]]
     shortest, longest = ([plan.ranking_groups[at].engines for plan in plans] for at in (0, -1))
     assert shortest == longest[::-1]
     assert shortest[0] != shortest[1]
