@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from difflib import get_close_matches
 from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel

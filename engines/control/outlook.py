@@ -123,12 +123,10 @@ class Outlook:
 
 
 def _acceptance(told: DraftProgress) -> float | None:
-    """Return the acceptance in two digits, so that lookups hit the cache. None if too little was
-    verified."""
+    """Return the acceptance, or None if too little was verified."""
     if told.num_accepted_tokens + told.num_rejections < MIN_VERIFIED:
         return None
-    rate = request_acceptance(told)
-    return None if rate is None else round(rate, 2)
+    return request_acceptance(told)
 
 
 def _means(view: RolloutView) -> dict[str, float]:
