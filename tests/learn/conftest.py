@@ -1,17 +1,25 @@
 """Fixtures and helpers: a tiny random Qwen3 model, its tokenizer, and batches to train it on."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from engines.learn.learner import Learner
 from engines.store.tables import TRAINING
@@ -73,6 +81,30 @@ def make_config(model_dir: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
         )
 
     return make
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Yield a mesh of one rank, as on a single GPU."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def started(config: TrainConfig, checkpoint_dir: Path | None = None) -> Learner:
+    learner = Learner(config)
+    learner.restore(checkpoint_dir)
+    return learner
+
+
+@torch.no_grad()
+def own_logprobs(
+    model: PreTrainedModel, ids: Sequence[int] | NDArray[np.int32], temperature: float = 1.0
+) -> NDArray[np.float32]:
+    """Return transformers' log-probabilities of all tokens of a sequence but the first."""
+    row = torch.as_tensor(ids, dtype=torch.long)
+    logits = model(input_ids=row[None], use_cache=False).logits[0].float() / temperature
+    return logits.log_softmax(-1)[:-1].gather(-1, row[1:, None])[:, 0].numpy()
 
 
 def as_batch(rows: list[dict], policy_version: int = 0) -> pa.Table:

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from engines.learn.learner import Learner
 from schemas.algorithm import SETTINGS, AlgorithmConfig
 from schemas.config import TrainConfig
 from tests.accounting.test_metric_names import NAMES, OF_TRAINER
 from tests.conftest import REPOSITORY
-from tests.learn.conftest import make_batch
+from tests.learn.conftest import make_batch, started
 
 PAGE = (REPOSITORY / "docs" / "algorithms.md").read_text()
 CODE = re.compile(r"`([^`]+)`")
@@ -70,8 +69,7 @@ def test_every_metric_of_a_step_is_described(make_config: Callable[..., TrainCon
         "tis_cap": 2.0,
         "dual_clip": 3.0,
     }
-    learner = Learner(make_config(algorithm))
-    learner.restore(None)
+    learner = started(make_config(algorithm))
     told = learner.train_step(make_batch()).keys()
     # The trainer reports this one when it publishes adapters, not in a step.
     described = {name for name in NAMES if name.startswith(OF_TRAINER)} - {"actor/lora_arrived"}

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from engines.learn.canaries import BEYOND_TOKENS, LONG_TOKENS, TRAINED_TOKENS, LongCanaries
-from engines.learn.learner import Learner
 from engines.learn.policy import PolicyModel
 from engines.learn.rollouts import read_rollouts
 from schemas.config import TrainConfig
-from tests.learn.conftest import VOCAB_SIZE, make_batch
+from tests.learn.conftest import VOCAB_SIZE, make_batch, started
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -68,8 +67,7 @@ def test_canaries_are_due_rarely_after_the_start() -> None:
 def test_canary_follows_a_long_one_in_its_row(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, micro_batch_tokens: int
 ) -> None:
-    learner = Learner(make_config(micro_batch_tokens=micro_batch_tokens))
-    learner.restore(None)
+    learner = started(make_config(micro_batch_tokens=micro_batch_tokens))
     given = np.random.default_rng(0).integers(VOCAB_SIZE, size=(4, 30)).tolist()
     rows: list[tuple[int, ...]] = []
     score = PolicyModel.score

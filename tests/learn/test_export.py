@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engines.learn import export
@@ -25,7 +24,7 @@ from engines.learn.loading import Loading, load_policy
 from engines.learn.training_state import host_tensors
 from engines.user_files import MAX_TEXT_BYTES
 from schemas.config import TrainConfig
-from tests.learn.conftest import make_batch
+from tests.learn.conftest import make_batch, own_logprobs, started
 from tests.learn.test_broken_models import check
 from tests.learn.test_broken_models import save as save_family
 
@@ -57,8 +56,7 @@ def save(config: TrainConfig, path: Path | None = None) -> tuple[Learner, Path]:
     """Return a learner and its export after one training step. `path`: train this model instead."""
     model = config.model.model_copy(update={"path": path or config.model.path})
     config = config.model_copy(update={"model": model})
-    learner = Learner(config)
-    learner.restore(None)
+    learner = started(config)
     learner.train_step(make_batch(num_groups=2, group_size=2))
     return learner, learner.save(1, {}) / MODEL_DIR
 
@@ -73,14 +71,6 @@ def test_every_file_beside_the_weights_is_kept(
     assert template["tools"] == "tools: {{ messages }}"
     assert AutoModelForCausalLM.from_pretrained(exported).generation_config.eos_token_id == [1, 5]
     assert check(exported) == ()
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Yield a mesh of one rank, as on a single GPU."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt2", "gemma3_text"])
@@ -134,8 +124,7 @@ def test_transformers_loads_the_trained_weights(make_config: MakeConfig, start: 
     save_file(rounded, file, {"format": "pt"})
     edit_config(start, dtype="bfloat16")
     learner, exported = save(make_config(), start)
-    logits = AutoModelForCausalLM.from_pretrained(exported)(input_ids=torch.tensor([IDS])).logits
-    expected = logits.log_softmax(-1)[0, range(4), IDS[1:]].detach().numpy()
+    expected = own_logprobs(AutoModelForCausalLM.from_pretrained(exported), IDS)
     np.testing.assert_allclose(learner.logprobs([IDS])[0], expected, atol=1e-5)
 
 

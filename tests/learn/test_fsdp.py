@@ -1,7 +1,7 @@
 """Several trainer processes with FSDP2 over gloo compute the same as one process."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -272,37 +272,28 @@ def test_a_rank_without_a_share_of_a_tensor_saves_and_loads(tmp_path: Path) -> N
         torch.testing.assert_close(after, before, atol=0.0, rtol=0.0)
 
 
-@pytest.fixture
-def a_group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("a_group_of_one")
 def test_one_rank_mesh_updates_as_no_mesh(
-    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+    make_config: Callable[..., TrainConfig], mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a single GPU, the trainer uses a mesh of one rank."""
     plain = make_run(make_config, "plain", algorithm=ALGORITHMS[0])
     without = train(plain, 0, 1, None)
-    monkeypatch.setattr(Learner, "_mesh", lambda _: init_device_mesh("cpu", (1,)))
+    monkeypatch.setattr(Learner, "_mesh", lambda _: mesh)
     with_mesh = train(make_run(make_config, "mesh", algorithm=ALGORITHMS[0]), 0, 1, None)
     assert_same((with_mesh,), without)
     resumed = train(plain, 0, 1, with_mesh["path"])
     assert_same((resumed,), train(plain, 0, 1, without["path"]))
 
 
-@pytest.mark.usefixtures("a_group_of_one")
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_a_mesh_of_one_computes_in_bfloat16(tmp_path: Path, kind: str) -> None:
+def test_a_mesh_of_one_computes_in_bfloat16(tmp_path: Path, mesh: DeviceMesh, kind: str) -> None:
     """The trainer does not use autocast: the experts' grouped product would refuse float32 hidden
     states under it."""
     config = AutoConfig.for_model(kind, **SMALL | SHAPES[kind])
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     (batch,) = pack([TokenSequence(np.arange(1, 40, dtype=np.int32), 5)] * 3, 200)
-    given = {"mesh": init_device_mesh("cpu", (1,)), "compute_dtype": torch.bfloat16}
-    policy = load_policy(tmp_path, Loading(torch.device("cpu"), **given))
+    loading = Loading(torch.device("cpu"), mesh, compute_dtype=torch.bfloat16)
+    policy = load_policy(tmp_path, loading)
     found = policy.score(batch, temperature=1.0).logprobs
     found.sum().backward()
     assert {parameter.grad.dtype for parameter in policy.parameters()} == {torch.float32}

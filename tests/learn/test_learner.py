@@ -20,16 +20,10 @@ from engines.learn.checkpoint import (
 from engines.learn.learner import Learner
 from schemas.config import TrainConfig
 from tests.failing_disks import full_disk
-from tests.learn.conftest import as_batch, make_batch, on_policy
+from tests.learn.conftest import as_batch, make_batch, on_policy, started
 from tests.learn.test_checkpoint import flip
 
 MakeConfig = Callable[..., TrainConfig]
-
-
-def started(config: TrainConfig, checkpoint_dir: Path | None = None) -> Learner:
-    learner = Learner(config)
-    learner.restore(checkpoint_dir)
-    return learner
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
@@ -112,8 +106,7 @@ def test_resuming_continues_bit_for_bit(make_config: MakeConfig) -> None:
     noise_then = torch.rand(3)
     expected = straight.train_step(make_batch(2, policy_version=2))
     torch.rand(7)
-    resumed = Learner(config)
-    resumed.restore(path)
+    resumed = started(config, path)
     state = read_state(path)
     assert (state.step, state.loader_state) == (2, {"epoch": 0, "position": 12})
     assert torch.rand(3).tolist() == noise_then.tolist()
@@ -131,9 +124,9 @@ def test_a_learner_takes_no_weights_that_were_damaged(make_config: MakeConfig) -
     for file in files:
         flip(file, 8 * file.stat().st_size - 2)
         with pytest.raises(ValueError, match=f"{file.name} is damaged: its SHA-256"):
-            Learner(config).restore(path)
+            started(config, path)
         flip(file, 8 * file.stat().st_size - 2)
-    Learner(config).restore(path)
+    started(config, path)
 
 
 def test_full_disk_keeps_existing_checkpoints(make_config: MakeConfig) -> None:

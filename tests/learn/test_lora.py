@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from engines.learn.checkpoint import ADAPTER_DIR, MODEL_DIR
 from engines.learn.learner import Learner
 from schemas.config import TrainConfig
-from tests.learn.conftest import make_batch
+from tests.learn.conftest import make_batch, own_logprobs, started
 
 MakeConfig = Callable[..., TrainConfig]
 LORA = {"rank": 4, "alpha": 8.0}
@@ -19,17 +19,10 @@ IDS = [3, 1, 4, 1, 5, 9]
 
 
 def trained(config: TrainConfig, steps: int = 2) -> Learner:
-    learner = Learner(config)
-    learner.restore(None)
+    learner = started(config)
     for version in range(steps):
         learner.train_step(make_batch(version, policy_version=version))
     return learner
-
-
-def expected_logprobs(model: torch.nn.Module) -> np.ndarray:
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([IDS])).logits
-    return logits.log_softmax(-1)[0, range(len(IDS) - 1), IDS[1:]].numpy()
 
 
 def test_adapters_move_the_policy_and_engines_get_them_merged(make_config: MakeConfig) -> None:
@@ -42,13 +35,13 @@ def test_adapters_move_the_policy_and_engines_get_them_merged(make_config: MakeC
     assert len(moved) == 2 * 7  # Seven linear layers in each of two decoder layers.
     assert all("proj" in name for name in moved)
     engine = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
-    before = expected_logprobs(engine)
+    before = own_logprobs(engine, IDS)
     engine.load_state_dict(sent, strict=False)
-    np.testing.assert_allclose(learner.logprobs([IDS])[0], expected_logprobs(engine), atol=1e-5)
-    assert np.abs(before - expected_logprobs(engine)).max() > 0.01
+    np.testing.assert_allclose(learner.logprobs([IDS])[0], own_logprobs(engine, IDS), atol=1e-5)
+    assert np.abs(before - own_logprobs(engine, IDS)).max() > 0.01
     base = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(base, learner.save(2, {}) / ADAPTER_DIR)
-    np.testing.assert_allclose(learner.logprobs([IDS])[0], expected_logprobs(adapted), atol=1e-5)
+    np.testing.assert_allclose(learner.logprobs([IDS])[0], own_logprobs(adapted, IDS), atol=1e-5)
 
 
 def test_run_resumes_from_checkpoints_of_adapters(
@@ -57,8 +50,7 @@ def test_run_resumes_from_checkpoints_of_adapters(
     config = make_config({"kl_coefficient": 0.1}, lora=LORA, learning_rate=1e-2)
     straight = trained(config)
     path = straight.save(2, {})
-    resumed = Learner(config)
-    resumed.restore(path)
+    resumed = started(config, path)
     batch = make_batch(2, policy_version=2)
     assert resumed.train_step(batch) == straight.train_step(batch)
     assert resumed.weights_buffer() == straight.weights_buffer()
@@ -69,8 +61,7 @@ def test_run_resumes_from_checkpoints_of_adapters(
 def test_the_reference_is_the_policy_without_its_adapters(make_config: MakeConfig) -> None:
     """The reference needs no second model, and gives the log-probabilities of the start model."""
     learner = trained(make_config({"kl_coefficient": 0.1}, lora=LORA, learning_rate=1e-2))
-    fresh = Learner(make_config())
-    fresh.restore(None)
+    fresh = started(make_config())
     assert learner._reference is not None
     assert learner._reference.policy is learner._policy
     with learner._reference.at_work():

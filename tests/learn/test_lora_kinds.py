@@ -18,6 +18,7 @@ from engines.learn.precision import ComputeIn
 from engines.learn.publishing import whole_tensors
 from engines.learn.training_state import host_tensors
 from schemas.trainer import LoraConfig
+from tests.learn.conftest import own_logprobs
 from tests.learn.test_attention import SMALL
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -69,9 +70,7 @@ def scores(policy: PolicyModel) -> np.ndarray:
 
 
 def by_transformers(model: PreTrainedModel) -> np.ndarray:
-    with torch.no_grad():
-        logprobs = model.eval()(input_ids=torch.tensor([IDS])).logits[0].log_softmax(-1)
-    return logprobs[range(len(IDS) - 1), IDS[1:]].numpy()
+    return own_logprobs(model.eval(), IDS)
 
 
 def read(path: Path) -> Any:

@@ -7,10 +7,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from engines.learn.learner import Learner
 from engines.learn.own_functions import own_functions
 from schemas.config import TrainConfig
-from tests.learn.conftest import make_batch
+from tests.learn.conftest import make_batch, started
 
 AS_BUILT_IN = """
 import torch
@@ -43,8 +42,7 @@ def trained(
         file = tmp_path / f"mine{len(list(tmp_path.iterdir()))}.py"
         file.write_text(text or "")
         own = {"file": file} if text else {}
-        learner = Learner(make_config(algorithm | own))
-        learner.restore(None)
+        learner = started(make_config(algorithm | own))
         metrics = learner.train_step(make_batch())
         return metrics, safetensors.torch.load(learner.weights_buffer())
 

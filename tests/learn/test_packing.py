@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engines.learn.loading import Loading, load_policy
 from engines.learn.packing import TokenSequence, lay_out, pack, plan_micro_batches
 from engines.learn.policy import PolicyModel
+from tests.learn.conftest import own_logprobs
 
 LENGTHS = [(3, 5), (1, 1), (20, 60), (7, 1), (2, 30), (9, 11), (30, 90)]
 
@@ -38,9 +39,8 @@ def original(model_dir: Path) -> PreTrainedModel:
 
 def unpacked_logprobs(original: PreTrainedModel, sequence: TokenSequence) -> torch.Tensor:
     """Return log-probabilities of the response by Hugging Face's forward, the sequence alone."""
-    ids = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
-    logprobs = (original(input_ids=ids).logits / 0.7).log_softmax(-1)
-    return logprobs[0, :-1].gather(-1, ids[0, 1:, None])[sequence.num_prompt_tokens - 1 :, 0]
+    values = own_logprobs(original, sequence.token_ids, 0.7)
+    return torch.from_numpy(values[sequence.num_prompt_tokens - 1 :])
 
 
 @given(

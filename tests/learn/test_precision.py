@@ -1,14 +1,13 @@
 """`ComputeIn(dtype)`: a policy gives what the model loaded in that data type gives."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from engines.learn.loading import Loading, load_policy
 from engines.learn.packing import TokenSequence
@@ -53,18 +52,11 @@ def test_each_data_type_gives_what_a_model_of_it_gives(bfloat16_dir: Path) -> No
     assert largest(scores(exact), in_float32) == 0.0
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("bfloat16_dir", ["qwen3", "qwen3_moe", "gemma2"], indirect=True)
-@pytest.mark.usefixtures("one_rank")
-def test_a_sharded_policy_in_mixed_precision_does_so_too(bfloat16_dir: Path) -> None:
+def test_a_sharded_policy_in_mixed_precision_does_so_too(
+    bfloat16_dir: Path, mesh: DeviceMesh
+) -> None:
     """On a GPU, the trainer keeps parameters in float32, and gathers and computes in bfloat16."""
-    mesh = init_device_mesh("cpu", (1,))
     mixed = load_policy(bfloat16_dir, Loading(CPU, mesh, compute_dtype=BFLOAT16))
     exact = scores(load_policy(bfloat16_dir, Loading(CPU)))
     assert largest(scores(mixed), exact) > 1e-3

@@ -9,10 +9,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from engines.learn.learner import Learner
 from engines.learn.publishing import WholeTensors, publish, written
 from engines.weights_file import VersionFiles, check_file
 from schemas.config import TrainConfig
+from tests.learn.conftest import started
 
 
 @pytest.fixture
@@ -28,8 +28,7 @@ def test_the_file_has_what_the_buffer_has(
 ) -> None:
     config = make_config()
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-    learner = Learner(config)
-    learner.restore(None)
+    learner = started(config)
     for version in range(4):  # The last two reuse memory of earlier versions.
         with torch.no_grad():
             for parameter in learner._policy.parameters():

@@ -12,7 +12,7 @@ from engines.learn.loading import Loading, give_memory, load_policy, prepared
 from engines.learn.packing import TokenSequence
 from engines.learn.policy import PolicyModel, score_sequences
 from tests.learn.test_attention import SMALL
-from tests.learn.test_sample_isolation import own_logprobs
+from tests.learn.test_sample_isolation import in_eager_mode
 
 CPU = torch.device("cpu")
 LONGROPE = {
@@ -51,7 +51,7 @@ def scored(policy: PolicyModel, samples: list[TokenSequence]) -> list[np.ndarray
 
 
 def transformers_own(path: Path, sample: TokenSequence) -> np.ndarray:
-    return own_logprobs(PolicyModel(AutoModelForCausalLM.from_pretrained(path)), sample)
+    return in_eager_mode(PolicyModel(AutoModelForCausalLM.from_pretrained(path)), sample)
 
 
 @pytest.mark.parametrize("kind", ROPES)

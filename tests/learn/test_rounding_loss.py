@@ -16,7 +16,7 @@ from engines.learn.trainer import TrainerActor
 from schemas.config import TrainConfig
 from schemas.inputs import ModelConfig
 from schemas.weights import PolicyWeights, WeightsFile
-from tests.learn.conftest import make_batch
+from tests.learn.conftest import make_batch, own_logprobs
 
 MakeConfig = Callable[..., TrainConfig]
 IDS = [(7 * index * index + 3) % 64 for index in range(60)]
@@ -81,9 +81,7 @@ def by_an_engine(actor: TrainerActor, weights: PolicyWeights) -> np.ndarray:
         actor._learner._config.model.path, dtype=torch.float32
     )
     model.load_state_dict(safetensors.torch.load_file(weights.source.path), strict=False)
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([IDS])).logits
-    return logits.log_softmax(-1)[0, range(len(IDS) - 1), IDS[1:]].numpy()
+    return own_logprobs(model, IDS)
 
 
 @pytest.mark.parametrize(("learning_rate", "least", "most"), [(3e-5, 0.01, 0.3), (1e-3, 0.8, 1.1)])

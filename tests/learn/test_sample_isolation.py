@@ -20,7 +20,7 @@ from engines.learn.policy import PolicyModel, score_sequences
 from engines.learn.sample_isolation import ALONE, keeps_samples_apart
 from engines.learn.training_samples import read_training_samples
 from schemas.config import TrainConfig
-from tests.learn.conftest import make_batch, on_policy
+from tests.learn.conftest import make_batch, on_policy, own_logprobs, started
 from tests.learn.test_attention import FEATURES, SHAPES, SMALL
 from tests.learn.test_training_samples import make_rollouts
 
@@ -65,15 +65,12 @@ def sequences_of(lengths: list[int]) -> list[TokenSequence]:
     return [TokenSequence(rng.integers(1, 64, length).astype(np.int32), 2) for length in lengths]
 
 
-@torch.no_grad()
-def own_logprobs(policy: PolicyModel, sequence: TokenSequence) -> np.ndarray:
+def in_eager_mode(policy: PolicyModel, sequence: TokenSequence) -> np.ndarray:
     """Return log-probabilities of the response by transformers, with the sequence alone."""
     policy.model.set_attn_implementation("eager")
-    ids = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
-    logprobs = policy.model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
+    values = own_logprobs(policy.model, sequence.token_ids)
     policy.model.set_attn_implementation(PACKED)
-    own = logprobs[0, :-1].gather(-1, ids[0, 1:, None])[sequence.num_prompt_tokens - 1 :, 0]
-    return own.numpy()
+    return values[sequence.num_prompt_tokens - 1 :]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,7 +84,7 @@ def test_samples_of_hybrid_models_have_rows_of_their_own(kind: str) -> None:
     policy = policy_of(kind)
     assert not keeps_samples_apart(policy, torch.float32)
     sequences = sequences_of([40, 33, 17, 5])
-    expected = [own_logprobs(policy, sequence) for sequence in sequences]
+    expected = [in_eager_mode(policy, sequence) for sequence in sequences]
     policy.alone = True
     for found, own in zip(score_sequences(policy, sequences, 256, 1.0), expected, strict=True):
         np.testing.assert_allclose(found, own, atol=1e-4)
@@ -132,7 +129,7 @@ def test_models_with_attention_of_their_own_have_a_row_for_each_sample(
     for found, sequence in zip(
         score_sequences(policy, sequences, 256, 1.0), sequences, strict=True
     ):
-        np.testing.assert_allclose(found, own_logprobs(plain, sequence), atol=1e-4)
+        np.testing.assert_allclose(found, in_eager_mode(plain, sequence), atol=1e-4)
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -165,9 +162,7 @@ def learner_of(
             shutil.copy(file, path)
     config = make_config(**trainer)
     model = config.model.model_copy(update={"path": path})
-    learner = Learner(config.model_copy(update={"model": model}))
-    learner.restore(None)
-    return learner
+    return started(config.model_copy(update={"model": model}))
 
 
 def test_hybrid_model_trains_as_with_separate_samples(
@@ -185,17 +180,14 @@ def test_hybrid_model_trains_as_with_separate_samples(
 
 
 def test_attention_only_model_packs_samples(make_config: MakeConfig) -> None:
-    learner = Learner(make_config())
-    learner.restore(None)
-    assert learner.notes == ()
+    assert started(make_config()).notes == ()
 
 
 def test_canaries_share_a_row_as_samples_do(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So canaries reveal a model that does not keep samples apart."""
-    learner = Learner(make_config(micro_batch_tokens=80))
-    learner.restore(None)
+    learner = started(make_config(micro_batch_tokens=80))
     rng = np.random.default_rng(0)
     given = [rng.integers(64, size=length).tolist() for length in (60, 75, 3)]
     rows: list[int] = []

@@ -11,11 +11,10 @@ import safetensors.torch
 import torch
 
 from engines.learn.checkpoint import read_state
-from engines.learn.learner import Learner
 from engines.learn.trainer import TrainerError, TrainerGroup
 from schemas.config import TrainConfig
 from schemas.weights import PolicyWeights, WeightsFile
-from tests.learn.conftest import make_batch
+from tests.learn.conftest import make_batch, started
 from tests.sockets import assert_on_loopback, family
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("ray_cluster")]
@@ -53,8 +52,7 @@ def published(weights: PolicyWeights) -> dict[str, torch.Tensor]:
 async def test_trainer_sleeps_and_continues_bit_for_bit(
     make_config: Callable[..., TrainConfig],
 ) -> None:
-    alone = Learner(make_config())
-    alone.restore(None)
+    alone = started(make_config())
     group = TrainerGroup(make_config(), state_leaves=True)
     await group.start(None)
     try:
@@ -83,8 +81,7 @@ async def test_trainer_sleeps_and_continues_bit_for_bit(
 async def test_two_actors_train_publish_and_save(
     make_config: Callable[..., TrainConfig], start: Callable[[TrainConfig], TrainerGroup]
 ) -> None:
-    alone = Learner(make_config())
-    alone.restore(None)
+    alone = started(make_config())
     group = start(make_config(num_processes=2, timeout_s=120.0))
     await group.start(None)
     # Each rank has one socket of Ray and one of gloo. The rendezvous is a file.
