@@ -10,8 +10,10 @@ does.
 
 import logging
 import re
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +53,13 @@ def check_weights_fit(
     another shape, or of an integer type."""
     path = given.path
     try:
-        with quiet() as said:
+        with quiet() as records:
             model, report = _rehearse(config, tensors, given.trust_remote_code)
     except Exception as error:  # Each model type checks its values in its own way.
         _refuse_whole_numbers(path, tensors)
         raise ValueError(
             f"{path / 'config.json'} describes no model that its weights fit: "
-            f"{_reason(error, ''.join(said))}"
+            f"{_reason(error, ''.join(record.getMessage() for record in records))}"
         ) from error
     _check_class(path, config, model)
     if report["missing_keys"]:
@@ -107,26 +109,15 @@ def _rehearse(
     return loaded
 
 
-class _Said(logging.Handler):
-    """Collects log messages instead of printing them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 @contextmanager
-def quiet() -> Generator[list[str]]:
-    """Capture transformers' log messages, and hide its progress bars."""
+def quiet() -> Generator[list[logging.LogRecord]]:
+    """Capture transformers' log records, and hide its progress bars."""
     logger, bars = get_logger("transformers"), is_progress_bar_enabled()
-    handlers, said = logger.handlers, _Said()
-    logger.handlers = [said]
+    handlers, captured = logger.handlers, BufferingHandler(sys.maxsize)
+    logger.handlers = [captured]
     disable_progress_bar()
     try:
-        yield said.messages
+        yield captured.buffer
     finally:
         logger.handlers = handlers
         if bars:
