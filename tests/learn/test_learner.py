@@ -183,19 +183,6 @@ def test_a_learner_keeps_as_many_checkpoints_as_it_is_told(make_config: MakeConf
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_weights_have_hugging_face_names_and_the_engines_dtype(
-    make_config: MakeConfig, model_dir: Path
-) -> None:
-    config = make_config()
-    original = safetensors.torch.load_file(model_dir / "model.safetensors")
-    assert weights(started(config)).keys() == original.keys()
-    torch.testing.assert_close(weights(started(config)), original, atol=0.0, rtol=0.0)
-    half = config.model_copy(
-        update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
-    )
-    assert {tensor.dtype for tensor in weights(started(half)).values()} == {torch.bfloat16}
-
-
 def test_canaries_are_the_trainers_own_logprobs(make_config: MakeConfig) -> None:
     learner = started(make_config())
     batch = make_batch()

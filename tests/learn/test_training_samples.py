@@ -134,16 +134,6 @@ def test_lengths_do_not_make_a_group_useful() -> None:
     assert trained(samples_of(rollouts, **punished, dynamic_sampling=True)[0]) == []
 
 
-def test_the_overlong_punishment_comes_before_the_groups_mean() -> None:
-    rollouts = make_rollouts([[7] * 9], rewards=[[2.0, 1.0, 0.0]])
-    rollouts[0].group_lengths[:] = [9, 10, 1]
-    settings = {"overlong_buffer_tokens": 4, "overlong_penalty": 2.0, "normalise_by_std": False}
-    # Each token beyond 6 costs 0.5: the rewards become 2 - 1.5, 1 - 2 and 0.
-    mean = (0.5 - 1.0 + 0.0) / 3
-    (sample,), _ = samples_of(rollouts, **settings)
-    assert sample.advantage == pytest.approx(0.5 - mean)
-
-
 def test_rewards_before_and_after_the_punishment_are_told() -> None:
     """`critic/score` is the reward from the scorer. `critic/rewards` is less by the punishment."""
     rollouts = make_rollouts([[7] * 10, [7] * 2], rewards=[[1.0, 0.0], [0.0, 0.0]])
