@@ -66,3 +66,7 @@ class StepRecords(StoreFile):
     def steps(self) -> list[StepReport]:
         rows = self._fetch("SELECT report FROM steps ORDER BY step")
         return [StepReport.model_validate_json(report) for (report,) in rows]
+
+    def last_step(self) -> int | None:
+        """Return the last step that has a report, or None."""
+        return self._fetch("SELECT max(step) FROM steps")[0][0]

@@ -36,7 +36,7 @@ def test_store_that_cannot_open_explains_why(ray_cluster, tmp_path):
     (tmp_path / "run.duckdb").write_text("not a store " * 1000)
     store = start_store(tmp_path / "run.duckdb", max_restarts=0)
     with pytest.raises(ray_cluster.exceptions.RayActorError, match="is not a refrain store"):
-        ray_cluster.get(store.call.remote("steps"), timeout=60)
+        ray_cluster.get(store.call.remote("last_step"), timeout=60)
 
 
 async def test_rows_pass_by_their_reader(ray_cluster, tmp_path):

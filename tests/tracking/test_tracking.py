@@ -134,8 +134,12 @@ def test_missing_server_is_refused_immediately():
 
 
 def rows_of(client, tracker, path):
+    return table_rows(client.download_artifacts(tracker.run_id, path))
+
+
+def table_rows(path):
     """Return the rows of a table's file."""
-    with open(client.download_artifacts(tracker.run_id, path)) as file:
+    with open(path) as file:
         written = json.load(file)
     return [dict(zip(written["columns"], row, strict=True)) for row in written["data"]]
 
