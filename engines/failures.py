@@ -1,6 +1,6 @@
 """Failures in writing a run's record. They do not end the run.
 
-The record is for people: metrics, pictures, pages, progress files, copies of checkpoints. All code
+The record is for people: metrics, pages, progress files, copies of checkpoints. All code
 that writes to it runs inside `Failures.contained`. Each failure stays visible:
 
     contained ─► count (summary.json, `refrain show`)

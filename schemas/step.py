@@ -270,7 +270,7 @@ class StepReport(Frozen):
     reported_s: NonNegativeFloat = 0.0
     """Unix time."""
     drawn: bool = False
-    """Whether its pictures are drawn and its savings known."""
+    """Whether its pages are drawn and its savings known."""
 
 
 class RunSummary(Frozen):

@@ -166,9 +166,9 @@ class RecordedTimeline:
     clock_zero_s: float
     """Unix time at which its clock was 0."""
     shares: tuple[EngineShare, ...] = ()
-    """Part of each engine in the step's rollout. Empty before the step's pictures are drawn."""
+    """Part of each engine in the step's rollout. Empty before the step's page is drawn."""
     savings: Savings | None = None
-    """Saved seconds. None before the step's pictures are drawn, and if no technique was used."""
+    """Saved seconds. None before the step's page is drawn, and if no technique was used."""
 
     def unix_s(self, at_s: float) -> float:
         return self.clock_zero_s + at_s

@@ -15,7 +15,6 @@ from engines.accounting.metrics import (
     validation_metrics,
 )
 from engines.accounting.savings import saving_metrics
-from engines.reports.distributions import step_distributions
 from engines.reports.markdown import record_link, step_page
 from engines.reward import sample_figures
 from engines.tracking.mlflow_client import MLFLOW_PAGE
@@ -102,7 +101,7 @@ def _prompt_tokens(run: Run, plan: StepPlan, batch: RolloutBatch) -> int:
 
 @run_task
 async def draw_step(ref: RunRef, report: StepReport, batch: RolloutBatch) -> None:
-    """Draw the step's pictures and page, compute its savings, and archive old steps. The next step
+    """Draw the step's pages, compute its savings, and archive old steps. The next step
     runs at the same time."""
     run = attach(ref)
     await _draw(run, report, batch)
@@ -134,7 +133,7 @@ async def _draw(run: Run, report: StepReport, batch: RolloutBatch) -> None:
 
 
 async def _drawn(run: Run, report: StepReport, batch: RolloutBatch) -> StepReport:
-    """Draw a step's pictures and page. Return its report with the savings added."""
+    """Draw a step's pages. Return its report with the savings added."""
     savings = await log_stage(run, batch)
     saved = saving_metrics(savings)
     run.tracker.log_metrics(saved, report.step)
@@ -142,7 +141,6 @@ async def _drawn(run: Run, report: StepReport, batch: RolloutBatch) -> StepRepor
     num_steps = run.inputs.loader.num_steps
     page = step_page(run.config, plan, batch, report, num_steps, _record(run), savings)
     run.pages.add("step", f"Step {report.step} of {num_steps}", page)
-    await asyncio.to_thread(run.tracker.finish_drawings)
     return report.model_copy(update={"metrics": report.metrics | saved, "drawn": True})
 
 
@@ -209,11 +207,10 @@ def _record(run: Run) -> str:
 
 
 async def log_stage(run: Run, batch: RolloutBatch) -> Savings | None:
-    """Log a timeline, distributions and a table of scored rollouts. Return the savings."""
-    name, max_tokens = stage_name(batch.split, batch.step), run.config.data.max_response_tokens
+    """Log a timeline and a table of scored rollouts. Return the savings."""
+    name = stage_name(batch.split, batch.step)
     timed = await run.store("timed_rollouts", batch.split, batch.step)
     savings = await log_timeline(run, batch, timed)
-    run.tracker.log_distributions(step_distributions(timed, max_tokens), name)
     rows = await run.store("shown_rollouts", batch.split, batch.step, _NUM_SHOWN)
     decode = run.inputs.tokenizer.decode
     table = [

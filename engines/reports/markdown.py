@@ -58,7 +58,7 @@ def record_link(page: str | None, runs_dir: str, experiment_id: str, run_id: str
         # Otherwise MLflow shows its view for LLM applications.
         kind = "?workflowType=machine_learning"
         address = f"{page.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}{kind}"
-        return f"[The run in MLflow]({address}): curves, plans, rollouts, pictures of every step."
+        return f"[The run in MLflow]({address}): curves, and plans, rollouts, timelines of steps."
     return (
         f"The run in MLflow is `{run_id}`: `refrain ui --runs-dir {runs_dir}` shows it, at "
         "http://127.0.0.1:5000."

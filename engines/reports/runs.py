@@ -95,7 +95,7 @@ class RunRecord:
 
     @property
     def failures(self) -> Mapping[str, int]:
-        """Number of failures to record the run (MLflow, pictures, terminal), by kind."""
+        """Number of failures to record the run (MLflow, pages, terminal), by kind."""
         return self.progress.failures if self.progress else {}
 
     def wall_s(self, now_s: float) -> float | None:

@@ -10,17 +10,13 @@ every run.
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from engines.accounting.names import MAX_PARAMETER_CHARACTERS, tracked_text
 from engines.accounting.step_requests import StepRequest
 from engines.failures import Failures
-from engines.reports.distributions import StepDistributions, draw_distributions
 from engines.reports.profile import Rung, draw_profile, ladder_rungs
 from engines.reports.timeline import move_rows, timeline_rows
 from engines.reports.timeline_page import Gpus, timeline_page
@@ -47,8 +43,8 @@ _OUTBOX_DIR = "outbox/mlflow"
 class Tracker:
     """Records metrics and artifacts in order, and delivers them on another thread.
 
-    A failure to record never raises, for example when MLflow refuses a record, a picture cannot be
-    drawn or the disk is full. The tracker counts it instead (`engines.failures`).
+    A failure to record never raises, for example when MLflow refuses a record or the disk is full.
+    The tracker counts it instead (`engines.failures`).
     """
 
     def __init__(
@@ -92,8 +88,6 @@ class Tracker:
         )
         if delivers:
             self._outbox.add("status", {"status": "RUNNING"})
-        self._artist = ThreadPoolExecutor(1, thread_name_prefix="pictures")
-        self._drawings: list[Future] = []
 
     @property
     def run_id(self) -> str:
@@ -164,25 +158,12 @@ class Tracker:
     ) -> None:
         """Log a page of the timeline with its savings. Call it after the reward stage."""
         write_timeline(self._run_dir, name, recorded)
-
-        def write(path: Path) -> None:
-            path.write_text(timeline_page(recorded, requests, gpus, _title(name)))
-
-        self._draw("timelines", f"{name}.html", write)
-
-    def log_distributions(self, distributions: StepDistributions, name: str) -> None:
-        """Log a picture of lengths and acceptance. `name`: `split-step`."""
-        draw = partial(draw_distributions, distributions, title=_title(name))
-        self._draw("distributions", f"{name}.png", draw)
-
-    def finish_drawings(self) -> None:
-        """Wait until all pictures are on disk."""
-        wait(self._drawings)
-        self._drawings.clear()
+        with self._failures.contained("pages of timelines"):
+            page = timeline_page(recorded, requests, gpus, _title(name))
+            self.log_file("timelines", f"{name}.html", page.encode())
 
     def flush(self) -> None:
         """Wait until MLflow has all records, for at most `FLUSH_S`."""
-        self.finish_drawings()
         self._outbox.flush(FLUSH_S)
 
     def missing(self) -> list[str]:
@@ -192,20 +173,8 @@ class Tracker:
     def close(self, status: str) -> None:
         """End the run as FINISHED, FAILED or KILLED. Records that MLflow does not accept in time
         are delivered when the run is resumed."""
-        self._artist.shutdown(wait=True)
         self._outbox.add("status", {"status": status})
         self._outbox.close(HURRIED_FLUSH_S if status == "KILLED" else FLUSH_S)
-
-    def _draw(self, folder: str, name: str, draw: Callable[[Path], object]) -> None:
-        self._drawings.append(self._artist.submit(self._log_drawing, folder, name, draw))
-
-    def _log_drawing(self, folder: str, name: str, draw: Callable[[Path], object]) -> None:
-        with self._failures.contained(f"pictures of {folder}"):
-            with TemporaryDirectory() as directory:
-                path = Path(directory, name)
-                draw(path)
-                content = path.read_bytes()
-            self._outbox.add("file", {"folder": folder, "name": name}, (name, content))
 
 
 def record_profile(report: ProfileReport, config: ProfileConfig, tracking_uri: str | None) -> None:

@@ -57,7 +57,7 @@ class Milestones:
     reported    it is trained, and its metrics are written
     committed   its checkpoint is saved, if one is due. The next step's rollouts run meanwhile,
                 unless the trainer's state must leave the GPUs first
-    drawn       its pictures and pages are made
+    drawn       its pages are made
     """
 
     # Use slots: Prefect records a flow's arguments, and looks into objects with a `__dict__`.

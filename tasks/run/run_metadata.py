@@ -31,7 +31,6 @@ CONTENTS = """\
 | `plans/` | each step's plan: which engine generates which prompts, in which order |
 | `rollouts/` | 32 rollouts of each step; all are in `refrain.duckdb` in the run's directory |
 | `timelines/`, `moves/` | the work of each engine over time, and the moves of requests |
-| `distributions/` | response lengths and acceptance by drafter |
 | `checkpoints.json` | the existing checkpoints, which are Hugging Face directories |
 """
 """Description of the run on MLflow's page."""

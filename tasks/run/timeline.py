@@ -29,7 +29,8 @@ async def log_timeline(run: Run, batch: RolloutBatch, rows: pa.Table) -> Savings
     recorded = read_timeline(run.config.run_dir, name)
     requests, savings = await asyncio.to_thread(_account, run, batch, recorded, rows)
     recorded = RecordedTimeline(recorded.timeline, recorded.clock_zero_s, batch.shares, savings)
-    run.tracker.log_timeline_page(recorded, name, requests, gpus_of(run.config))
+    gpus = gpus_of(run.config)
+    await asyncio.to_thread(run.tracker.log_timeline_page, recorded, name, requests, gpus)
     return savings
 
 

@@ -109,7 +109,7 @@ async def test_a_run_outlives_its_servers(servers: Servers, tmp_path: Path) -> N
 
 
 def check_mlflow(uri: str, run_id: str) -> None:
-    """Assert that MLflow has every step's metrics, table and pictures once."""
+    """Assert that MLflow has every step's metrics, table and page once."""
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
@@ -117,7 +117,7 @@ def check_mlflow(uri: str, run_id: str) -> None:
     assert client.get_run(run_id).info.status == "FINISHED"
     assert [m.step for m in client.get_metric_history(run_id, "critic/score/mean")] == every
     assert [m.value for m in client.get_metric_history(run_id, "outage")] == [1.0]
-    for folder in ("plans", "rollouts", "timelines", "distributions"):
+    for folder in ("plans", "rollouts", "timelines"):
         paths = {Path(a.path).stem for a in client.list_artifacts(run_id, folder)}
         assert paths == {f"train-{step:05d}" for step in every}, folder
     for step in every:
@@ -192,7 +192,7 @@ def test_no_stranger_is_answered(
 
 @pytest.mark.usefixtures("servers")
 async def test_a_step_is_reported_when_the_one_before_is_drawn(tmp_path: Path) -> None:
-    """Step 2 waits until the pictures of step 1 are drawn. Otherwise pictures would pile up."""
+    """Step 2 waits until the pages of step 1 are drawn. Otherwise work would pile up."""
     from prefect import flow
 
     from flows.step import rl_step

@@ -18,16 +18,14 @@ from tasks.run.attach import Run
 pytestmark = pytest.mark.usefixtures("no_prefect")
 
 BREAKABLE = (
-    "engines.tracking.tracker.draw_distributions",
     "engines.tracking.tracker.timeline_page",
     "engines.tracking.tracker.write_timeline",
-    "tasks.report.step_distributions",
     "tasks.report.step_page",
     "tasks.report.saving_metrics",
     "tasks.run.timeline.step_requests",
 )
 """Functions that only show a step. None of them may end a run."""
-FOLDERS = ("timelines", "distributions", "rollouts")
+FOLDERS = ("timelines", "rollouts")
 
 
 def two_steps(directory: Path) -> tuple[TrainConfig, LocalStore]:
@@ -57,16 +55,15 @@ def pages(run: Run) -> list[str]:
     return [file.read_text() for file in sorted(files)]
 
 
-async def test_resumed_run_draws_missing_pictures(tmp_path: Path, record_failures: list):
+async def test_resumed_run_draws_missing_pages(tmp_path: Path, record_failures: list):
     config, store = two_steps(tmp_path)
     async with hollow_run(config, store, 2, 1000.0, None) as (live, _):
         report, batch = await take_step(live, 1)
         await draw_step.fn(live.ref, report, batch)
         await take_step(live, 2)
         drawn = await asyncio.to_thread(artifacts, live.run)
-    assert {path for path in drawn if path.endswith((".png", ".html"))} == {
+    assert {path for path in drawn if path.endswith(".html")} == {
         "timelines/train-00001.html",
-        "distributions/train-00001.png",
     }
     first, second = await store.call("steps")
     assert first.drawn

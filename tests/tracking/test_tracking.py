@@ -6,18 +6,16 @@ import math
 import shutil
 import time
 
-import numpy as np
 import pytest
 from mlflow import MlflowClient
 
 from engines.failures import Failures
-from engines.reports.distributions import StepDistributions
 from engines.reports.trace_events import read_timeline, read_timelines
 from engines.tracking.mlflow_client import MAX_TABLES, require_server
 from engines.tracking.tracker import Tracker, add_to_run
 from schemas.config import TrainConfig
 from schemas.rollout import RequestId, Split
-from schemas.timeline import Activity, MoveKind, MoveRecord, Span, Timeline
+from schemas.timeline import Activity, MoveKind, MoveRecord, RecordedTimeline, Span, Timeline
 from tasks.run.end_killed import end_killed
 from tasks.run.run_dir import claim_run_dir
 from tests.accounting.test_names import HOSTILE
@@ -76,23 +74,18 @@ def test_a_long_run_has_more_tables_than_fit_a_tag(config, client):
     assert shown[-1] == {"path": f"rollouts/train-{MAX_TABLES + 10:05d}.json", "type": "table"}
     assert len(client.list_artifacts(tracker.run_id, "rollouts")) == MAX_TABLES + 10
     # Check that the largest list fits MLflow's limit on tags.
-    longest = {"path": f"distributions/validation-{99999}.json", "type": "table"}
+    longest = {"path": f"timelines/validation-{99999}.json", "type": "table"}
     assert len(json.dumps([longest] * MAX_TABLES)) < 8000
 
 
-def test_a_step_has_a_page_tables_and_a_picture(config, tmp_path, monkeypatch, client):
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+def test_a_step_has_a_page_and_tables(config, client):
     tracker = Tracker(config, None)
     move = MoveRecord(RequestId(Split.TRAIN, 1, "p", 0), 0, 1, MoveKind.MIGRATED, 11.0, 7)
     span = Span(0, Activity.ROLLOUT, "train/1", 10.0, 13.0)
     tracker.log_timeline(Timeline(10.0, 14.0, (0, 1), (span,), (move,)), "train-00001")
-    tracker.log_distributions(StepDistributions(np.array([3, 5]), 8, 0, {}, {}), "train-00001")
     kept = read_timeline(config.run_dir, "train-00001")
     tracker.log_timeline_page(kept, "train-00001", [], {0: (0,)})
     tracker.close("FINISHED")
-    assert not any(temporary.iterdir())
     (recorded,) = read_timelines(config.run_dir)
     assert recorded.timeline.spans == (span,)
     assert recorded.unix_s(time.monotonic()) == pytest.approx(time.time(), abs=1.0)
@@ -106,9 +99,6 @@ def test_a_step_has_a_page_tables_and_a_picture(config, tmp_path, monkeypatch, c
     ]
     timelines = {file.path for file in client.list_artifacts(tracker.run_id, "timelines")}
     assert timelines == {f"timelines/train-00001.{kind}" for kind in ("json", "html")}
-    picture = client.download_artifacts(tracker.run_id, "distributions/train-00001.png")
-    with open(picture, "rb") as file:
-        assert file.read(8) == b"\x89PNG\r\n\x1a\n"
 
 
 def test_known_run_delivers_later_without_a_server(config, client):
@@ -161,18 +151,19 @@ def test_no_name_and_no_text_is_refused(config, client):
 
 
 def test_records_refused_by_mlflow_do_not_end_runs(config, record_failures, client):
-    """Values that are no JSON and pictures that cannot be drawn end nothing either."""
+    """Values that are no JSON and pages that cannot be drawn end nothing either."""
     said = []
     tracker = Tracker(config, None, Failures(config.run_dir, said.append))
     tracker.log_metrics({"x": None}, step=1)
     tracker.log_tags({"a": object()})
-    tracker.log_distributions(None, "train-00001")
+    empty = RecordedTimeline(Timeline(10.0, 14.0, (0,), ()), 0.0)
+    tracker.log_timeline_page(empty, "train-00001", [object()], {})
     tracker.log_metrics({"y": 1.0}, step=1)
     tracker.close("FINISHED")
     assert {what for what, _ in record_failures} == {
         "delivering metrics to MLflow",
         "writing tags for MLflow",
-        "pictures of distributions",
+        "pages of timelines",
     }
     record_failures.clear()
     assert len(said) == 3
