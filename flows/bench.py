@@ -32,10 +32,6 @@ BENCHES = {
         "real runs with random faults: does a run lose, repeat, hang or leave anything behind?",
         "2 to 5 minutes a fault",
     ),
-    "dealing": Bench(
-        "prompts of a recorded run placed on engines by tokens or by passes: which engines wait",
-        "half a minute for the demo",
-    ),
     "deciding": Bench(
         "the time of one decision on all moves, in the middle of a step with many engines",
         "20 seconds",
@@ -108,10 +104,6 @@ BENCHES = {
         "rollouts with history, and without each of its parts: seconds, unchanged tokens",
         "10 minutes for the demo",
     ),
-    "rounds": Bench(
-        "a round of a draft model: does it cost as much after a long text as after a short one?",
-        "2 minutes",
-    ),
     "sampling": Bench(
         "exact sampling and vLLM's sampling: bytes, kernel launches and time of a step",
         "2 minutes",
@@ -131,10 +123,6 @@ BENCHES = {
     "sync": Bench(
         "weight sync from the trainer to two engines: bytes copied, time against plain copies",
         "2 minutes",
-    ),
-    "training": Bench(
-        "training on a recorded step: the seconds of each part",
-        "a minute for the demo",
     ),
 }
 """Modules of `benchmarks` by name, each with `add_arguments`, `measure` and `show`."""
