@@ -282,8 +282,7 @@ def _chunks(con: duckdb.DuckDBPyConnection, steps: Steps, directory: Path) -> li
 
 
 def _read(files: Sequence[Path]) -> str:
-    # Older files may lack columns.
-    return f"read_parquet([{', '.join(map(_quoted, files))}], union_by_name = true)"
+    return f"read_parquet([{', '.join(map(_quoted, files))}])"
 
 
 def _quoted(path: Path) -> str:

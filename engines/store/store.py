@@ -148,8 +148,7 @@ class Store(StepRecords):
         """Return what drafting achieved in the training steps before this one.
 
         Each row is (drafter, policy version, accepted draft tokens, verifications that rejected a
-        draft token). Each drafter has its last `queries.RECENT_VERSIONS` policy versions for which
-        both counts are known.
+        draft token). Each drafter has its last `queries.RECENT_VERSIONS` policy versions.
         """
         return self._fetch_history(queries.DRAFTED, before_step)
 
