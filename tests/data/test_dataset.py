@@ -342,6 +342,7 @@ GOOD, BAD = json.dumps(make_row("hello")), json.dumps(make_row("world", extra_in
         ),
         (f'{{"a": {LONG}}}', "holds a number that is too long: Exceeds the limit"),
     ],
+    ids=lambda text: text[:20],
 )
 def test_unusable_value_is_named(tmp_path, tokenizer, joined, value, message):
     path = tmp_path / "rows.json"
