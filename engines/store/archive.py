@@ -282,7 +282,8 @@ def _chunks(con: duckdb.DuckDBPyConnection, steps: Steps, directory: Path) -> li
 
 
 def _read(files: Sequence[Path]) -> str:
-    return f"read_parquet([{', '.join(map(_quoted, files))}])"
+    # Older files may lack columns.
+    return f"read_parquet([{', '.join(map(_quoted, files))}], union_by_name = true)"
 
 
 def _quoted(path: Path) -> str:

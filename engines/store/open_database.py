@@ -10,7 +10,7 @@ from pathlib import Path
 import duckdb
 
 from engines.durable import is_disk_full
-from engines.store.tables import CREATE, SCHEMA_VERSION
+from engines.store.tables import ADDED, CREATE, SCHEMA_VERSION
 
 OPTIONS: dict[str, str | bool | int | float | list[str]] = {
     "autoinstall_known_extensions": False,
@@ -38,6 +38,8 @@ class Format:
     """SQL that creates the tables."""
     fix: str
     """Advice for the user of a damaged store; `{directory}` stands for its directory."""
+    added: str = ""
+    """SQL that adds columns which older stores of this version lack."""
 
     def damaged(self, path: Path, why: str) -> ValueError:
         """Return the error for a damaged file, with advice."""
@@ -55,7 +57,7 @@ _MEND = (
     "with an older copy or with an empty store. It renames damaged files and deletes nothing. Old "
     "rollouts stay in refrain.archive/*/rollouts.parquet, reports of steps in steps.jsonl"
 )
-RUN = Format("refrain store", SCHEMA_VERSION, CREATE, _MEND)
+RUN = Format("refrain store", SCHEMA_VERSION, CREATE, _MEND, ADDED)
 
 
 def connect(
@@ -157,3 +159,5 @@ def _check_or_create(
             f"{path} has schema version {meta['schema_version']}, but this refrain reads version "
             f"{format.version}. Open it with the release that wrote it, or start a new run"
         )
+    if format.added and not read_only:
+        con.execute(format.added)

@@ -82,6 +82,7 @@ FROM (
     UNION ALL BY NAME
     FROM archived_drafts WHERE $recent
 )
+WHERE rejections IS NOT NULL
 GROUP BY drafter, policy_version
 QUALIFY row_number() OVER (PARTITION BY drafter ORDER BY policy_version DESC) <= {RECENT_VERSIONS}
 ORDER BY drafter, policy_version
@@ -98,7 +99,7 @@ WITH lengths AS (
 ), steps AS (
     SELECT prompt_key, origin_step, median(response_tokens) AS median_tokens,
         max(response_tokens) AS longest_tokens,
-        greatest(1.0, sum(response_tokens) / sum(num_passes))
+        greatest(1.0, sum(response_tokens) / sum(coalesce(num_passes, response_tokens)))
             AS tokens_per_pass,
         row_number() OVER (PARTITION BY prompt_key ORDER BY origin_step DESC) AS age
     FROM lengths

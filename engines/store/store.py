@@ -148,7 +148,8 @@ class Store(StepRecords):
         """Return what drafting achieved in the training steps before this one.
 
         Each row is (drafter, policy version, accepted draft tokens, verifications that rejected a
-        draft token). Each drafter has its last `queries.RECENT_VERSIONS` policy versions.
+        draft token). Each drafter has its last `queries.RECENT_VERSIONS` policy versions for which
+        both counts are known.
         """
         return self._fetch_history(queries.DRAFTED, before_step)
 

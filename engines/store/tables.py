@@ -28,7 +28,7 @@ CREATE TABLE rollouts (
     num_draft_tokens INTEGER NOT NULL,
     num_accepted_tokens INTEGER NOT NULL,
     num_verifications INTEGER NOT NULL,
-    num_rejections INTEGER NOT NULL,         -- verifications that rejected a draft token
+    num_rejections INTEGER,                  -- verifications that rejected a draft token
     started_s DOUBLE NOT NULL,               -- Unix time
     finished_s DOUBLE NOT NULL,
     PRIMARY KEY (split, step, prompt_key, sample_index)
@@ -99,7 +99,7 @@ CREATE TABLE archived_groups (               -- of each prompt's last two steps 
     origin_step INTEGER NOT NULL,
     lengths INTEGER[] NOT NULL,              -- response tokens
     num_scored INTEGER NOT NULL,
-    passes INTEGER[] NOT NULL                -- forward passes of each
+    passes INTEGER[]                         -- forward passes of each; unknown in older archives
 );
 
 CREATE TABLE archived_drafts (               -- of the last policy versions there
@@ -107,9 +107,16 @@ CREATE TABLE archived_drafts (               -- of the last policy versions ther
     policy_version INTEGER NOT NULL,
     drafted BIGINT NOT NULL,                 -- draft tokens that were verified
     accepted BIGINT NOT NULL,
-    rejections BIGINT NOT NULL               -- verifications that rejected one
+    rejections BIGINT                        -- verifications that rejected one
 );
 """
+
+ADDED = """
+ALTER TABLE archived_groups ADD COLUMN IF NOT EXISTS passes INTEGER[];
+ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS num_rejections INTEGER;
+ALTER TABLE archived_drafts ADD COLUMN IF NOT EXISTS rejections BIGINT;
+"""
+"""Columns that older stores of this version lack."""
 
 _SAMPLE = {"prompt_key": pa.string(), "sample_index": pa.int32()}
 _RESPONSE = {"response_token_ids": pa.list_(pa.int32())}

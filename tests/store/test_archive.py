@@ -3,6 +3,7 @@ crash."""
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from shutil import copyfile
 
@@ -281,3 +282,40 @@ def test_a_file_of_the_archive_that_was_cut_is_named(tmp_path):
 
 def test_as_much_of_a_drafter_is_remembered_as_its_health_needs():
     assert queries.RECENT_VERSIONS >= NUM_RECENT
+
+
+@pytest.mark.usefixtures("few")
+def test_an_archive_from_before_passes_were_kept_is_read_on(tmp_path):
+    """Its responses count as many passes as tokens, until their prompts are rolled out again."""
+    path = tmp_path / "old.duckdb"
+    with Store(path) as store:
+        add_steps(store, 1, NUM_STEPS)
+        known = store.length_history()
+        store._con.execute("ALTER TABLE archived_groups DROP COLUMN passes")
+    with Store(path) as store:
+        found = store.length_history()
+        assert {key: replace(of, tokens_per_pass=1.0) for key, of in known.items()} != known
+        live = {key for key, of in found.items() if of == known[key]}
+        assert live
+        assert all(found[key].tokens_per_pass == 1.0 for key in known.keys() - live)
+        add_steps(store, NUM_STEPS + 1, 3 * NUM_STEPS - 1)
+        with Store(tmp_path / "new.duckdb") as new:
+            for step in range(1, 3 * NUM_STEPS):
+                add_step(new, step)
+            assert store.length_history() == new.length_history()
+
+
+@pytest.mark.usefixtures("few")
+def test_old_steps_without_rejections_have_no_acceptance(tmp_path):
+    """Later steps are read beside them. The first of these has a sample of policy version 5."""
+    path = tmp_path / "run.duckdb"
+    with Store(path) as store:
+        add_steps(store, 1, 6)
+        store._con.execute("ALTER TABLE rollouts DROP COLUMN num_rejections")
+        store._con.execute("ALTER TABLE archived_drafts DROP COLUMN rejections")
+    with Store(path) as store:
+        assert store.drafted(7) == []
+        add_steps(store, 7, 12)
+        known = store.drafted(13)
+        assert [version for _, version, _, _ in known] == list(range(5, 12))
+        assert all(rejections > 0 for _, _, _, rejections in known)
