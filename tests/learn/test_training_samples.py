@@ -85,18 +85,6 @@ def test_tokens_are_as_old_as_the_step_that_drew_their_sample_admits(
         check_versions(rollout, VERSION, max_staleness)
 
 
-def test_sample_with_old_tokens_is_named() -> None:
-    versions, origins = [[6, 7], [5, 7]], [VERSION + 1, VERSION + 1]
-    with pytest.raises(
-        StalenessError, match=r"sample 11 of prompt prompt1, planned for step 8"
-    ) as e:
-        check_versions(make_rollouts(versions, origins)[1], VERSION, 1)
-    assert "versions 5 to 7; policy version 7 is trained on versions 6 to 7" in str(e.value)
-    assert isinstance(e.value, ValueError)
-    check_versions(make_rollouts(versions, [8, 7])[1], VERSION, 1)
-    check_versions(make_rollouts(versions, origins)[1], VERSION, 2)
-
-
 def test_a_deferred_sample_is_trained_on_whole() -> None:
     """The trainer counts all tokens, including those generated before the sample was deferred."""
     samples, metrics = samples_of(make_rollouts([[5, 5, 6], [6, 6]], [VERSION, VERSION + 1]))
