@@ -73,8 +73,8 @@ def diffs() -> dict[str, str]:
 def patched(diff: str, directory: Path) -> Path:
     """Return a copy of the tree with the diff."""
     for folder in FOLDERS:
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(REPOSITORY / folder, directory / folder, ignore=ignored)
+        # With `__pycache__`: numba would need half a minute to compile everything again.
+        shutil.copytree(REPOSITORY / folder, directory / folder)
     subprocess.run(
         ["git", "apply", "-"], input=diff, text=True, cwd=directory, check=True, timeout=60.0
     )

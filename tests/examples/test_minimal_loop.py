@@ -3,8 +3,10 @@ without drafts."""
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,17 +35,24 @@ class Step(NamedTuple):
 def steps_of(*options: str, directory: Path = REPOSITORY) -> list[Step]:
     """Run the loop in a copy of the repository, and return what it printed."""
     script = directory / "examples" / "minimal_loop.py"
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, str(script), *SMALL, *options],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=540.0,
         cwd=directory,
         env={**os.environ, "PYTHONPATH": str(directory)},
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    try:
+        output, errors = process.communicate(timeout=540.0)
+    finally:
+        # The engine's process may outlive the loop if that is killed.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output + errors
     types = (int, float, int, int, float, str)
-    lines = LINE.findall(done.stdout)
+    lines = LINE.findall(output)
     return [Step(*(of(text) for of, text in zip(types, line, strict=True))) for line in lines]
 
 
