@@ -72,7 +72,9 @@ def print_plan(plan: "RunPlan") -> None:
         print(f"resumed with {change}")
     for note in plan.notes:
         print(note)
-    print(f"{plan.config.name}: {plan.inputs.loader.num_steps} steps. All is well.")
+    datasets, steps = plan.inputs.datasets.items(), plan.inputs.loader.num_steps
+    sizes = ", ".join(f"{len(data.prompts)} {split}" for split, data in datasets)
+    print(f"{plan.config.name}: {sizes} prompts, {steps} steps. All is well.")
     for name, value in parts(plan).items():
         print(f"  {name:<12}{value}")
     for warning in plan.inputs.warnings:
@@ -90,18 +92,17 @@ def print_plan(plan: "RunPlan") -> None:
 def parts(plan: "RunPlan") -> dict[str, str]:
     """Return the parts of a plan and their values, to read."""
     config, addresses, rollout = plan.config, plan.addresses, plan.config.rollout
-    datasets = plan.inputs.datasets.items()
-    turns = ", which take turns on the same GPUs" if config.takes_turns else ""
+    num_ranks = config.trainer.num_processes
+    where = "takes turns with the engines" if config.takes_turns else "apart from the engines"
     drafters = [f"{model.num_engines} of {model.name}" for model in config.specactor.draft_models]
     mlflow, prefect = addresses.mlflow, addresses.prefect
     return {
         "run": f"{config.run_dir}, {_start(plan)}",
         "model": f"{config.model.path} in {config.model.dtype}",
-        "prompts": ", ".join(f"{len(data.prompts)} {split}" for split, data in datasets),
         "mode": f"{config.mode}, {config.prompts_per_step} prompts x {rollout.group_size} a step",
         "engines": f"{rollout.num_engines} of TP {rollout.tp_degree}",
         "drafters": ", ".join(drafters) or "no draft models",
-        "trainer": f"{config.trainer.num_processes} processes beside the engines{turns}",
+        "trainer": f"{num_ranks} {'rank' if num_ranks == 1 else 'ranks'}, {where}",
         "profile": config.profile or "none: engines measure their steps",
         "store": str(addresses.store),
         "Ray": "this machine" if addresses.ray == "local" else addresses.ray,

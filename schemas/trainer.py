@@ -102,8 +102,8 @@ class TrainerConfig(Frozen):
             )
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(
-                f"min_learning_rate ({self.min_learning_rate:g}) is above learning_rate "
-                f"({self.learning_rate:g}), where the decay begins: lower it"
+                f"trainer.min_learning_rate ({self.min_learning_rate:g}) is above "
+                f"trainer.learning_rate ({self.learning_rate:g}), where the decay begins: lower it"
             )
         return self
 

@@ -13,8 +13,8 @@ Deviations:
   coefficients of V and D (line 5). V' and beta depend on the window that they bound, and alpha is 0
   for lookups. With tau_w the bound loses nothing: beyond it TGS = tau_w / (w D), which falls. With
   the exact expectation it can lose, because no drafter is so fast that a step always finds the next
-  whole window (`tests/specactor/test_planner.py`). Here every window
-  up to `max_window` is tried.
+  whole window (`tests/specactor/test_planner.py`). Here windows end where one more token of window
+  changes nothing. `split_gpus` tries all windows: a longer one may still be faster.
 - V is not the time of a full window. A step verifies what has arrived
   (`engines.latency.drafting_pace`).
 - A drafter takes one GPU, and g_d of them share the requests of a group.
@@ -28,9 +28,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from engines.latency.drafting_pace import decoupled_paces
+from engines.latency.drafting_pace import decoupled_paces, pace
 from engines.latency.forecast import step_s
 from engines.latency.interface import Latency
+from schemas.rollout import DraftSetting
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,8 @@ def plan_decoupled(
         # Each drafter drafts for its share of the batch.
         token_s = latency.draft_s(drafter, math.ceil(batch / drafter_gpus), 1)
         paces = decoupled_paces(drafter, acceptance, token_s, verify_s, max_window)
-        for setting, pace in paces.items():
-            speed = num_requests * pace.tokens_per_s
+        for setting, of in paces.items():
+            speed = num_requests * of.tokens_per_s
             if speed > best.tokens_per_s:
                 best = ExecutionPlan(drafter_gpus, verifier_gpus, setting.window, speed)
     if best.coupled:
@@ -156,9 +157,9 @@ def split_gpus(
         # The drafter with the most engines sets the pace.
         drafted_s = token_s(math.ceil(num_engines / num_drafters) * batch)
         verify_s = partial(verified_s, batch)
-        paces = decoupled_paces(drafter, acceptance, drafted_s, verify_s, max_window)
-        for setting, pace in paces.items():
-            speed, window = at_once * pace.tokens_per_s, setting.window
+        for window in range(1, max_window + 1):
+            setting = DraftSetting(drafter, window, coupled=False)
+            speed = at_once * pace((setting, acceptance), drafted_s, verify_s).tokens_per_s
             if speed > best.tokens_per_s:
                 best = GpuSplit(num_engines, num_drafters, window, batch, speed, plain)
     if not best.num_drafters:

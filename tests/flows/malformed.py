@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Union
 
@@ -97,6 +98,7 @@ WRONG: dict[Any, list[Any]] = {
     str: [5, [], {"a": 1}, 1.5, "a\0b"],
     Path: [5, [], {"a": 1}, 1.5, "a\0b"],
     SecretUrl: [5, [], {"a": 1}, 1.5, "a\0b"],
+    datetime: ["text", [], {}, "2026-13-01"],
     tuple: [5, "text", {"a": 1}, [[]], [{}], [None]],
     dict: [5, "text", [1, 2], 1.5],
     Literal: ["other", 5, [], {}, 1.5],

@@ -31,7 +31,7 @@ T = ("trace.parquet",)
         (("--paper", "pat", "--policies", "even,even+ngram:4"), "leave the drafter out"),
         (
             ("--paper", "pat", "--steps", "101"),
-            "printed_16k has no step 101; its steps are 1 to 100",
+            "pat has no step 101; its steps are 1 to 100",
         ),
         ((*T, *H100, "--seed", "1"), "leave it out with a TRACE"),
         ((*T, *H100, "--hardware", "TPU"), "--hardware 'TPU' is unknown; known: A40, H100"),

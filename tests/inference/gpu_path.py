@@ -155,9 +155,8 @@ def started(num_plans: int) -> dict[str, int]:
         free = total - others
         weights, kv_cache = random.uniform(1e9, 150e9), random.uniform(1e9, 60e9)
         degrees = random.choice([(1, 2), (2, 4, 8), (1, 8), (4, 8)])
-        wanted = random.choice(["auto", "resident", "reloaded"])
         try:
-            parked = plan_parked_weights(wanted, weights, degrees, kv_cache, free)
+            parked = plan_parked_weights(weights, degrees, kv_cache, free)
         except ValueError:
             counts["refused"] += 1
             continue

@@ -105,7 +105,9 @@ def test_a_decay_has_an_end_below_its_beginning() -> None:
     TrainerConfig.model_validate({"decay": "cosine", "decay_steps": 9})
     with pytest.raises(ValidationError, match="decay is cosine and decay_steps is not given"):
         TrainerConfig.model_validate({"decay": "cosine"})
-    with pytest.raises(ValidationError, match=r"min_learning_rate \(0.1\) is above learning_rate"):
+    with pytest.raises(
+        ValidationError, match=r"min_learning_rate \(0.1\) is above trainer.learning_rate"
+    ):
         TrainerConfig.model_validate({"min_learning_rate": 0.1})
 
 

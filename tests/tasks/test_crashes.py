@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from flows import train as flow
 from schemas.config import TrainConfig
 from tasks.run.advice import TaskFailed
 from tasks.run.crashes import CRASHES_FILE, is_crash, note_crash, read_crashes
+from tasks.run.plan import RunPlan
 from tasks.run.ray_cluster import RayDied
 
 
@@ -96,36 +98,40 @@ class Tries:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: BaseException | None) -> None:
         self.ends, self.made = list(ends), []
         monkeypatch.setattr(flow, "_train", self.make)
+        monkeypatch.setattr(flow, "plan_again", lambda plan: replace(plan, resume=True))
 
-    async def make(self, config: TrainConfig, resume: bool, started: float, goes_on: str) -> str:
+    async def make(self, plan: RunPlan, started: float, goes_on: str) -> str:
         del started
-        self.made.append((resume, goes_on.partition(";")[0]))
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        (config.run_dir / "config.json").touch()
+        self.made.append((plan.resume, goes_on.partition(";")[0]))
+        plan.config.run_dir.mkdir(parents=True, exist_ok=True)
+        (plan.config.run_dir / "config.json").touch()
         if end := self.ends.pop(0):
             raise end
         return "summary"
 
 
-def config(tmp_path: Path, max_failures: int) -> TrainConfig:
+def plan(tmp_path: Path, max_failures: int, *, resume: bool = False) -> RunPlan:
+    """Return a plan whose inputs nobody reads."""
     values: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": ["d"]}}
     trainer = {"max_failures": max_failures}
-    return TrainConfig.model_validate(values | {"runs_dir": tmp_path, "trainer": trainer})
+    config = TrainConfig.model_validate(values | {"runs_dir": tmp_path, "trainer": trainer})
+    unread: Any = None
+    return RunPlan(config, inputs=unread, memory=unread, addresses=unread, resume=resume)
 
 
 async def test_each_try_behind_the_first_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries = Tries(monkeypatch, CRASHES["rank"], CRASHES["ray"], None)
-    given = config(tmp_path, 2)
-    assert await flow._train_on(given, False) == "summary"
+    given = plan(tmp_path, 2)
+    assert await flow._train_on(given) == "summary"
     why = [
         f"crashed after step 0: {type(error).__name__}"
         for error in (CRASHES["rank"], CRASHES["ray"])
     ]
     assert [resume for resume, _ in tries.made] == [False, True, True]
     assert all(told.startswith(why) for (_, told), why in zip(tries.made, ["", *why], strict=True))
-    assert [crash.error for crash in read_crashes(given.run_dir)] == [
+    assert [crash.error for crash in read_crashes(given.config.run_dir)] == [
         f"{type(error).__name__}: {error}" for error in (CRASHES["rank"], CRASHES["ray"])
     ]
 
@@ -136,7 +142,7 @@ async def test_the_last_crash_is_raised(
 ) -> None:
     tries = Tries(monkeypatch, *[EngineDied(0, "killed") for _ in range(9)])
     with pytest.raises(EngineDied):
-        await flow._train_on(config(tmp_path, max_failures), False)
+        await flow._train_on(plan(tmp_path, max_failures))
     assert len(tries.made) == max_failures + 1
 
 
@@ -148,7 +154,7 @@ async def test_others_are_raised_at_once(
 ) -> None:
     tries = Tries(monkeypatch, CRASHES["ray"], end)
     with pytest.raises(type(end)):
-        await flow._train_on(config(tmp_path, 3), True)
+        await flow._train_on(plan(tmp_path, 3, resume=True))
     assert len(tries.made) == 2
 
 
@@ -166,7 +172,7 @@ async def test_a_crash_on_the_way_out_is_not_tried_again(
             raise RayDied("gone")
 
     monkeypatch.setattr(flow, "_train", cancelled)
-    run = asyncio.create_task(flow._train_on(config(tmp_path, 3), False))
+    run = asyncio.create_task(flow._train_on(plan(tmp_path, 3)))
     await asyncio.sleep(0.05)
     run.cancel()
     with pytest.raises(RayDied):
@@ -182,7 +188,7 @@ async def test_a_run_that_has_not_begun_is_not_tried_again(
 
     monkeypatch.setattr(flow, "_train", fails)
     with pytest.raises(RayDied):
-        await flow._train_on(config(tmp_path, 3), False)
+        await flow._train_on(plan(tmp_path, 3))
     assert not (tmp_path / "run").exists()
 
 
