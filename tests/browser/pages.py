@@ -67,6 +67,14 @@ class Browser:
 
         return self.until(shown, xpath, timeout_s)
 
+    def enter(self, xpath: str) -> None:
+        """Look into a frame of the page."""
+        self.driver.switch_to.frame(self.find(xpath))
+
+    def leave(self) -> None:
+        """Look at the whole page again."""
+        self.driver.switch_to.default_content()
+
     def see(self, *texts: str, timeout_s: float = PATIENCE_S) -> None:
         """Wait until the page shows all texts."""
         for text in texts:

@@ -364,10 +364,11 @@ def look_at_mlflow(browser: Browser, ui: Ui) -> None:
         browser.click(f"//*[normalize-space(text())='{folder}']")
         browser.see_no("//*[normalize-space(text())='train-00002.json']")
     browser.click("//*[normalize-space(text())='timelines']")
-    browser.click("//*[normalize-space(text())='train-00002.png']")
-    browser.see("timelines/train-00002.png")
-    picture = browser.find("//img[starts-with(@src, 'blob:')]")
-    browser.until(lambda: int(picture.get_property("naturalWidth")) > 500, "a picture")
+    browser.click("//*[normalize-space(text())='train-00002.html']")
+    browser.see("timelines/train-00002.html")
+    browser.enter("//iframe")
+    browser.find("//*[name()='svg'][@id='chart']//*[name()='rect']")
+    browser.leave()
 
 
 def check_files(run_dir: Path) -> None:
