@@ -220,7 +220,7 @@ def assert_gpus_are_of_one_node(two_nodes: TwoNodes) -> None:
     held = printed_by("tests.flows.pools", two_nodes)
     assert len(set(held["nodes"])) == 2
     assert held["gpu_ids"] == [[0, 1], [0, 1]]
-    assert "1 GPUs of one node" in held["refusal"]
+    assert "no node had 1 free GPUs" in held["refusal"]
     assert len(set(held["ranks"])) == 1, "the trainer ranks are on two nodes"
     assert held["engine"] not in held["ranks"]
 
