@@ -63,7 +63,9 @@ def _check_generation_config(path: Path) -> None:
         ) from error
 
 
-def check_head_known(given: ModelConfig | Path, max_tokens: int | None = None) -> tuple[str, ...]:
+def check_against_transformers(
+    given: ModelConfig | Path, max_tokens: int | None = None
+) -> tuple[str, ...]:
     """Raise ValueError when the head or the layers of the trainer would compute other
     log-probabilities than the model's. Return warnings when they could not be compared.
 

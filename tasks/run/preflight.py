@@ -26,8 +26,8 @@ from schemas.latency import PointKind
 from schemas.rollout import Split
 from schemas.secret import fill_in, secrets_of
 from tasks.run.model_inputs import (
+    check_against_transformers,
     check_draft_models,
-    check_head_known,
     check_lora,
     check_model,
     check_prompts_have_rows,
@@ -140,7 +140,7 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     own_functions(config.algorithm.file)
     unseen = check_model(config.model)
     check_engine_fits(config)
-    unseen += check_head_known(config.model, config.max_model_len)
+    unseen += check_against_transformers(config.model, config.max_model_len)
     unseen += check_lora(config.model, config.trainer.lora)
     check_ways_of_weights(config)
     check_draft_models(

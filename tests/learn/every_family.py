@@ -153,7 +153,7 @@ def verdict(copy: SmallCopy, changed: Mapping[str, Any]) -> tuple[str, str]:
         return RIGHT, f"{worst:.1g}"
     try:
         check_fidelity(made, longest)
-    except Exception as error:  # `check_head_known` turns any of these into a ValueError.
+    except Exception as error:  # `check_against_transformers` turns any of these into a ValueError.
         return REFUSED, str(error)
     raise AssertionError(
         f"{made.model_type} {dict(changed)}: wrong by {worst:.2g}, accepted. {why}"

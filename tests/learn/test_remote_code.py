@@ -11,7 +11,7 @@ from transformers import dynamic_module_utils
 from engines.data.dataset import load_tokenizer
 from flows.cli import main
 from schemas.inputs import ModelConfig
-from tasks.run.model_inputs import check_head_known, check_model
+from tasks.run.model_inputs import check_against_transformers, check_model
 from tests.flows.commands import altered_model, write_config
 
 CODE = """
@@ -67,7 +67,7 @@ def test_code_that_is_not_trusted_does_not_run(model: Path, marker: Path) -> Non
     with pytest.raises(ValueError, match=SENTENCE):
         check_model(ModelConfig(path=model))
     with pytest.raises(ValueError, match=SENTENCE):
-        check_head_known(ModelConfig(path=model))
+        check_against_transformers(ModelConfig(path=model))
     with pytest.raises(ValueError, match=SENTENCE):
         load_tokenizer(model)
     assert not marker.exists()
@@ -77,7 +77,7 @@ def test_code_that_is_trusted_runs(model: Path, marker: Path) -> None:
     trusted = ModelConfig(path=model, trust_remote_code=True)
     check_model(trusted)
     assert marker.exists()
-    assert check_head_known(trusted) == ()
+    assert check_against_transformers(trusted) == ()
     assert type(load_tokenizer(model, trust_remote_code=True)).__name__ == "OwnTokenizer"
 
 
