@@ -130,15 +130,6 @@ class BatchForecast:
         ]
 
 
-def finish_s(
-    latency: Latency, tp_degree: int, requests: Sequence[Unfinished], *, max_num_seqs: int = 256
-) -> float:
-    """Return the seconds until one engine has finished all these requests; 0.0 without any."""
-    if not requests:
-        return 0.0
-    return forecast(latency, tp_degree, fields_of(requests), max_num_seqs=max_num_seqs).finish_s
-
-
 def fields_of(requests: Sequence[Unfinished]) -> np.ndarray:
     """Return the fields of each request, float64 [R, 5]."""
     return np.array(

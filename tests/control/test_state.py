@@ -6,7 +6,7 @@ import pytest
 
 from engines.control.effects import deal, working
 from engines.control.objective import FewestGpuSeconds, SoonestEnd
-from engines.latency.forecast import Unfinished, finish_s
+from engines.latency.forecast import Unfinished
 from engines.rollout.moves import Defer, Migrate, Race, Reshape
 from schemas.drafting import HISTORY
 from schemas.rollout import DraftProgress, DraftSetting
@@ -24,6 +24,7 @@ from tests.control.scenes import (
     told,
     view_of,
 )
+from tests.latency.machines import finish_s
 
 TOKENS = {0: {1: 7000, 2: 4000}, 1: {3: 7500}, 2: {}, 3: {4: 1000}}
 

@@ -15,9 +15,10 @@ from benchmarks.papers.settings import LinearLatency
 from engines.histopipe.even_ends import cut_evenly, step_requests_of
 from engines.histopipe.passes import fit_passes
 from engines.histopipe.placement import deal_groups, end_together, place_prompts, time_rollouts
-from engines.latency.forecast import Unfinished, finish_s
+from engines.latency.forecast import Unfinished
 from engines.simulate.run_config import run_config
 from schemas.rollout import LengthHistory
+from tests.latency.machines import finish_s
 
 GROUP, PROMPT_TOKENS = 4, 256
 lengths_of = st.lists(st.integers(1, 2000), min_size=1, max_size=7)

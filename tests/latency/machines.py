@@ -1,9 +1,11 @@
 """Profiles of fictitious machines."""
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
+from engines.latency.forecast import Unfinished, fields_of, forecast
 from engines.latency.interface import Latency
 from schemas.latency import PointKind, Profile, ProfilePoint
 
@@ -73,3 +75,12 @@ def profile_of(points) -> Profile:
         created_s=0.0,
         versions={"refrain": "0"},
     )
+
+
+def finish_s(
+    latency: Latency, tp_degree: int, requests: Sequence[Unfinished], *, max_num_seqs: int = 256
+) -> float:
+    """Return the seconds until one engine has finished all these requests; 0.0 without any."""
+    if not requests:
+        return 0.0
+    return forecast(latency, tp_degree, fields_of(requests), max_num_seqs=max_num_seqs).finish_s

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from engines.latency.analytic import AnalyticLatency
 from engines.latency.fitted import FittedLatency
-from engines.latency.forecast import MAX_SEGMENTS, Unfinished, fields_of, finish_s, forecast, step_s
+from engines.latency.forecast import MAX_SEGMENTS, Unfinished, fields_of, forecast, step_s
 from engines.latency.hardware import A40
 from engines.latency.model_shape import SHAPES
-from tests.latency.machines import AffineMachine, measure
+from tests.latency.machines import AffineMachine, finish_s, measure
 from tests.simulate.latencies import LinearLatency
 
 AFFINE = AffineMachine()
