@@ -202,7 +202,7 @@ def test_a_closed_terminal_ends_a_run_without_a_traceback(start: Any, tmp_path: 
     )  # fmt: skip
     os.close(terminal)
     said = b""
-    while b"begun" not in said:
+    while b"begun\r\n" not in said:
         said += os.read(ours, 1000)
     os.close(ours)
     assert process.wait(TIMEOUT_S) == 130
