@@ -6,6 +6,8 @@ and hand weights from the trainer to it.
     stock    unchanged vLLM: its own runner, asynchronous scheduling
     off      refrain without drafts; takes turns with the trainer
     on       refrain with drafts
+    slow     as `off`, but vLLM schedules each step (see `decode_steps`)
+    mp       as `off`, but the worker has a process of its own; only on cards with much memory
 """
 
 import statistics
@@ -33,6 +35,7 @@ MOST_FLIPS = 0.05
 KV_CACHE_BYTES = 2**28 if REHEARSAL else 11 * 2**30
 SHARE = 0.92 if REHEARSAL else 0.25
 """Share of the GPU's memory that must be free when an engine starts."""
+MUCH_MEMORY = 120e9
 RollOut = Callable[[list], tuple[Any, float]]
 
 
@@ -69,6 +72,9 @@ class Fleet:
     def __getitem__(self, name: str) -> Any:
         return self._engines[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._engines
+
     @contextmanager
     def started(self) -> Iterator["Fleet"]:
         from engines.inference.engine.vllm_engine import VLLMEngine
@@ -78,7 +84,10 @@ class Fleet:
             "off": (VLLMEngine, self._config(False, takes_turns=True)),
             "on": (VLLMEngine, self._config(True, history_dir=self.history)),
             "stock": (_stock(), self._config(False)),
+            "slow": (_other("tests.gpu.slow_scheduler.make_scheduler"), self._config(False)),
         }
+        if _card_bytes() >= MUCH_MEMORY:
+            kinds["mp"] = (_other(distributed_executor_backend="mp"), self._config(False))
         with all_started(list(kinds.values())) as engines:
             self._engines = dict(zip(kinds, engines, strict=True))
             yield self
@@ -92,6 +101,24 @@ class Fleet:
         return self.config.engine.model_copy(
             update={"rollout": rollout, "drafting": drafting, **changes}
         )
+
+
+def _other(scheduler_cls: str = "", **args: Any) -> Any:
+    """Return refrain's engine with other arguments of vLLM."""
+    from engines.inference.engine.vllm_engine import VLLMEngine
+
+    if scheduler_cls:
+        args["scheduler_cls"] = scheduler_cls
+
+    class Other(VLLMEngine):
+        def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
+            return super()._engine_args(on_cpu) | args
+
+    return Other
+
+
+def _card_bytes() -> int:
+    return 0 if REHEARSAL else torch.cuda.mem_get_info()[1]
 
 
 def _stock() -> Any:
@@ -117,7 +144,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[Fle
         yield fleet
 
 
-@needs("cuda", "vllm", "transformers", "numba", seconds=200)
+@needs("cuda", "vllm", "transformers", "numba", seconds=240)
 @pytest.mark.parametrize("name", ["off", "on", "stock"])
 def test_start_and_weights(name: str, fleet: Fleet, figures: Callable) -> None:
     """The engines start in parallel, so the first test waits for all of them."""
@@ -214,6 +241,30 @@ def _in_batches(engine: Any) -> RollOut:
             engine.engine.in_batches = False
 
     return roll_out
+
+
+@needs("cuda", "vllm", "transformers", "numba", seconds=40)
+@pytest.mark.parametrize("num_rows", [FEW, NUM_PROMPTS * GROUP_SIZE])
+def test_what_scheduling_costs(num_rows: int, fleet: Fleet, figures: Callable) -> None:
+    """A step with our scheduling, with vLLM's, and with the worker in a process of its own.
+
+    The tokens are the same.
+    """
+    from tests.gpu.local_engine import parted
+
+    names = [name for name in ("off", "slow", "mp") if name in fleet]
+    for name in names[1:]:
+        fleet[name].wait(fleet[name].engine.load_weights(fleet.weights))
+    rows = {name: fleet[name].roll_out(fleet.requests(0)[:num_rows])[0] for name in names}
+    speeds = _in_turn(
+        {name: fleet[name].roll_out for name in names},
+        lambda lap: fleet.requests(300 + lap)[:num_rows],
+    )
+    for name, speed in speeds.items():
+        figures(**{f"step_{name}_{num_rows}_rows_ms": 1e3 * num_rows / speed})
+        num_flips, num = parted(rows[name], rows["off"])
+        figures(**{f"flips_step_{name}_{num_rows}_rows_per_million": 1e6 * num_flips / num})
+        assert num_flips <= (0 if REHEARSAL else MOST_FLIPS * num)
 
 
 def _in_turn(ways: dict[str, RollOut], requests_of: Callable[[int], list]) -> dict[str, float]:

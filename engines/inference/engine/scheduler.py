@@ -3,21 +3,23 @@
 - All requests of one submission start in the same step (`arrivals`).
 - Responses end at stop strings (`stopping`).
 - Outputs are buffered (`output_buffer`).
+- Steps that only decode take a short way (`decode_steps`).
 - Long canaries are scored in chunks.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from engines.inference.engine.arrivals import BATCH, Arrivals
-from engines.inference.engine.output_buffer import OutputBuffer
+from engines.inference.engine.decode_steps import DecodeSteps, Rollout
 from engines.inference.engine.stopping import STOP, StopStrings
 
 SCORED_TOKENS = 256
@@ -27,20 +29,20 @@ Each scored token needs logits over the whole vocabulary, for which vLLM reserve
 vocabulary of 150,000 this many tokens take 0.4 GB.
 """
 
-_Base = Scheduler if TYPE_CHECKING else object
 
-
-class _Holding(_Base):
+class _Holding(DecodeSteps):
     """Mixin with these extensions, for both of vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._buffers: dict[int, OutputBuffer] = defaultdict(OutputBuffer)
-        """Buffered outputs of each front end."""
         self._streamed: set[str] = set()
         """Unfinished requests whose front end wants each token at once."""
         self._scored: set[str] = set()
         """Unfinished requests that score more prompt tokens than fit into one step."""
+        self._rollouts: dict[str, Rollout] = {}
+        """Unfinished requests that only generate tokens."""
+        self._decoding: dict[str, Rollout] = {}
+        """Those of them whose next tokens need vLLM only if they end the request."""
         self._arrivals = Arrivals()
         self._stop_strings = cache(self._stop_strings_of)
 
@@ -53,6 +55,8 @@ class _Holding(_Base):
             super().add_request(request)
             if request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY:
                 self._streamed.add(request.request_id)
+            elif rollout := Rollout.of(request, self._stops_of(request), self.max_model_len):
+                self._rollouts[request.request_id] = rollout
             scored = request.sampling_params.prompt_logprobs is not None
             if scored and request.num_prompt_tokens > SCORED_TOKENS:
                 self._scored.add(request.request_id)
@@ -63,25 +67,43 @@ class _Holding(_Base):
         if self._scored:
             self.max_num_scheduled_tokens = min(whole, SCORED_TOKENS)
         try:
-            return super().schedule(throttle_prefills)
+            return self._decode_step() or super().schedule(throttle_prefills)
         finally:
             self.max_num_scheduled_tokens = whole
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
-        steps = super().update_from_output(scheduler_output, model_runner_output)
-        for front_end, step in steps.items():
+        others = self._append_tokens(scheduler_output, model_runner_output, self._decoding)
+        rest = replace(scheduler_output, num_scheduled_tokens=others)
+        steps = super().update_from_output(rest, model_runner_output)
+        self._sort(others)
+        for front_end in self._buffers.keys() | steps.keys():
+            step = steps.setdefault(front_end, EngineCoreOutputs())
             step.outputs = self._buffers[front_end].outputs_after(step.outputs, self._streamed)
         self._streamed &= self.requests.keys()
         return {front_end: step for front_end, step in steps.items() if _says_something(step)}
+
+    def _sort(self, ids: Iterable[str]) -> None:
+        """Forget those of these requests that have ended, and note which ones decode."""
+        for id in ids:
+            if id not in self.requests:
+                self._rollouts.pop(id, None)
+            rollout = self._rollouts.get(id)
+            if rollout is not None and rollout.decodes:
+                self._decoding[id] = rollout
+            else:
+                self._decoding.pop(id, None)
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        self._sort([request.request_id])
 
     def _update_request_with_output(
         self, request: Any, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
         update = partial(super()._update_request_with_output, request, is_stale=is_stale)
-        if not (stop := (request.sampling_params.extra_args or {}).get(STOP)):
+        if (stops := self._stops_of(request)) is None:
             return update(new_token_ids)
-        num_prompt_tokens, *strings = stop
-        stops = self._stop_strings(tuple(strings))
+        num_prompt_tokens = request.sampling_params.extra_args[STOP][0]
         first = max(num_prompt_tokens, request.num_tokens - stops.num_tokens_before)
         num_kept = stops.num_kept(request.all_token_ids[first:], new_token_ids)
         kept, stopped = update(new_token_ids[:num_kept])
@@ -89,6 +111,11 @@ class _Holding(_Base):
         if num_kept is not None and len(kept) == num_kept:
             request.status, stopped = RequestStatus.FINISHED_STOPPED, True
         return kept, stopped
+
+    def _stops_of(self, request: Any) -> StopStrings | None:
+        """Return the stop strings of a request, or None."""
+        stop = (request.sampling_params.extra_args or {}).get(STOP)
+        return self._stop_strings(tuple(stop[1:])) if stop else None
 
     def _stop_strings_of(self, strings: tuple[str, ...]) -> StopStrings:
         from vllm.tokenizers import cached_tokenizer_from_config
@@ -99,6 +126,7 @@ class _Holding(_Base):
     def finish_requests(self, request_ids: Any, finished_status: Any) -> list[Any]:
         self._begin(self._arrivals.begin_at_once())
         ended = super().finish_requests(request_ids, finished_status)
+        self._sort([request.request_id for request in ended])
         for buffer in self._buffers.values():
             buffer.forget([request.request_id for request in ended])
         return ended

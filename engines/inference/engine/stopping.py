@@ -41,6 +41,10 @@ class StopStrings:
                     return end - len(before)
         return None
 
+    def may_end_in(self, new: Sequence[int]) -> bool:
+        """Return whether one of these tokens could complete a stop string."""
+        return any(map(self._may_complete, new))
+
     @property
     def num_tokens_before(self) -> int:
         """Most tokens of a stop string before the one that completes it."""

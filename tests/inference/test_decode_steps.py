@@ -1,0 +1,165 @@
+"""The fast steps of our schedulers are the steps that vLLM's schedulers build.
+
+Both run side by side on the same requests, with arrivals, aborts, drafts, stop tokens and a KV
+cache that is too small for all. They must schedule the same and report the same tokens.
+"""
+
+import os
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from benchmarks.scheduling import (
+    BLOCK_TOKENS,
+    Core,
+    FakeRunner,
+    make_request,
+    make_scheduler,
+    token_of,
+    vllm_config,
+)
+
+pytestmark = pytest.mark.engine
+MAX_DRAFT, MAX_ROWS = 5, 12
+STOPS = 40
+"""One token in this many ends its request."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def v1_runner() -> Iterator[None]:
+    with patch.dict(os.environ, {"VLLM_USE_V2_MODEL_RUNNER": "0"}):
+        yield
+
+
+@dataclass
+class Told:
+    """All that the front end was told of a request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    end: Any = None
+    num_cached: Any = None
+
+
+class Side:
+    """A scheduler at work, and what it has reported."""
+
+    def __init__(self, kind: Any, is_async: bool, drafts: bool, num_blocks: int) -> None:
+        config = vllm_config(
+            is_async=is_async,
+            max_draft=MAX_DRAFT if drafts else 0,
+            max_num_seqs=MAX_ROWS,
+            max_num_batched_tokens=256,
+        )
+        self.scheduler = make_scheduler(kind, config, num_blocks)
+        self.core = Core(self.scheduler, FakeRunner(STOPS, drafted))
+        self.told: dict[str, Told] = defaultdict(Told)
+        self.num_fast = 0
+
+    def step(self) -> tuple[Any, ...]:
+        """Run a step. Return what was scheduled, and which requests ended."""
+        step, outputs = self.core.step()
+        for one in outputs:
+            told = self.told[one.request_id]
+            told.tokens += one.new_token_ids
+            told.logprobs += one.new_logprobs.logprobs[:, 0].tolist()
+            stats = one.prefill_stats
+            told.num_cached = stats.num_cached_tokens if stats else told.num_cached
+            if one.finished:
+                drafting = one.spec_decode_metrics
+                told.end = (one.finish_reason, one.stop_reason, drafting and vars(drafting))
+        ended = sorted(one.request_id for one in outputs if one.finished)
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return scheduled(step), ended, free
+
+
+def scheduled(step: Any) -> tuple[Any, ...]:
+    cached = step.scheduled_cached_reqs
+    return (
+        step.num_scheduled_tokens,
+        step.total_num_scheduled_tokens,
+        step.scheduled_spec_decode_tokens,
+        step.finished_req_ids,
+        step.preempted_req_ids,
+        [(new.req_id, new.prompt_token_ids, new.block_ids) for new in step.scheduled_new_reqs],
+        cached.req_ids,
+        cached.resumed_req_ids,
+        cached.new_block_ids,
+        cached.num_computed_tokens,
+        cached.num_output_tokens,
+        {id: list(tokens) for id, tokens in cached.all_token_ids.items()},
+        step.num_spec_tokens_to_schedule,
+        step.has_structured_output_requests,
+        step.pending_structured_output_tokens,
+    )
+
+
+def drafted(id: str, num_tokens: int) -> list[int]:
+    """Return drafts of random length that are right up to a random place."""
+    rng = random.Random(f"{id}/{num_tokens}")
+    drafts = [token_of(id, num_tokens + i, STOPS) for i in range(rng.randint(0, MAX_DRAFT))]
+    return [t if i < (right := rng.randint(0, 9)) else right + 2 for i, t in enumerate(drafts)]
+
+
+def kinds(is_async: bool) -> tuple[Any, Any]:
+    """Return vLLM's scheduler class and ours."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from engines.inference.engine.scheduler import HoldingAsyncScheduler, HoldingScheduler
+
+    return (AsyncScheduler, HoldingAsyncScheduler) if is_async else (Scheduler, HoldingScheduler)
+
+
+def both(is_async: bool, drafts: bool, num_blocks: int) -> tuple[Side, Side]:
+    vllm, ours = (Side(kind, is_async, drafts, num_blocks) for kind in kinds(is_async))
+    decode_step = ours.scheduler._decode_step
+
+    def counted() -> Any:
+        step = decode_step()
+        ours.num_fast += step is not None
+        return step
+
+    ours.scheduler._decode_step = counted
+    return vllm, ours
+
+
+@pytest.mark.parametrize("num_blocks", [4000, 60], ids=["roomy", "tight"])
+@pytest.mark.parametrize(
+    ("is_async", "drafts"), [(True, False), (False, False), (False, True)],
+    ids=["async", "sync", "drafts"],
+)  # fmt: skip
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_are_those_of_vllm(seed, is_async, drafts, num_blocks):
+    rng = random.Random(seed)
+    sides = both(is_async, drafts, num_blocks)
+    prompts = [range(2, 2 + rng.randint(1, 3 * BLOCK_TOKENS)) for _ in range(4)]
+    num_added, alive = 0, set()
+    for i in range(300):
+        if rng.random() < (1.0 if i < MAX_ROWS else 0.06):
+            id, prompt, length = f"r{num_added}", rng.choice(prompts), rng.randint(1, 150)
+            for side in sides:
+                side.scheduler.add_request(make_request(id, prompt, length, stop_token_ids=[1]))
+            num_added, alive = num_added + 1, alive | {id}
+        if alive and rng.random() < 0.02:
+            abort(sides, rng.choice(sorted(alive)))
+        (step, ended, free), ours = (side.step() for side in sides)
+        assert ours == (step, ended, free)
+        alive -= set(ended)
+    while sides[0].scheduler.has_unfinished_requests():
+        assert sides[1].step() == sides[0].step()
+    assert sides[1].told == sides[0].told
+    assert sides[1].num_fast > 20
+
+
+def abort(sides: tuple[Side, Side], id: str) -> None:
+    from vllm.v1.request import RequestStatus
+
+    for side in sides:
+        side.scheduler.finish_requests(id, RequestStatus.FINISHED_ABORTED)
+        side.told.pop(id, None)
