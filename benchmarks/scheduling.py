@@ -109,7 +109,8 @@ class FakeRunner:
         drawn = [self._draw(id, computed[id], step) for id in ids]
         flat = [token for tokens in drawn for token in tokens]
         columns = np.array(flat, np.int32)[:, None]
-        starts = np.cumsum([0, *map(len, drawn)]).tolist()
+        ragged = any(len(tokens) != 1 for tokens in drawn)
+        starts = np.cumsum([0, *map(len, drawn)]).tolist() if ragged else None
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={id: row for row, id in enumerate(ids)},
@@ -117,6 +118,7 @@ class FakeRunner:
             logprobs=LogprobsLists(columns, -columns.astype(np.float32), columns[:, 0], starts),
             prompt_logprobs_dict={},
             pooler_output=[],
+            num_nans_in_logits={},
         )
 
     def _draw(self, id: str, computed: int, step: Any) -> list[int]:

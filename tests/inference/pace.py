@@ -15,6 +15,13 @@ class PacedEngine(VLLMEngine):
     async def set_pace(self, step_s: float) -> None:
         await self._llm.collective_rpc("set_pace", args=(step_s,))
 
+    async def count_steps(self) -> None:
+        await self._llm.collective_rpc("count_steps")
+
+    async def take_step_counts(self) -> dict[str, int]:
+        (counts,) = await self._llm.collective_rpc("take_step_counts")
+        return counts
+
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         extension = "tests.inference.paced_worker.PacedWorker"
         return super()._engine_args(on_cpu) | {"worker_extension_cls": extension}

@@ -332,6 +332,18 @@ async def test_shared_index_changes_no_token(engines, learner, prompts, on_one_e
     assert outcome.shares[1].drafting.num_drafting_steps == 0
 
 
+@pytest.mark.parametrize("index", [0, 1])
+async def test_most_steps_go_past_vllms_scheduler(engines, learner, prompts, index):
+    """Engine 1 drafts, so its steps have drafts of siblings."""
+    actor = engines[index].actor
+    await actor.count_steps.remote()
+    todo = [(index, request) for request in requests(prompts)]
+    await roll_out(engines, weights_of(learner, prompts), todo)
+    counts = await actor.take_step_counts.remote()
+    assert counts["steps"] > 0.8 * (counts["steps"] + counts["steps of vLLM"])
+    assert counts["rows"] > 0.8 * (counts["rows"] + counts["rows of vLLM"])
+
+
 async def test_garbage_collection_skips_objects_of_the_start(engines):
     """A full garbage collection would pause a step by 0.2 s now and then."""
     num_frozen, enabled = await engines[0].actor.__ray_call__.remote(_garbage)

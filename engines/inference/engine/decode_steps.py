@@ -250,7 +250,7 @@ class DecodeSteps(_Base):
         Return the scheduled tokens of all other requests, which vLLM must handle.
         """
         kv, drawn = output.kv_connector_output, output.sampled_token_ids
-        if not (self._can_be_fast and drawn) or output.num_nans_in_logits is not None:
+        if not (self._can_be_fast and drawn) or output.num_nans_in_logits:
             return step.num_scheduled_tokens
         if kv is not None and (kv.failed_recving or kv.invalid_block_ids):
             return step.num_scheduled_tokens
