@@ -90,7 +90,7 @@ class FakeRunner:
     """
 
     stops: int = 0
-    draft: Callable[[str, int], list[int]] = lambda id, num: []
+    draft: Callable[[str, int], list[int]] = lambda *_: []
     num_tokens: dict[str, int] = field(default_factory=dict)
 
     def run(self, step: Any) -> Any:

@@ -60,6 +60,10 @@ BENCHES = {
         "a long run: do late steps cost as much as early ones?",
         "10 minutes",
     ),
+    "host": Bench(
+        "the scheduler's time in a decoding step: vLLM's beside refrain's, unchanged tokens",
+        "a minute",
+    ),
     "house": Bench(
         "the size of the source, its imports and prose, and the calls from a stage to vLLM",
         "a minute",

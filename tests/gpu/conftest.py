@@ -14,8 +14,10 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,17 +30,19 @@ if REHEARSAL and find_spec("triton"):
 
     del os.environ["TRITON_INTERPRET"]
 
-ORDER = ("engines", "run", "trainer", "sampling", "batch_invariance", "two_gpus")
+ORDER = ("step", "engines", "turns", "run", "trainer", "sampling", "batch_invariance", "two_gpus")
 """Test files, the most important first."""
 RECORDED = pytest.StashKey[dict[str, float]]()
 TOLD = pytest.StashKey[dict[str, str]]()
 BEGUN_S = pytest.StashKey[float]()
+FLEET = pytest.StashKey[ExitStack]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[RECORDED] = {}
     config.stash[TOLD] = {}
     config.stash[BEGUN_S] = time.monotonic()
+    config.stash[FLEET] = ExitStack()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,7 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item: pytest.Function) -> None:
+    if "fleet" not in item.fixturenames:
+        item.config.stash[FLEET].close()
     for mark in item.iter_markers("needs"):
         gpus, seconds = mark.kwargs["gpus"], mark.kwargs["seconds"]
         if why := lacking(mark.kwargs["what"], gpus, mark.kwargs["rehearsed"]):
@@ -114,6 +120,17 @@ def _record(figures: dict[str, float]) -> Path:
 def device() -> str:
     """Return the device of the tests: the CPU in a rehearsal."""
     return "cpu" if REHEARSAL else "cuda"
+
+
+@pytest.fixture(scope="session")
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str
+) -> Iterator[Any]:
+    """Engines that run beside each other. The first test without them stops them."""
+    from tests.gpu.fleet import Fleet
+
+    with request.config.stash[FLEET] as running:
+        yield running.enter_context(Fleet(tmp_path_factory.mktemp("engines"), device).started())
 
 
 @pytest.fixture

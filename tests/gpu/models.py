@@ -86,24 +86,34 @@ def give_back() -> None:
         torch.cuda.empty_cache()
 
 
-def random_model(name: str, device: str, dtype: torch.dtype) -> Any:
-    """Return a model with random weights, the same ones each time on one device."""
+def random_model(name: str, device: str, dtype: torch.dtype, *, echo: bool = False) -> Any:
+    """Return a model with random weights, the same ones each time on one device.
+
+    `echo`: its layers change nothing, so the next token depends on the last one only. If embedding
+    and output layer are tied, it is the last one again.
+    """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config_of(name), dtype=dtype)
     torch.nn.init.constant_(model.model.norm.weight, LOGIT_STD / WEIGHT_STD)
+    if echo:
+        for layer in model.model.layers:
+            torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+            torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     return model.eval().requires_grad_(False)
 
 
-def write_model(name: str, device: str, dtype: torch.dtype, directory: Path) -> Path:
+def write_model(
+    name: str, device: str, dtype: torch.dtype, directory: Path, *, echo: bool = False
+) -> Path:
     """Write a Hugging Face directory for engines to start from. Its tokenizer is a dummy."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    random_model(name, device, dtype).save_pretrained(directory)
+    random_model(name, device, dtype, echo=echo).save_pretrained(directory)
     words = Tokenizer(WordLevel({f"t{i}": i for i in range(512)}, unk_token="t0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t1")
     tokenizer.chat_template = "{{ messages }}"

@@ -157,7 +157,9 @@ class DecodeSteps(_Base):
             if is_sync and cached.get(id, 0) * per_block < len(request.block_hashes):
                 rows.filled.append((request, num))
             end += ahead
-            if end > len(blocks[id]) * size or any(end > len(o[id]) * n for o, n in others):
+            if end > len(blocks[id]) * size or (
+                others and any(end > len(more[id]) * each for more, each in others)
+            ):
                 rows.short.append((request, end - ahead - computed))
         return rows
 

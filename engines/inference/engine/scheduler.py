@@ -16,6 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 
 from engines.inference.engine.arrivals import BATCH, Arrivals
@@ -81,6 +82,18 @@ class _Holding(DecodeSteps):
             step.outputs = self._buffers[front_end].outputs_after(step.outputs, self._streamed)
         self._streamed &= self.requests.keys()
         return {front_end: step for front_end, step in steps.items() if _says_something(step)}
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        given = draft_token_ids.req_ids, draft_token_ids.draft_token_ids
+        others = []
+        for id, drafts in zip(*given, strict=True):
+            if (rollout := self._decoding.get(id)) is not None:
+                rollout.request.spec_token_ids = drafts
+            else:
+                others.append((id, drafts))
+        if others:
+            ids, drafts = map(list, zip(*others, strict=True))
+            super().update_draft_token_ids(DraftTokenIds(ids, drafts))
 
     def _sort(self, ids: Iterable[str]) -> None:
         """Forget those of these requests that have ended, and note which ones decode."""

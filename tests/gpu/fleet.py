@@ -1,0 +1,174 @@
+"""Engines that run beside each other on one GPU and take turns with the same requests.
+
+stock    unchanged vLLM: its own runner, asynchronous scheduling
+off      refrain without drafts; takes turns with the trainer
+on       refrain with drafts
+slow     as `off`, but vLLM schedules each step (see `decode_steps`)
+mp       as `off`, but the worker has a process of its own; only on cards with much memory
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.gpu.models import write_model
+from tests.gpu.needs import REHEARSAL
+
+SHAPE = "qwen3-tiny" if REHEARSAL else "qwen3-1.7b"
+PROMPT_TOKENS, RESPONSE_TOKENS = (16, 24) if REHEARSAL else (64, 256)
+NUM_PROMPTS, GROUP_SIZE = (2, 4) if REHEARSAL else (32, 8)
+NUM_ROWS = NUM_PROMPTS * GROUP_SIZE
+FEW = 4 if REHEARSAL else 16
+"""Number of requests in a small batch."""
+LAPS = 1 if REHEARSAL else 3
+MOST_FLIPS = 0.05
+"""Flips per token that rounding can explain. With another sampler there would be almost 1."""
+KV_CACHE_BYTES = 2**28 if REHEARSAL else 11 * 2**30
+SHARE = 0.92 if REHEARSAL else 0.25
+"""Share of the GPU's memory that must be free when an engine starts."""
+MUCH_MEMORY = 120e9
+SAMPLED = {"worker_extension_cls": "tests.gpu.stack_sampler.SampledWorker"}
+SLOW = {"scheduler_cls": "tests.gpu.slow_scheduler.make_scheduler"}
+RollOut = Callable[[list], tuple[Any, float]]
+
+
+class Fleet:
+    """Engines by name, and the requests that all of them generate."""
+
+    def __init__(self, directory: Path, device: str) -> None:
+        from tests.gpu.local_engine import policy_weights, train_config
+
+        model = write_model(SHAPE, device, torch.bfloat16, directory / "model")
+        self.config = train_config(
+            model,
+            directory,
+            PROMPT_TOKENS,
+            response_tokens=RESPONSE_TOKENS,
+            weight_sync="ipc",
+            kv_cache_bytes=KV_CACHE_BYTES,
+            gpu_memory_utilization=SHARE,
+        )
+        self.canaries = [r.prompt_token_ids for r in self.requests(0)[::GROUP_SIZE][:4]]
+        self.weights = policy_weights(self.config, self.canaries)
+        echo = write_model(SHAPE, device, torch.bfloat16, directory / "echo", echo=True)
+        model_config = self.config.model.model_copy(update={"path": echo})
+        self.echo = policy_weights(
+            self.config.model_copy(update={"model": model_config}), self.canaries
+        )
+        """Weights with which every draft from history is right, without near ties."""
+        self.history = directory / "history"
+        self.history.mkdir()
+
+    def requests(self, epoch: int, response_tokens: int = RESPONSE_TOKENS) -> list:
+        """Return all requests. Each epoch has other noise."""
+        from tests.gpu.local_engine import make_requests
+
+        vocab_size = 512 if REHEARSAL else 151_936
+        return make_requests(
+            NUM_PROMPTS, GROUP_SIZE, PROMPT_TOKENS, response_tokens, vocab_size, epoch
+        )
+
+    def __getitem__(self, name: str) -> Any:
+        return self._engines[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._engines
+
+    @contextmanager
+    def started(self) -> Iterator["Fleet"]:
+        from tests.gpu.local_engine import all_started
+
+        kinds = {
+            "off": (_other(**SAMPLED), self._config(False, takes_turns=True)),
+            "on": (_other(**SAMPLED), self._config(True, history_dir=self.history)),
+            "stock": (_stock(), self._config(False)),
+            "slow": (_other(**SLOW), self._config(False)),
+        }
+        if _card_bytes() >= MUCH_MEMORY:
+            kinds["mp"] = (_other(distributed_executor_backend="mp"), self._config(False))
+        with all_started(list(kinds.values())) as engines:
+            self._engines = dict(zip(kinds, engines, strict=True))
+            self.first_sync_s = {name: self.load(name, self.weights) for name in kinds}
+            yield self
+
+    def load(self, name: str, weights: Any) -> float:
+        """Load weights into an engine. Return the seconds. Stock vLLM keeps its own."""
+        from schemas.weights import PolicyWeights
+
+        given = PolicyWeights(0, None, ()) if name == "stock" else weights
+        _, seconds = self[name].timed(self[name].engine.load_weights(given))
+        return seconds
+
+    def _config(self, drafts: bool, **changes: Any) -> Any:
+        from schemas.drafting import DraftingConfig
+
+        way = "ipc" if changes.get("takes_turns") else "file"
+        rollout = self.config.rollout.model_copy(update={"weight_sync": way})
+        drafting = DraftingConfig(enabled=drafts)
+        return self.config.engine.model_copy(
+            update={"rollout": rollout, "drafting": drafting, **changes}
+        )
+
+
+def _other(**args: Any) -> Any:
+    """Return refrain's engine with other arguments of vLLM."""
+    from engines.inference.engine.vllm_engine import VLLMEngine
+
+    class Other(VLLMEngine):
+        def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
+            return super()._engine_args(on_cpu) | args
+
+    return Other
+
+
+def _card_bytes() -> int:
+    return 0 if REHEARSAL else torch.cuda.mem_get_info()[1]
+
+
+def _stock() -> Any:
+    from benchmarks.stock import StockEngine
+    from engines.inference.engine.vllm_engine import CheckpointEngine
+
+    class Stock(CheckpointEngine, StockEngine):
+        """Stock vLLM with the weights of the model directory.
+
+        It skips vLLM's kernel warm-up of half a minute: the first requests warm the kernels up.
+        """
+
+        def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
+            less = {} if on_cpu else {"kernel_config": {"enable_jit_warmup": False}}
+            return super()._engine_args(on_cpu) | less
+
+    return Stock
+
+
+def in_turn(ways: dict[str, RollOut], requests_of: Callable[[int], list]) -> dict[str, float]:
+    """Return the median tokens per second of each way. The first lap is a warm-up."""
+    from tests.gpu.local_engine import num_tokens
+
+    speeds = defaultdict(list)
+    for lap in range(LAPS + 1):
+        requests = requests_of(lap)
+        for name, roll_out in ways.items():
+            rows, seconds = roll_out(requests)
+            if lap:
+                speeds[name].append(num_tokens(rows) / seconds)
+    return {name: statistics.median(laps) for name, laps in speeds.items()}
+
+
+def in_batches(engine: Any) -> RollOut:
+    """Let stock vLLM get all requests at once, as refrain's engines do."""
+
+    def roll_out(requests: list) -> tuple[Any, float]:
+        engine.engine.in_batches = True
+        try:
+            return engine.roll_out(requests)
+        finally:
+            engine.engine.in_batches = False
+
+    return roll_out

@@ -1,0 +1,58 @@
+"""Sample what the thread of an engine does. The worker shares its process and its thread."""
+
+import sys
+import threading
+import time
+from collections import Counter
+
+from engines.inference.engine.worker import WorkerExtension
+
+EVERY_S = 0.002
+PARTS = {
+    "get_output": "waits",
+    "synchronize": "waits",
+    "process_input_queue": "idles",
+    "_process_input_queue": "idles",
+    "schedule": "schedule",
+    "update_from_output": "update",
+    "update_draft_token_ids": "update",
+    "propose": "draft",
+    "_update_states": "runner_states",
+    "_prepare_inputs": "runner_inputs",
+    "_build_attention_metadata": "runner_inputs",
+    "_model_forward": "forward",
+    "_sample": "sample",
+    "_bookkeeping_sync": "runner_books",
+}
+"""Parts of a step by the function that does them. The innermost function counts."""
+
+
+class SampledWorker(WorkerExtension):
+    def start_sampling(self) -> None:
+        self._samples: Counter[tuple[str, ...]] = Counter()
+        self._sampling = True
+        thread = threading.get_ident()
+        threading.Thread(target=self._sample_stacks, args=(thread,), daemon=True).start()
+
+    def take_samples(self) -> tuple[dict[str, float], list[str]]:
+        """Return the share of each part, and the most frequent stacks."""
+        self._sampling = False
+        shares: Counter[str] = Counter()
+        for stack, num in self._samples.items():
+            part = next((PARTS[name] for name in stack if name in PARTS), "other")
+            shares[part] += num
+        total = shares.total()
+        frequent = self._samples.most_common(25)
+        return (
+            {part: num / total for part, num in shares.items()},
+            [f"{num / total:.3f} {' < '.join(stack[:6])}" for stack, num in frequent],
+        )
+
+    def _sample_stacks(self, thread: int) -> None:
+        while self._sampling:
+            frame, names = sys._current_frames().get(thread), []
+            while frame is not None:
+                names.append(frame.f_code.co_name)
+                frame = frame.f_back
+            self._samples[tuple(names)] += 1
+            time.sleep(EVERY_S)

@@ -1,0 +1,64 @@
+"""Where the time of a decoding step goes."""
+
+from collections.abc import Callable
+from statistics import median
+
+import pytest
+
+from tests.gpu.fleet import FEW, LAPS, MOST_FLIPS, NUM_ROWS, RESPONSE_TOKENS, Fleet
+from tests.gpu.needs import REHEARSAL, needs
+
+SHORT_TOKENS = RESPONSE_TOKENS // 4
+
+
+@needs("cuda", "vllm", "transformers", "numba", seconds=300)
+@pytest.mark.parametrize("num_rows", [FEW, NUM_ROWS])
+def test_a_step(num_rows: int, fleet: Fleet, figures: Callable) -> None:
+    """A step of each engine, without the start and the end of its requests.
+
+    `step_slow` against `step_off` is what our scheduling brings.
+    """
+    names = [name for name in ("off", "on", "slow", "mp", "stock") if name in fleet]
+    steps: dict[str, list[float]] = {name: [] for name in names}
+    for lap in range(LAPS + 1):
+        for name in names:
+            long_s, short_s = (
+                fleet[name].roll_out(fleet.requests(300 + lap, num)[:num_rows])[1]
+                for num in (RESPONSE_TOKENS, SHORT_TOKENS)
+            )
+            steps[name].append((long_s - short_s) / (RESPONSE_TOKENS - SHORT_TOKENS))
+    for name, laps in steps.items():
+        figures(**{f"step_{name}_{num_rows}_rows_ms": 1e3 * median(laps[1:])})
+
+
+@needs("cuda", "vllm", "transformers", "numba", seconds=20)
+@pytest.mark.parametrize("name", ["off", "on"])
+@pytest.mark.parametrize("num_rows", [FEW, NUM_ROWS])
+def test_where_a_step_goes(num_rows: int, name: str, fleet: Fleet, figures: Callable) -> None:
+    """Shares of the engine's thread by what it does, sampled every few milliseconds.
+
+    The share `waits` is the GPU's: the host has nothing to do.
+    """
+    engine = fleet[name]
+    engine.wait(engine.engine._llm.collective_rpc("start_sampling"))
+    engine.roll_out(fleet.requests(400)[:num_rows])
+    ((shares, stacks),) = engine.wait(engine.engine._llm.collective_rpc("take_samples"))
+    assert shares
+    print(*stacks, sep="\n")
+    figures(**{f"share_{name}_{num_rows}_rows_{what}": share for what, share in shares.items()})
+
+
+@needs("cuda", "vllm", "transformers", seconds=20)
+def test_flips(fleet: Fleet, figures: Callable) -> None:
+    """Engines beside each other, and one engine twice: with random weights, rounding flips tokens.
+
+    In a rehearsal, in float32, it flips none.
+    """
+    from tests.gpu.local_engine import parted
+
+    requests = fleet.requests(500)[:FEW]
+    expected, _ = fleet["off"].roll_out(requests)
+    for name in ("off", "on", "slow"):
+        num_flips, num = parted(fleet[name].roll_out(requests)[0], expected)
+        figures(**{f"flips_engine_{name}_per_million": 1e6 * num_flips / num})
+        assert num_flips <= (0 if REHEARSAL else 2 * MOST_FLIPS * num)
