@@ -11,7 +11,7 @@ import pytest
 
 from engines.inference.engine import supported
 from engines.inference.engine.plugin import NoDrafts
-from tests.inference import live_contract
+from tests.inference import live_contract, scheduler_contract
 from tests.inference.vllm_source import (
     BATCH,
     CONNECTOR,
@@ -248,25 +248,31 @@ NAMES = {
 }
 
 
-def of_both(*tables: Mapping[str, T]) -> list[tuple[str, T]]:
+def of_all(*tables: Mapping[str, T]) -> list[tuple[str, T]]:
     """Return the rows of all tables. A place may be in several."""
     return [row for table in tables for row in table.items()]
 
 
-@pytest.mark.parametrize(("place", "names"), of_both(ATTRIBUTES, live_contract.ATTRIBUTES))
+@pytest.mark.parametrize(
+    ("place", "names"), of_all(ATTRIBUTES, live_contract.ATTRIBUTES, scheduler_contract.ATTRIBUTES)
+)
 def test_vllm_classes_have_the_used_attributes(place: str, names: set[str]) -> None:
     source = Source.of(place)
     assert names <= source.attributes | source.functions.keys()
 
 
-@pytest.mark.parametrize(("place", "known"), of_both(FUNCTIONS, live_contract.FUNCTIONS))
+@pytest.mark.parametrize(
+    ("place", "known"), of_all(FUNCTIONS, live_contract.FUNCTIONS, scheduler_contract.FUNCTIONS)
+)
 def test_vllm_functions_take_the_given_arguments(place: str, known: dict[str, list[str]]) -> None:
     functions = Source.of(place).functions
     for name, arguments in known.items():
         assert functions[name][: len(arguments)] == arguments, name
 
 
-@pytest.mark.parametrize(("file", "names"), of_both(NAMES, live_contract.NAMES))
+@pytest.mark.parametrize(
+    ("file", "names"), of_all(NAMES, live_contract.NAMES, scheduler_contract.NAMES)
+)
 def test_vllm_modules_have_the_used_names(file: str, names: set[str]) -> None:
     assert names <= names_in(file)
 

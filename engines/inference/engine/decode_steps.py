@@ -27,7 +27,7 @@ _Base = Scheduler if TYPE_CHECKING else object
 
 
 @dataclass(slots=True)
-class Rollout:
+class Decoding:
     """What ends a request that only generates tokens, and where its tokens go."""
 
     request: Any
@@ -42,7 +42,7 @@ class Rollout:
     @classmethod
     def of(
         cls, request: Any, stop_strings: StopStrings | None, max_model_len: int
-    ) -> "Rollout | None":
+    ) -> "Decoding | None":
         """Return None if vLLM must handle each token of this request."""
         params = request.sampling_params
         if (
@@ -245,7 +245,7 @@ class DecodeSteps(_Base):
                 request.last_sched_seq = self.sched_step_seq
 
     def _append_tokens(
-        self, step: SchedulerOutput, output: Any, rollouts: dict[str, Rollout]
+        self, step: SchedulerOutput, output: Any, rollouts: dict[str, Decoding]
     ) -> dict[str, int]:
         """Append the tokens of a step to the rollouts that go on, and to their reports.
 

@@ -108,7 +108,8 @@ class OutputBuffer:
         merged = report.last or EngineCoreOutput(id, [])
         merged.new_token_ids = report.tokens
         if report.rows:
-            merged.new_logprobs = LogprobsLists(*(c[report.rows] for c in self._columns()))
+            ids, logprobs, ranks = (column[report.rows] for column in self._columns())
+            merged.new_logprobs = LogprobsLists(ids, logprobs, ranks)
         if report.first is not None:
             # These fields come with the first token only.
             merged.prefill_stats = report.first.prefill_stats

@@ -20,7 +20,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 
 from engines.inference.engine.arrivals import BATCH, Arrivals
-from engines.inference.engine.decode_steps import DecodeSteps, Rollout
+from engines.inference.engine.decode_steps import DecodeSteps, Decoding
 from engines.inference.engine.stopping import STOP, StopStrings
 
 SCORED_TOKENS = 256
@@ -40,9 +40,9 @@ class _Holding(DecodeSteps):
         """Unfinished requests whose front end wants each token at once."""
         self._scored: set[str] = set()
         """Unfinished requests that score more prompt tokens than fit into one step."""
-        self._rollouts: dict[str, Rollout] = {}
+        self._rollouts: dict[str, Decoding] = {}
         """Unfinished requests that only generate tokens."""
-        self._decoding: dict[str, Rollout] = {}
+        self._decoding: dict[str, Decoding] = {}
         """Those of them whose next tokens need vLLM only if they end the request."""
         self._arrivals = Arrivals()
         self._stop_strings = cache(self._stop_strings_of)
@@ -56,7 +56,7 @@ class _Holding(DecodeSteps):
             super().add_request(request)
             if request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY:
                 self._streamed.add(request.request_id)
-            elif rollout := Rollout.of(request, self._stops_of(request), self.max_model_len):
+            elif rollout := Decoding.of(request, self._stops_of(request), self.max_model_len):
                 self._rollouts[request.request_id] = rollout
             scored = request.sampling_params.prompt_logprobs is not None
             if scored and request.num_prompt_tokens > SCORED_TOKENS:
