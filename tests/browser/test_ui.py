@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,9 +105,14 @@ def state_of(client: Any, run_id: Any) -> Any:
 
 
 def rolls_out(client: Any, run_id: Any, run_dir: Path, step: int = 1) -> bool:
-    state, progress = state_of(client, run_id), run_dir / "progress.json"
+    """Return whether the run rolls out this step or a later one."""
+    progress = run_dir / "progress.json"
+    found = re.search(r"step (\d+): rolling out", progress.read_text() if progress.exists() else "")
+    if found and int(found[1]) >= step:
+        return True
+    state = state_of(client, run_id)
     assert not state.is_final(), state
-    return progress.exists() and f"step {step}: rolling out" in progress.read_text()
+    return False
 
 
 def start_that_fails(client: Any, ui: Ui) -> Any:
