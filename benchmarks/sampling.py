@@ -1,7 +1,8 @@
 """Exact sampling compared with vLLM's: bytes, kernel launches and time of a step.
 
 The bench counts a step of 256 rows of 151,936 float32 logits (see `benchmarks.traffic`), for the
-sampler (`bytes_per_logit`, `launches`) and for the same with torch's operations alone (`eager_*`).
+sampler (`bytes_per_logit`, `kernel_operations_per_logit`, `launches`) and for the same with torch's
+operations alone (`eager_*`).
 `tail`: of 2^32 draws, those with more noise than 1,000 of them should exceed, divided by 1,000. The
 bench times both samplers in turn on the machine's GPU, or with fewer rows on its CPU. vLLM's
 sampler also returns the log-probabilities of its samples.
@@ -19,7 +20,7 @@ from rich.progress import track
 
 from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of
 from benchmarks.noise_tail import tail
-from benchmarks.traffic import count_eager, counted, kernel_bytes_per_row, runner_of
+from benchmarks.traffic import count_eager, counted, kernel_counts_per_row, runner_of
 from engines.reports.tables import plain_table
 from schemas.bench import BenchReport
 
@@ -48,8 +49,10 @@ def measure(args: Namespace, console: Console) -> Measured:
     ]
     eager = count_eager(NUM_ROWS, VOCAB_SIZE)
     num_beyond, largest = tail(NUM_DRAWS, EXPECTED_BEYOND)
+    num_bytes, num_operations = kernel_counts_per_row(VOCAB_SIZE)
     figures: dict[str, int | float] = {
-        "bytes_per_logit": kernel_bytes_per_row(VOCAB_SIZE) / VOCAB_SIZE,
+        "bytes_per_logit": num_bytes / VOCAB_SIZE,
+        "kernel_operations_per_logit": num_operations / VOCAB_SIZE,
         "launches": len(launches_of(NUM_ROWS, drafted=False)),
         "launches_drafted": len(launches_of(NUM_ROWS, drafted=True)),
         "eager_bytes_per_logit": eager.num_bytes / NUM_ROWS / VOCAB_SIZE,

@@ -29,6 +29,21 @@ KERNELS = ("draw", "accept")
 _NUM_INTERPRETED = 2
 """Rows to interpret. All rows move the same bytes."""
 _TIMEOUT_S = 600.0
+_MOVING = (
+    *("load", "store", "ptr", "splat", "broadcast", "expand", "reshape", "trans", "bitcast"),
+    *(
+        "range",
+        "program",
+        "barrier",
+        "assert",
+        "print",
+        "tensor_descriptor",
+        "descriptor",
+        "atomic",
+    ),
+    *("dot", "histogram", "cat", "join", "split", "gather", "extern", "elementwise"),
+)
+"""Parts of the names of the interpreter's operations that compute nothing."""
 _RESERVING = ("aten::empty", "aten::new_empty")
 
 
@@ -108,8 +123,11 @@ def count_eager(num_rows: int, vocab_size: int) -> Traffic:
     return traffic
 
 
-def kernel_bytes_per_row(vocab_size: int) -> float:
-    """Return the bytes that the kernels load and store for each row."""
+def kernel_counts_per_row(vocab_size: int) -> tuple[float, float]:
+    """Return the bytes that the kernels load and store for each row, and their operations.
+
+    An operation is a number that arithmetic, a comparison, a conversion or a selection makes.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.traffic", str(vocab_size)],
         env=os.environ | {"TRITON_INTERPRET": "1"},
@@ -119,13 +137,14 @@ def kernel_bytes_per_row(vocab_size: int) -> float:
     )
     if done.returncode:
         raise RuntimeError(f"the kernel failed in Triton's interpreter:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout)
+    num_bytes, num_operations = json.loads(done.stdout)
+    return num_bytes, num_operations
 
 
-def _interpreted_bytes(vocab_size: int) -> float:
-    from triton.runtime.interpreter import InterpreterBuilder
+def _interpreted_counts(vocab_size: int) -> tuple[float, float]:
+    from triton.runtime.interpreter import InterpreterBuilder, interpreter_builder
 
-    num_bytes = 0
+    num_bytes = num_operations = 0
 
     def counting(name: str, masked: int) -> Any:
         """`masked`: index of the argument that masks what is moved."""
@@ -139,6 +158,24 @@ def _interpreted_bytes(vocab_size: int) -> float:
 
         return patch.object(InterpreterBuilder, name, count)
 
+    def operating(name: str) -> Any:
+        original = getattr(InterpreterBuilder, name)
+
+        def count(builder: Any, *args: Any) -> Any:
+            nonlocal num_operations
+            made = original(builder, *args)
+            num_operations += made.data.size
+            return made
+
+        return patch.object(InterpreterBuilder, name, count)
+
+    # Otherwise the interpreter checks each integer operation for overflow by further ones.
+    object.__setattr__(interpreter_builder.options, "sanitize_overflow", False)
+    operations = [
+        name
+        for name in dir(InterpreterBuilder)
+        if name.startswith("create_") and not any(part in name for part in _MOVING)
+    ]
     ends = torch.arange(1, _NUM_INTERPRETED + 1, dtype=torch.int32)
     rows = StepRows(
         positions=torch.zeros(_NUM_INTERPRETED, dtype=torch.int64),
@@ -147,11 +184,16 @@ def _interpreted_bytes(vocab_size: int) -> float:
         keys=torch.zeros(_NUM_INTERPRETED, dtype=torch.int64),
         temperatures=torch.ones(_NUM_INTERPRETED),
     )
-    logits = torch.zeros(_NUM_INTERPRETED, vocab_size)
-    with counting("create_masked_load", 0), counting("create_masked_store", 1):
+    random = torch.Generator().manual_seed(0)
+    logits = 4.0 * torch.randn(_NUM_INTERPRETED, vocab_size, generator=random)
+    with ExitStack() as stack:
+        stack.enter_context(counting("create_masked_load", 0))
+        stack.enter_context(counting("create_masked_store", 1))
+        for name in operations:
+            stack.enter_context(operating(name))
         gpu.sample(logits, logits, rows)
-    return num_bytes / _NUM_INTERPRETED
+    return num_bytes / _NUM_INTERPRETED, num_operations / _NUM_INTERPRETED
 
 
 if __name__ == "__main__":
-    print(json.dumps(_interpreted_bytes(int(sys.argv[1]))))
+    print(json.dumps(_interpreted_counts(int(sys.argv[1]))))

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from engines.inference.sampling import gpu
+from engines.inference.sampling import gpu, kernels
+from engines.inference.sampling.kernels import _gumbel_bound
+from engines.inference.sampling.noise import gumbel, gumbel_noise, perturbed_argmax
 from engines.inference.sampling.step_rows import StepRows
 from tests.inference.random_steps import Step, check, make_step
 
@@ -92,3 +95,89 @@ def test_warmup_compiles_the_kernels_of_steps(monkeypatch, most_drafts, widths):
     gpu.warm(100, torch.bfloat16, torch.device("cuda" if ON_GPU else "cpu"), most_drafts)
     steps = {triton.next_power_of_2(width) for width in range(1, most_drafts + 2)}
     assert set(warmed) == steps == widths
+
+
+def test_a_kernel_that_draws_other_tokens_stops_the_engine(monkeypatch):
+    sample = gpu.sample
+    monkeypatch.setattr(gpu, "sample", lambda *given: (sample(*given, block=64)[0] + 1, None))
+    with pytest.raises(RuntimeError, match="draws other tokens than its definition"):
+        gpu.warm(100, torch.bfloat16, torch.device("cuda" if ON_GPU else "cpu"), 0)
+
+
+def plain_rows(num_rows: int) -> StepRows:
+    return StepRows(
+        positions=torch.arange(num_rows) * 37,
+        input_rows=torch.arange(1, num_rows + 1, dtype=torch.int32),
+        after=1,
+        keys=torch.arange(num_rows) * 7919 - 3,
+        temperatures=torch.ones(num_rows),
+    )
+
+
+def near_ties(num_rows: int) -> tuple[Tensor, StepRows]:
+    """Return logits that make two scores of a row differ in their last bits only."""
+    rows, random = plain_rows(num_rows), torch.Generator().manual_seed(0)
+    scores = torch.full((num_rows, 64), -20.0)
+    scores[:, 11], scores[:, 40] = 4.0, 4.0 + 2e-6 * torch.randn(num_rows, generator=random)
+    return scores - gumbel_noise(rows.keys, rows.positions + 1, 64), rows
+
+
+def drawn(logits: Tensor, rows: StepRows) -> Tensor:
+    rows = replace(rows, **{f.name: to_gpu(getattr(rows, f.name)) for f in fields(rows)})
+    tokens, _ = gpu.sample(to_gpu(logits), to_gpu(logits), rows, block=128)
+    return tokens.flatten().cpu().long()
+
+
+def defined(logits: Tensor, rows: StepRows) -> Tensor:
+    return perturbed_argmax(logits, rows.keys, rows.positions + 1)
+
+
+def test_scores_that_nearly_tie_are_computed_exactly():
+    logits, rows = near_ties(200)
+    assert torch.equal(drawn(logits, rows), defined(logits, rows))
+
+
+@pytest.mark.skipif(ON_GPU, reason="the kernel is compiled already")
+def test_bounds_alone_would_draw_other_tokens(monkeypatch):
+    """Negative control: without a margin, the errors of the bounds select tokens."""
+    monkeypatch.setattr(kernels, "_CLOSE", tl.constexpr(0.0))
+    monkeypatch.setattr(kernels, "_CLOSE_SHARE", tl.constexpr(0.0))
+    logits, rows = near_ties(200)
+    assert not torch.equal(drawn(logits, rows), defined(logits, rows))
+
+
+def test_one_program_a_row_draws_the_tokens_of_the_definition():
+    """Most programs compute one exact score only."""
+    logits = torch.randn(64, 512, generator=torch.Generator().manual_seed(7)) * 4
+    rows = plain_rows(len(logits))
+    assert torch.equal(drawn(logits, rows), defined(logits, rows))
+
+
+@triton.jit
+def write_bounds(words_ptr, bounds_ptr, num):
+    at = tl.program_id(0) * 4096 + tl.arange(0, 4096)
+    words = tl.load(words_ptr + at, mask=at < num, other=0).to(tl.uint32)
+    bounds = _gumbel_bound(words)
+    tl.store(bounds_ptr + at, bounds, mask=at < num)
+
+
+def test_bounds_are_close_to_the_noise():
+    """The bound of each first word lies between its least and its largest noise, but for 1e-4.
+
+    On a GPU, whose logarithms are approximate, but for 4e-4.
+    """
+    num, edge, random = 2**18, 2**16, torch.Generator().manual_seed(0)
+    near = [
+        torch.arange(edge),
+        torch.arange(edge) + 2**26 - edge // 2,
+        2**32 - 1 - torch.arange(edge),
+    ]
+    words = torch.cat([*near, torch.randint(0, 2**32, (num - 3 * edge,), generator=random)])
+    bounds = to_gpu(torch.zeros(num))
+    write_bounds[(num // 4096,)](to_gpu(words), bounds, num)
+    bounds, zeros = bounds.cpu(), torch.zeros_like(words)
+    largest, least = gumbel(words, zeros), gumbel(words, zeros + 2**32 - 1)
+    error = 4e-4 if ON_GPU else 1e-4
+    assert (bounds > largest - error).all()
+    inner = (words >= 2**14) & (words < 2**32 - 2**14)
+    assert (bounds < least + error)[inner].all()

@@ -5,6 +5,7 @@ import triton
 from torch import Tensor
 
 from engines.inference.sampling.kernels import accept, draw
+from engines.inference.sampling.noise import perturbed_argmax
 from engines.inference.sampling.step_rows import StepRows
 
 BLOCK = 2048
@@ -19,7 +20,10 @@ def warm(vocab_size: int, dtype: torch.dtype, device: torch.device, most_drafts:
 
     This covers steps without drafts and with up to `most_drafts` drafts per request. It leaves out
     greedy sampling and sampling with top-k or top-p.
+
+    Raise RuntimeError if the kernel draws other tokens on this GPU than its definition.
     """
+    _check(vocab_size, dtype, device)
     stride = triton.cdiv(vocab_size, VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     for width in (1, *(2**power for power in range(1, most_drafts.bit_length() + 1))):
         logits = torch.zeros(width, stride, dtype=dtype, device=device)[:, :vocab_size]
@@ -34,6 +38,22 @@ def warm(vocab_size: int, dtype: torch.dtype, device: torch.device, most_drafts:
             drafted = {"ends": ends[:1] + width, "drafts": ends[:-1], "width": width}
             rows = StepRows(positions, ends[:-1], 0, one, temperatures, **drafted)
         sample(logits, logits, rows)
+
+
+def _check(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compare the tokens of a few rows with those of the definition."""
+    stride = triton.cdiv(vocab_size, VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    logits = torch.linspace(-8.0, 8.0, 8 * stride, dtype=dtype, device=device)
+    logits = logits.view(stride, 8).T.contiguous()[:, :vocab_size]
+    keys = torch.arange(8, dtype=torch.int64, device=device) * 7919
+    ends, temperatures = torch.arange(9, dtype=torch.int32, device=device), torch.ones(8).to(device)
+    tokens, _ = sample(logits, logits, StepRows(keys, ends[1:], 1, keys, temperatures))
+    expected = perturbed_argmax(logits.float(), keys, keys + 1)
+    if not torch.equal(tokens[:, 0].long(), expected):
+        raise RuntimeError(
+            "the sampling kernel draws other tokens than its definition on this device "
+            f"({device}): {tokens[:, 0].tolist()}, expected {expected.tolist()}"
+        )
 
 
 def sample(

@@ -2,10 +2,17 @@
 
 The noise equals that of `noise` bit for bit, if Triton fuses no operations (call `draw` with
 `enable_fp_fusion=False`). The kernels store neither noise nor scaled logits.
+
+The exact logarithms of the noise would be most of the work. So `draw` bounds the score of each
+token from above with the GPU's fast logarithm, which takes a tenth, and computes the exact score of
+the best one. If another bound comes close to this score, it computes all scores of the part.
 """
+
+import math
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 from engines.inference.sampling import noise
 from engines.inference.sampling.step_rows import GREEDY_BELOW, REJECTED
@@ -19,6 +26,15 @@ _SQRT_HALF_BITS = tl.constexpr(noise.SQRT_HALF_BITS)
 _LOG_OF_2_HIGH, _LOG_OF_2_LOW = (tl.constexpr(part) for part in noise.LOG_OF_2)
 _SERIES = tl.constexpr(noise.LOG_SERIES)
 _2_TO_MINUS_32, _2_TO_MINUS_64 = tl.constexpr(2.0**-32), tl.constexpr(2.0**-64)
+_SMALL = tl.constexpr(2**26)
+"""First words below this give x below 1/64, where -log(1 - x) is x + x^2 / 2 but for 1e-4 of it."""
+_PER_WORD = tl.constexpr(2.0**-32 / math.log(2))
+_PER_SQUARE = tl.constexpr(2.0**-65 / math.log(2))
+_SMALLEST = tl.constexpr(1e-30)
+_LN_2, _LOG2_NOISE = tl.constexpr(math.log(2)), tl.constexpr(-math.log(math.log(2)))
+_CLOSE, _CLOSE_SHARE = tl.constexpr(2.0**-10), tl.constexpr(2.0**-18)
+"""A bound this close to the best score, absolutely or as a share of it, needs the exact score. The
+errors of bounds are below 4e-4, and those of sums below 2^-22 of them."""
 _GREEDY_BELOW, _REJECTED = tl.constexpr(GREEDY_BELOW), tl.constexpr(REJECTED)
 
 
@@ -54,14 +70,20 @@ def _log(x):
 
 
 @triton.jit
-def _gumbel(key, first, second):
-    """Return Gumbel noise for a counter of two words. All arguments are uint32."""
+def _philox(key, first, second):
+    """Return the two words of Philox's output for a counter of two words. All are uint32."""
     for _ in tl.static_range(_PHILOX_ROUNDS):
         high = tl.umulhi(first, _MULTIPLIER)
         low = first * _MULTIPLIER
         first = high ^ key ^ second
         second = low
         key = key + _WEYL
+    return first, second
+
+
+@triton.jit
+def _gumbel(first, second):
+    """Return the Gumbel noise of two random words."""
     near_one = first < _NEAR_ONE
     high = tl.where(near_one, first, ~first)
     low = tl.where(near_one, second, ~second) | 1
@@ -71,15 +93,52 @@ def _gumbel(key, first, second):
     return -_log(tl.where(near_one, near, -_log(x)))
 
 
+if knobs.runtime.interpret:
+
+    @triton.jit
+    def _fast_log2(x):
+        """Return log2(x) with an error below 1e-6, absolutely or as a share of it."""
+        return tl.log2(x)
+
+else:
+
+    @triton.jit
+    def _fast_log2(x):
+        return tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _gumbel_bound(first):
+    """Return an upper bound of the noise with this first word. It may be 4e-4 too low.
+
+    It is too high by less than 4e-4 too, unless the word is among the 2^14 least or largest: there
+    the second word counts.
+    """
+    # -log2(u), for u = 1 - x with x = first / 2^32. The series is for small x.
+    x = first.to(tl.float32)
+    small = x * (_PER_WORD + x * _PER_SQUARE)
+    minus_log2_u = tl.where(first < _SMALL, small, 32.0 - _fast_log2((~first).to(tl.float32) + 1.0))
+    return _LOG2_NOISE - _fast_log2(tl.maximum(minus_log2_u, _SMALLEST)) * _LN_2
+
+
 @triton.jit
 def _stream(key, position):
     return _mix(_mix(key) + position * _POSITION)
 
 
 @triton.jit
-def _noise(stream, ids):
+def _words(stream, ids):
+    """Return the two random words of each token id."""
     key = (stream & _WORD).to(tl.uint32)
-    return _gumbel(key, ids.to(tl.uint32), _shift_right(stream, 32).to(tl.uint32))
+    return _philox(key, ids.to(tl.uint32), _shift_right(stream, 32).to(tl.uint32))
+
+
+@triton.jit
+def _pick(values, is_picked):
+    """Return the one picked value of each row."""
+    return tl.sum(tl.where(is_picked, values, 0.0), axis=1)
 
 
 @triton.jit
@@ -149,14 +208,27 @@ def draw(
     if TRUNCATED:
         drawn_from = tl.load(drawn_from_ptr + at, mask=is_id, other=float("-inf"))
         candidates = tl.where(drawn_from == float("-inf"), float("-inf"), scaled)
-    scores = candidates
-    if not GREEDY:
+    columns = tl.arange(0, BLOCK)[None, :]
+    if GREEDY:
+        best, column = tl.max(candidates, axis=1, return_indices=True)
+        chosen = _pick(scaled, columns == column[:, None])
+    else:
         positions = tl.load(positions_ptr + tl.load(input_rows_ptr + rows) - after) + 1
         stream = _stream(tl.load(keys_ptr + requests), positions)[:, None]
-        scores = tl.where(greedy, candidates, candidates + _noise(stream, ids))
-    best, column = tl.max(scores, axis=1, return_indices=True)
-    is_best = tl.arange(0, BLOCK)[None, :] == column[:, None]
-    chosen = tl.sum(tl.where(is_best, scaled, 0.0), axis=1)
+        first, second = _words(stream, ids)
+        bounds = candidates + tl.where(greedy, 0.0, _gumbel_bound(first))
+        bound, column = tl.max(bounds, axis=1, return_indices=True)
+        chosen = _pick(scaled, columns == column[:, None])
+        best_first, best_second = _words(stream, tl.program_id(1) * BLOCK + column[:, None])
+        noise = tl.where(greedy, 0.0, _gumbel(best_first, best_second))
+        best = tl.where(bound == float("-inf"), bound, chosen + tl.sum(noise, axis=1))
+        close = best - _CLOSE - tl.abs(best) * _CLOSE_SHARE
+        num_close = tl.sum((bounds >= close[:, None]).to(tl.int32), axis=1)
+        # This also holds if no candidate is finite, or one is not a number.
+        if tl.max(tl.abs(num_close - 1), axis=0) > 0:
+            scores = tl.where(greedy, candidates, candidates + _gumbel(first, second))
+            best, column = tl.max(scores, axis=1, return_indices=True)
+            chosen = _pick(scaled, columns == column[:, None])
     largest, total = _sum_of_exponentials(scaled)
     part = rows.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(tokens_ptr + part, tl.program_id(1) * BLOCK + column, mask=is_row)
