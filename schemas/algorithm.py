@@ -94,70 +94,82 @@ class AlgorithmConfig(Frozen):
     """Algorithm, which picks the settings below. A setting that you give yourself overrides it; one
     that you leave empty does not."""
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """The ratio is clipped at 1 - clip_low. Lower it for smaller updates. GSPO: 3e-4, others:
-    0.2."""
+    """The ratio is clipped at 1 - clip_low. For example, `0.1`: at 0.9. Lower it for smaller
+    updates. GSPO: 3e-4, others: 0.2."""
     clip_high: PositiveFloat = 0.2
-    """The ratio is clipped at 1 + clip_high. DAPO: 0.28, GSPO: 4e-4, others: 0.2."""
+    """The ratio is clipped at 1 + clip_high. For example, `0.28`: at 1.28, as in DAPO. Raise it if
+    the entropy falls too fast (`actor/entropy`). DAPO: 0.28, GSPO: 4e-4, others: 0.2."""
     dual_clip: float | None = Field(default=None, gt=1.0)
-    """Largest loss of a token with a negative advantage, as a multiple of the advantage. A token
-    beyond it has no gradient. For example, 3 as in veRL. Default: no bound."""
+    """Largest loss of a token with a negative advantage, as a multiple of the advantage. For
+    example, `3` as in veRL. A token beyond it has no gradient. Set it if large ratios upset
+    training (`actor/ratio_max`). Default: no bound."""
     importance_ratio: Literal["token", "sequence"] = "token"
     """Ratio to the old policy that is clipped. `token`: of each token. `sequence`: the geometric
-    mean over the response (GSPO)."""
+    mean over the response (GSPO). Leave it to `algorithm.type`."""
     baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
     """Baseline that is subtracted from a reward. `group_mean`: the mean of its group.
     `leave_one_out`: the mean of the other responses of its group (RLOO). `none`: nothing
-    (REINFORCE++)."""
+    (REINFORCE++). Leave it to `algorithm.type`."""
     normalise_by_std: bool = True
-    """Divide advantages by a standard deviation (`std_over`). Dr. GRPO and RLOO: false, others:
-    true."""
+    """Divide advantages by a standard deviation (`std_over`). Switch it off if groups whose rewards
+    hardly differ weigh too much. Dr. GRPO and RLOO: false, others: true."""
     std_over: Literal["group", "batch"] = "group"
     """Standard deviation that advantages are divided by. `group`: of the rewards of the group.
     `batch`: of the advantages of all tokens of the step, after their mean is subtracted
-    (REINFORCE++)."""
+    (REINFORCE++). Leave it to `algorithm.type`."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
     """`token_mean`: mean over all tokens of the batch (GRPO, DAPO). `sequence_mean`: mean over
-    responses of their token means (GSPO). `fixed_length`: sum over tokens / (responses *
-    data.max_response_tokens) (Dr. GRPO, RLOO)."""
+    responses of their token means (GSPO), so that long ones weigh no more. `fixed_length`: sum over
+    tokens / (responses * data.max_response_tokens) (Dr. GRPO, RLOO). Leave it to
+    `algorithm.type`."""
     kl_coefficient: float = Field(default=0.0, ge=0.0)
-    """Weight of the KL penalty to the starting policy, for example 0.001. 0 loads no reference
-    model."""
+    """Weight of the KL penalty to the starting policy, for example `0.001`. Raise it if the policy
+    drifts too far from its start. 0 loads no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimate of a token's KL divergence, with d = log pi - log pi_ref. `k1`: d. `k2`: d^2 / 2.
-    `k3`: exp(-d) + d - 1. The gradient of k2 is that of the KL divergence. That of k3 is close to
-    it for a small d. That of k1 is only noise. REINFORCE++: k2, others: k3."""
+    """Estimate of a token's KL divergence, with d = log pi - log pi_ref. `k1`: d, whose gradient is
+    only noise. `k2`: d^2 / 2, whose gradient is that of the KL divergence. `k3`: exp(-d) + d - 1,
+    whose gradient is close to it for a small d. Choose `k2` if the policy moves far. REINFORCE++:
+    k2, others: k3."""
     entropy_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of an entropy bonus: this times the entropy of each token's distribution, in nats, is
-    subtracted from the loss."""
+    subtracted from the loss. For example, `0.001`. Raise it if the entropy falls towards 0
+    (`actor/entropy`)."""
     dynamic_sampling: bool = False
     """Leave out groups whose rewards are all equal, and generate other prompts in their place. Such
-    groups count in no mean. DAPO: true, others: false."""
+    groups count in no mean. Switch it on if there are many (`critic/zero_variance_share`). DAPO:
+    true, others: false."""
     max_num_gen_batches: PositiveInt = 10
-    """Batches of prompts that a step with `dynamic_sampling` generates at most, its own included.
-    It stops once `prompts_per_step` groups have rewards that differ, and otherwise trains on those
-    it has. 1 draws no prompts in place of those that are left out."""
+    """Batches of prompts that a step with `dynamic_sampling` generates at most, its own included,
+    for example `3`. It stops once `prompts_per_step` groups have rewards that differ, and otherwise
+    trains on those it has. Lower it if steps take too long. 1 draws no prompts in place of those
+    that are left out."""
     overlong_filtering: bool = False
     """Leave responses that were cut at `data.max_response_tokens` out of the loss and its means.
-    Their rewards stay in the mean of their group."""
+    Their rewards stay in the mean of their group. Switch it on if good responses are cut."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
     """Penalise a response that ends within this many tokens of the limit, the more the later it
-    ends. For example, 4096 with a limit of 20480, as in DAPO. 0 penalises none."""
+    ends. For example, `4096` with a limit of 20480, as in DAPO. Raise it if responses grow to the
+    limit. 0 penalises none."""
     overlong_penalty: PositiveFloat = 0.5
-    """Reward subtracted from a response that reaches the limit. DAPO's is half the distance between
-    a wrong answer and a right one: 0.5 for rewards of 0 and 1, and 1 for rewards of -1 and 1."""
+    """Reward subtracted from a response that reaches the limit. For example, `1` for rewards of -1
+    and 1, as in DAPO: half the distance between a wrong answer and a right one. Change it with the
+    range of your rewards."""
     tis_cap: PositiveFloat | None = None
-    """Truncated importance sampling: the largest weight pi_old / pi_inference of a token. pi_old is
-    the trainer's policy before the step, pi_inference the engine's. None uses pi_inference as
-    pi_old. Default: 2.0 for GSPO, None otherwise."""
+    """Truncated importance sampling: the largest weight pi_old / pi_inference of a token, for
+    example `2.0`. pi_old is the trainer's policy before the step, pi_inference the engine's; none
+    uses pi_inference as pi_old. Set it if both differ much (`mismatch/k1`) and a step makes several
+    updates. Default: 2.0 for GSPO, none otherwise."""
     tis_level: Literal["token", "sequence"] = "token"
     """Weight of a token in truncated importance sampling. `token`: its own ratio. `sequence`: the
-    product over its response."""
+    product over its response, which has less bias and more noise."""
     tis_reject: bool = False
     """Set a weight above tis_cap, or below 1 / tis_cap, to 0 instead of tis_cap. Such tokens or
-    responses have no part in the policy loss."""
+    responses have no part in the policy loss. Switch it on if tokens that engine and trainer
+    disagree on upset training."""
     file: Path | None = None
     """Python file with your own `compute_advantage(reward, group_rewards)`, your own
-    `compute_loss(log_ratios, advantages, algorithm)`, or both."""
+    `compute_loss(log_ratios, advantages, algorithm)`, or both. For example, `mine.py`. Set it to
+    try an algorithm that `type` does not name."""
 
     @model_validator(mode="before")
     @classmethod

@@ -27,56 +27,74 @@ class RolloutConfig(Frozen):
     """How engines generate responses."""
 
     num_engines: Free[PositiveInt] = 1
-    """Number of rollout engines, each one Ray actor with a copy of the model."""
+    """Number of rollout engines, each one Ray actor with a copy of the model. For example, `8` with
+    `tp_degree: 1`: 8 GPUs. Raise it to use more GPUs."""
     tp_degree: Free[PositiveInt] = 1
-    """Tensor parallelism: GPUs (or CPU processes) of one engine. Raise it for a large model."""
+    """Tensor parallelism: GPUs (or CPU processes) of one engine, for example `2`. It must divide
+    the model's attention heads. Raise it if one GPU cannot hold the model and its KV cache."""
     group_size: Kept[int] = Field(default=8, ge=2)
-    """Responses sampled for each prompt: at least two, as their rewards are compared."""
+    """Responses sampled for each prompt: at least two, as their rewards are compared. For example,
+    `16`. Raise it if too many groups have equal rewards (`critic/zero_variance_share`)."""
     temperature: Kept[float] = Field(default=1.0, ge=0.0)
-    """The logits are divided by this before sampling: higher values give more varied responses. 0
-    is greedy decoding, which evaluations and validations accept and training refuses."""
+    """The logits are divided by this before sampling. For example, `0.8`: less varied responses.
+    Raise it if the responses of a group are too alike. 0 is greedy decoding, which evaluations and
+    validations accept and training refuses."""
     top_p: Kept[UnitInterval] = 1.0
-    """Nucleus sampling: draw from the likeliest tokens that have this share of the probability."""
+    """Nucleus sampling: draw from the likeliest tokens that have this share of the probability. For
+    example, `0.9` leaves out the least likely tenth. Leave it at 1 in training: less biases the
+    gradients."""
     top_k: Kept[int] = Field(default=0, ge=0)
-    """Draw from this many of the most likely tokens. 0 draws from all."""
+    """Draw from this many of the most likely tokens, for example `50`. 0 draws from all. Leave it
+    at 0 in training: anything else biases the gradients."""
     stop: Kept[Texts] = Field(default=(), max_length=16)
     """Stop strings, for example `["</answer>"]`: a response ends with the token that completes one
     of them, and keeps this token. Special tokens count as text. Validations and evaluations use the
-    same."""
+    same. Set it if responses go on after their answer."""
     validation: Kept[SamplingConfig | None] = None
     """Sampling of validations and evaluations. Default: as in training."""
     max_num_seqs: Free[PositiveInt] = 256
-    """Sequences that one engine decodes at the same time; further requests wait."""
+    """Sequences that one engine decodes at the same time; further requests wait. For example, `64`.
+    Lower it if an engine runs out of memory."""
     max_num_batched_tokens: Free[PositiveInt] = 8192
-    """Tokens that one engine step processes: prompt chunks, sampled tokens and drafts to verify."""
+    """Tokens that one engine step processes at most: prompt chunks, sampled tokens and drafts to
+    verify. For example, `16384`. Raise it for long prompts, lower it if an engine runs out of
+    memory. At least `max_num_seqs`."""
     gpu_memory_utilization: Free[float] = Field(default=0.92, gt=0.0, le=1.0)
-    """Share of a GPU's memory that an engine uses if it has the GPU to itself. Engines that share a
-    GPU take `kv_cache_bytes` and what they need besides."""
+    """Share of a GPU's memory that an engine uses if it has the GPU to itself, for example `0.9`.
+    Lower it if `--check` says so, or if other programs use the GPU. Engines that share a GPU take
+    `kv_cache_bytes` and what they need besides."""
     kv_cache_bytes: Free[PositiveInt | None] = None
-    """Size of the KV cache of one engine process, for example 8589934592 (8 GiB). Default: vLLM
-    chooses from the free memory on a GPU; 256 MiB on a CPU."""
+    """Size of the KV cache of one engine process, for example 8589934592 (8 GiB). Lower it if an
+    engine runs out of memory; on GPUs `pat.tp_degrees` needs it. Default: vLLM chooses from the
+    free memory on a GPU; 256 MiB on a CPU."""
     batch_invariant: Rounding[bool] = False
     """Use vLLM kernels whose results do not depend on the rest of the batch
-    (`VLLM_BATCH_INVARIANT`), in bfloat16 on a GPU. Decoding is slower, and fewer near-ties flip."""
+    (`VLLM_BATCH_INVARIANT`). Acts only in bfloat16 on a GPU. Switch it on to have fewer near-ties
+    flip; decoding is slower."""
     enforce_eager: Free[bool] = False
-    """Skip compilation and CUDA graphs: a faster start, slower decoding. Always on for a CPU."""
+    """Skip compilation and CUDA graphs: a faster start, slower decoding. Switch it on for short
+    trials. Always on for a CPU."""
     start_timeout_s: Free[PositiveFloat] = 1800.0
-    """Longest time in seconds for an engine to start, which includes loading the model."""
+    """Longest time in seconds for an engine or a drafter to start, which includes loading the
+    model. For example, `3600`: an hour. Raise it for a large model on a slow disk."""
     stall_timeout_s: Free[PositiveFloat] = 600.0
-    """An engine that has work and reports nothing for this many seconds counts as dead."""
+    """An engine that has work and reports nothing for this many seconds counts as dead. For
+    example, `1200`: 20 minutes. Raise it if engines are restarted that only were slow."""
     max_restarts: Free[int] = Field(default=3, ge=0)
-    """Restarts of one engine, or of one drafter, that a run allows. When the engine dies once more,
-    the run fails. Without the drafter it goes on."""
+    """Restarts of one engine, or of one drafter, that a run allows, for example `10`. When the
+    engine dies once more, the run crashes (`trainer.max_failures`). Without the drafter it goes on.
+    Raise it for a long run on machines that often fail."""
     weight_sync: Free[Literal["file", "ipc"]] = "file"
-    """How engines get new weights. `file`: from a file in the node's shared memory. `ipc`:
-    vLLM's `ipc` backend copies them from the trainer on the same GPU, before the trainer's turn
-    ends. `ipc` needs `placement: shared`, a trainer process on every GPU of the engines, and
-    memory for both copies and a buffer. It also writes the file, for engines that die. Not yet
-    run on a GPU."""
+    """How engines get new weights. `file`: from a file in the node's shared memory. `ipc`: vLLM
+    copies them from the trainer on the same GPU, before the trainer's turn ends. It needs
+    `placement: shared`, a trainer process on every GPU of the engines, and memory for both copies
+    and a buffer. Leave `file`, which engines that die use in any case: nobody has run `ipc` on a
+    GPU."""
     canary_tolerance: Free[PositiveFloat | None] = None
     """Largest mean |trainer - engine| log-probability of a sequence after a weight sync, in nats,
-    for example 0.1. Default: 1e-3 in float32. In bfloat16 each sync measures it: a little more than
-    rounding to bfloat16 changes the trainer's own."""
+    for example `0.1`. Set it if the check fails in bfloat16 and holds in float32. Default: 1e-3 in
+    float32. In bfloat16 each sync measures it: a little more than rounding to bfloat16 changes the
+    trainer's own."""
 
     def sampling(self, split: Split) -> "RolloutConfig | SamplingConfig":
         """Return the config that has the temperature, `top_p` and `top_k` of a split."""
@@ -88,39 +106,45 @@ class HistoPipeConfig(Frozen):
     that none waits (RhymeRL, section 6). Needs `mode: pipelined`, except for `two_tier`."""
 
     enabled: bool = True
-    """Rank prompts by expected length. Off: deal each step's prompts evenly by expected work."""
+    """Rank prompts by expected length. Off: deal each step's prompts evenly by expected work.
+    Switch it off if lengths do not repeat from epoch to epoch (`refrain report RUN`)."""
     two_tier: Free[bool] = True
-    """Place prompts by predicted times. `mode: pipelined`: ranking groups with long responses get
-    more engines. `mode: sync` with `specactor.race`: engines end together, where this shortens the
-    step. The times come from `profile`; without one, from engines that draft, which measure them.
-    Off: the same number of engines for every group, and the same work for every engine."""
+    """Place prompts by predicted times, from `profile` or from engines that draft. `mode:
+    pipelined`: ranking groups with long responses get more engines. `mode: sync` with
+    `specactor.race`: engines end together, where this shortens the step. Off, for comparison: the
+    same number of engines for every group, and the same work for every engine."""
     last_share: float = Field(default=0.1, ge=0.0, le=1.0)
-    """Outliers, which outgrow their ranking group, move to another engine or to the next step, once
-    at most this share of their ranking group is unfinished. 0: they never move."""
+    """Outliers have outgrown their ranking group. They move to another engine or to the next step,
+    once at most this share of the group is unfinished. For example, `0.2`: once a fifth is left.
+    Raise it if engines still wait for a few responses; 0: they never move."""
     min_growth: float = Field(default=1.1, ge=1.0)
-    """A response is an outlier beyond this many times the longest of its ranking group: 1.1 is 10 %
-    longer. The factor is larger if lengths grew faster in the last epoch."""
+    """A response is an outlier beyond this many times the longest of its ranking group. For
+    example, `1.2` is 20 % longer. Raise it if too many move (`rollout/num_migrated`). The factor is
+    larger if lengths grew faster in the last epoch."""
     oversample: float = Field(default=0.05, ge=0.0, le=1.0)
-    """Extra prompts of a step, as a share of `prompts_per_step`: 0.05 draws 5 % more. A step defers
-    at most these extra samples, and trains on the extra samples that it does not defer."""
+    """Extra prompts of a step, as a share of `prompts_per_step`. For example, `0.1` draws 10 %
+    more. A step defers at most these extra samples, and trains on the others. Raise it if every
+    step defers as many as it may (`rollout/num_deferred`); 0: none."""
 
 
 class PatConfig(Frozen):
     """Use more GPUs per engine when few responses are left (PAT). No token changes."""
 
     tp_degrees: tuple[PositiveInt, ...] = ()
-    """Higher TP degrees that the GPUs of a node may switch to within a step. Each is a multiple of
-    the one before, for example `[4, 8]` after `rollout.tp_degree: 2`. Needs a `profile` that
-    measured all of them. Empty: GPUs never switch."""
+    """Higher TP degrees that the GPUs of a node may switch to within a step. For example, `[4, 8]`
+    after `rollout.tp_degree: 2`: each is a multiple of the one before. Set them if many GPUs wait
+    for a few long responses, with a `profile` that measured all of them. Empty: GPUs never
+    switch."""
     rule: Literal["forecast", "paper"] = "forecast"
-    """When GPUs switch. `forecast`: when this is predicted to end the step sooner, from the lengths
-    of the prompt's last epoch, and no later switch would be better. A step begins in the TP degree
-    that is predicted to end it soonest. `paper`: every response is expected to reach
-    `data.max_response_tokens`, and a switch is compared with no switch only. Every step begins in
-    `rollout.tp_degree`. So it does with `forecast` until lengths are known, in `mode: pipelined`,
-    and with `rollout.weight_sync: ipc` on GPUs shared with the trainer."""
+    """When GPUs switch. `forecast`: when this is predicted to end the step sooner, by the lengths
+    of the last epoch, and no later switch would be better. `paper`: every response is expected to
+    reach `data.max_response_tokens`, and a later switch is not considered. Steps begin in the
+    degree that is predicted to end them soonest. With `paper`, without lengths, in `mode:
+    pipelined`, and with `rollout.weight_sync: ipc` on shared GPUs they begin in
+    `rollout.tp_degree`. Choose `paper` only to compare."""
     gpus_per_node: PositiveInt = 8
-    """Number of GPUs of a node. A switch stays within one node."""
+    """Number of GPUs of a node, for example `4`. Set it to that of your nodes if you set
+    `tp_degrees`: a switch stays within one node."""
 
 
 RACE_KV_TOKENS = 2048
@@ -195,38 +219,48 @@ class TrainConfig(Frozen):
     """A training run: RL of a local model on data in veRL's format."""
 
     name: Free[str] = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """Name of the run and of its directory. A name that is taken is refused, unless you resume that
-    run."""
+    """Name of the run and of its directory, for example `gsm8k`: at most 64 letters, digits, `.`,
+    `_` and `-`. Choose a new one for each run. A name that is taken is refused, unless you resume
+    that run."""
     experiment: Free[str] = Field(default="refrain", min_length=1)
-    """MLflow experiment that the run is logged to."""
+    """MLflow experiment that the run is logged to, for example `gsm8k`. Change it to group the runs
+    of one project."""
     runs_dir: Free[Path] = Path("runs")
-    """Directory that holds all runs."""
+    """Directory that holds all runs, for example `/files/runs`. Change it if this disk is too
+    small, or if other nodes do not see it."""
     seed: Kept[int] = Field(default=0, ge=0, lt=2**32)
-    """Seed of sampling, data order and training."""
+    """Seed of sampling, data order and training. For example, `1`: other samples, in another order.
+    Change it to repeat an experiment with other noise."""
     mode: Kept[Literal["sync", "pipelined"]] = "sync"
     """`sync`: one step at a time, strictly on-policy. `pipelined`: engines generate the next step
     while this one is scored and trained on. Its policy is then one version old, or two for the
-    first tokens of a deferred response."""
+    first tokens of a deferred response. Choose it if engines wait long for the trainer or for the
+    last responses."""
     placement: Free[Literal["auto", "shared", "split"]] = "auto"
-    """`shared`: engines and trainer take turns on the same GPUs; one GPU is enough. `split`:
-    engines and trainer have GPUs of their own. `auto`: shared in `mode: sync`, split in
-    `mode: pipelined`, where both work at once."""
+    """`shared`: engines and trainer take turns on the same GPUs; one GPU is enough. `split`: each
+    has GPUs of its own. `auto`: shared in `mode: sync`, split in `mode: pipelined`. Leave `auto`,
+    unless `refrain simulate --divide` finds the other one faster."""
     num_epochs: Free[PositiveInt] = 1
-    """Passes over the training prompts."""
+    """Passes over the training prompts, for example `10`. Raise it if the reward still rises at the
+    end. Drafts from a prompt's own history start in the second epoch."""
     max_steps: Free[PositiveInt | None] = None
-    """End the run after this many RL steps, even within an epoch. Default: after its epochs."""
+    """End the run after this many RL steps, even within an epoch. For example, `2`: a short trial.
+    Default: after its epochs."""
     prompts_per_step: Kept[PositiveInt] = 64
-    """Prompts of one RL step. The last step of an epoch takes the prompts that are left."""
+    """Prompts of one RL step. For example, `128` with `group_size: 16`: 2,048 responses a step.
+    Raise it for steadier updates, lower it for shorter steps. The last step of an epoch takes the
+    prompts that are left."""
     validate_every_steps: Free[int] = Field(default=0, ge=0)
-    """Steps between validations. 0 validates before the first step and after the last only."""
+    """RL steps between validations, for example `20`. 0 validates before the first step and after
+    the last only. Set it to follow the progress of a long run."""
     validation_samples: Kept[PositiveInt] = 1
-    """Responses per validation prompt, the n of `mean@n`."""
+    """Responses per validation prompt, the n of `mean@n`, for example `8`. Raise it if few
+    validation prompts make the mean noisy."""
     profile: Free[str | None] = None
-    """Name or directory of a profile that `refrain profile` made: how long engine steps take. It
-    is used to choose drafts to verify (`drafting.gate`), engines for prompts
-    (`histopipe.two_tier`), the first drafter (`specactor.ladder`) and TP degrees
-    (`pat.tp_degrees`, which needs it), and to compute what each technique saved. Default: engines
-    measure their steps while the run goes on."""
+    """Name or directory of measured engine times, for example `mine` after `refrain profile --name
+    mine`. `drafting.gate`, `histopipe.two_tier`, `specactor.ladder` and the savings of each
+    technique use it. Set it for `pat.tp_degrees` and `specactor.split_gpus`, which need it.
+    Default: engines measure their steps while the run goes on."""
     model: Kept[ModelConfig]
     data: Kept[DataConfig]
     rollout: RolloutConfig = RolloutConfig()

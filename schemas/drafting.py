@@ -24,36 +24,42 @@ class DraftingConfig(Frozen):
     """Draft responses from a prompt's earlier ones (RhymeRL, section 5). No token changes."""
 
     enabled: bool = True
-    """Draft from a prompt's history. Off: only the drafters of `specactor` draft, if there are
-    any."""
+    """Draft from a prompt's history. Switch it off if few drafts are accepted, as with prompts that
+    never return. Off: only the drafters of `specactor` draft, if there are any."""
     window: Literal["goodput", "paper", "doubling"] = "goodput"
     """How many draft tokens a step verifies for a request. `goodput`: as many as pay, by each
     token's probability of being accepted. `paper`: 2 more after full acceptance, back to 2 after a
     rejection, and matches of 3 to 7 tokens instead of 2 to 16. `doubling`: twice as many after full
-    acceptance, half after a rejection."""
+    acceptance, half after a rejection. Leave `goodput`, unless you compare."""
     max_draft: int = Field(default=16, ge=1, le=64)
-    """Longest draft, in tokens."""
+    """Longest draft, in tokens, for example `32`. Raise it if `rollout/spec_accept_length` comes
+    close to it."""
     siblings: bool = False
-    """Draft from running samples of the same prompt where its history has nothing. It helps in a
-    first epoch if requests start one after the other, and little if they run side by side."""
+    """Draft from running samples of the same prompt where its history has nothing. Switch it on for
+    a first epoch whose requests start one after the other. It brings little if they run side by
+    side."""
     shared_tokens: int = Field(default=2**20, ge=0)
     """Size limit, in tokens of 17 bytes each, of the index that all prompts share. It holds the
-    last two epochs, or as much of them as fits, and drafts where a prompt's own history knows less.
-    0: prompts draft only from their own history."""
+    last two epochs, or as much as fits, and drafts where a prompt's own history knows less. For
+    example, `4194304`: 4 Mi tokens, 71 MB. Raise it if two epochs have more tokens; 0 switches it
+    off."""
     look_ahead: bool = True
     """Use a sample's noise, which is known beforehand, to draft the tokens that this sample would
-    draw. Off: draft the continuation with the highest rewards, or the most frequent one."""
+    draw. Off: draft the continuation with the highest rewards, or the most frequent one. Switch it
+    off only to compare."""
     gate: bool = True
     """Verify only as many drafts as pay in the running batch. Step times come from the run's
-    `profile`, or from steps that the engine has measured. Off: verify every draft."""
+    `profile`, or from steps that the engine has measured. Off, for comparison: verify every
+    draft."""
     index_dir: Path | None = None
-    """Directory for the run's index files, on disk or in shared memory, for example `/dev/shm`.
-    Engines and history workers must see it. Nodes that do not share it copy files from each other.
-    Default: `history` in the run's directory."""
+    """Directory for the run's index files, on disk or in shared memory, for example `/dev/shm`. Set
+    it if the run's directory is on a slow disk. Engines and history workers must see it; nodes that
+    do not share it copy files from each other. Default: `history` in the run's directory."""
     max_index_bytes: PositiveInt = 64 * 2**30
-    """Disk space for index files in bytes, on each node if nodes do not share the directory. When
-    it is full, the files of prompts that return last are compressed to a third, then deleted. The
-    run rebuilds a deleted file from its store when the prompt returns."""
+    """Disk space for index files in bytes, on each node if nodes do not share the directory. For
+    example, 8589934592 (8 GiB) for a small `/dev/shm`. When it is full, the files of prompts that
+    return last are compressed to a third, then deleted and later rebuilt. Raise it if many are
+    deleted (`history/num_evicted`)."""
 
     @property
     def min_match(self) -> int:
@@ -98,24 +104,29 @@ class SpecActorConfig(Frozen):
     other drafters (SpecActor). No token changes."""
 
     draft_models: DraftModels = ()
-    """Draft models, for example `[{name: small, path: /models/Qwen3-0.6B}]`. Empty: only `drafter`
-    has an effect in this section."""
+    """Draft models, for example `[{name: small, path: /models/Qwen3-0.6B, num_engines: 2}]`. Its
+    `num_engines` processes (default 1) take a GPU each. Add one if first epochs are slow and GPUs
+    are free. Empty: only `drafter` has an effect in this section."""
     drafter: str = HISTORY
     """Drafter of new responses: `histospec` (history), `ngram` or the name of one of
-    `draft_models`."""
+    `draft_models`. Choose a model if most prompts have no history."""
     ladder: bool = True
     """Begin each step with the drafter that is fastest by the run's `profile`, at the acceptance of
-    the last steps (the draft ladder). Needs a profile, draft models and `drafter: histospec`. Off,
-    or without these: begin with `drafter`."""
+    the last steps. This draft ladder needs a profile, draft models and `drafter: histospec`.
+    Without these, or off: begin with `drafter`. Switch it off to keep one drafter throughout."""
     window: int = Field(default=4, ge=1, le=64)
-    """Draft tokens per verification, w. A draft model is at most 2w - 1 tokens ahead."""
+    """Draft tokens per verification, w, for example `6`. A draft model is at most 2w - 1 tokens
+    ahead. Raise it if nearly all drafts are accepted. With a profile of the draft model, responses
+    get windows of their own."""
     split_gpus: int | None = Field(default=None, ge=2)
-    """GPUs (or CPU processes) to divide between engines and the draft model, for example 10. The
+    """GPUs (or CPU processes) to divide between engines and the draft model, for example `10`. The
     run's `profile` then determines `rollout.num_engines`, the model's `num_engines` and `window`
-    before anything starts (Algorithm 1). Default: you set these three yourself."""
+    before anything starts (Algorithm 1). Set it if you do not know a good split. Default: you set
+    these three yourself."""
     race: bool = True
     """Idle engines race the slowest responses: they generate a copy with another drafter, and the
-    first to finish counts."""
+    first to finish counts. Needs `draft_models`. Switch it off if engines share cores, where copies
+    slow down the others."""
 
     @property
     def drafters(self) -> tuple[str, ...]:

@@ -17,18 +17,20 @@ class ModelConfig(Frozen):
     for example `Qwen/Qwen3-1.7B`. A model from the Hub is downloaded once. On a cluster, set
     `HF_HOME` to a cache that all nodes see."""
     revision: str | None = None
-    """Branch, tag or commit on the Hub. Default: the main branch as it is at the download; name a
-    commit to repeat a run exactly."""
+    """Branch, tag or commit on the Hub, for example `v1.0`. Default: the main branch as it is at
+    the download. Name a commit to repeat a run exactly."""
     trust_remote_code: bool = False
     """Run the Python code that comes with a model (`auto_map` in its config.json or
     tokenizer_config.json), in every process of the run. Applies to draft models too. Read the code
     before you switch this on. Off: a model that needs it is refused."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the rollout engines. The trainer's weights are float32 by default
-    (`trainer.dtype`)."""
+    (`trainer.dtype`). Choose `float32` on a CPU, or to have fewer near-ties flip; it takes twice
+    the memory."""
     head_dtype: Literal["model", "float32"] = "model"
     """Data type in which engines compute logits from the last hidden state. `float32` brings their
-    log-probabilities closer to the trainer's and costs a little time and memory."""
+    log-probabilities closer to the trainer's and costs a little time and memory. Choose it if
+    `mismatch/k1` is large."""
 
 
 def _as_list(given: Any) -> Any:
@@ -51,29 +53,39 @@ class DataConfig(Frozen):
     train: Files = Field(min_length=1)
     """Files with training prompts, for example `[data/train.parquet]`."""
     validation: Files = ()
-    """Files with held-out prompts. Empty: no validation."""
+    """Files with held-out prompts, for example `[data/test.parquet]`. Add them to see whether the
+    policy learns more than its training prompts. Empty: no validation."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longest prompt in tokens, including the chat template. See `overlong` for longer ones."""
+    """Longest prompt in tokens, including the chat template, for example `2048`. Raise it if the
+    run refuses your prompts as too long. See `overlong` for longer ones."""
     overlong: Literal["refuse", "drop"] = "refuse"
     """Action for a prompt that is too long. `refuse`: the run does not start, and the error names
-    file and row. `drop`: the prompt is left out."""
+    file and row. `drop`: the prompt is left out. Choose `drop` if you can do without the longest
+    prompts."""
     max_samples: PositiveInt | None = None
-    """Use only this many training prompts, from the first row on. Default: all."""
+    """Use only this many training prompts, from the first row on. For example, `100` for a trial.
+    Default: all."""
     system_prompt: str | None = None
-    """System message, put before the messages of each row that has none of its own."""
+    """System message, put before the messages of each row that has none of its own, for example
+    `Answer in one line`. Set it if the data lacks instructions that your scorer relies on."""
     template_arguments: dict[str, JsonValue] = {}
-    """Arguments for the model's chat template, for example `enable_thinking: false` for Qwen3."""
+    """Arguments for the model's chat template, for example `{enable_thinking: false}` for Qwen3.
+    Set them if the template has switches."""
     date: LocalTime | None = None
     """Date and time that the chat template uses as the current time (`strftime_now`), for example
-    `2026-11-26` or `2026-11-26 09:30`. Scorers find it in `REFRAIN_DATE`. Default: the start of the
-    run; a resumed run keeps it."""
+    `2026-11-26` or `2026-11-26 09:30`. Scorers find it in `REFRAIN_DATE`. Set it to repeat a run's
+    prompts on another day. Default: the start of the run; a resumed run keeps it."""
     locale: dict[str, str] | None = None
-    """Environment variables `LANG`, `LANGUAGE`, `LC_*` and `TZ` of scorers, for example
-    `{TZ: Europe/Berlin}`. Default: those at the start of the run; a resumed run keeps them."""
+    """Environment variables `LANG`, `LANGUAGE`, `LC_*` and `TZ` of scorers, for example `{TZ:
+    Europe/Berlin}`. Set them if scores depend on language or time zone. Default: those at the start
+    of the run; a resumed run keeps them."""
     max_response_tokens: PositiveInt = 8192
-    """Longest response in tokens. A longer one is cut, with finish reason `length`."""
+    """Longest response in tokens, for example `4096`. A longer one is cut, with finish reason
+    `length`. Raise it if many are cut (`response_length/clip_ratio`). Lower it if memory is
+    short."""
     shuffle: bool = True
-    """Shuffle the prompts anew in every epoch, by the run's seed. Off: the order of the files."""
+    """Shuffle the prompts anew in every epoch, by the run's seed. Switch it off to keep the order
+    of the files, for example from easy to hard."""
 
     @property
     def surroundings(self) -> dict[str, str] | None:

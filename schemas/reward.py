@@ -19,7 +19,8 @@ class BuiltinReward(Frozen):
     type: Literal["builtin"] = "builtin"
     """`builtin`: a scorer that refrain ships, by each row's `data_source`. `function`: your own."""
     timeout_s: Free[PositiveFloat] = 60.0
-    """Longest time in seconds to score one response."""
+    """Longest time in seconds to score one response, for example `120`. Raise it for a scorer that
+    needs longer, such as a judge behind a URL."""
 
 
 class FunctionReward(Frozen):
@@ -27,30 +28,35 @@ class FunctionReward(Frozen):
 
     type: Literal["function"] = "function"
     path: Path
-    """Python file that defines your function."""
+    """Python file that defines your function, for example `my_reward.py`."""
     function: str = "compute_score"
-    """Name of your function."""
+    """Name of your function, for example `score_math`. Change it if the file calls it so."""
     kwargs: dict[str, SecretStr | int | float | bool] = {}
-    """Extra keyword arguments for every call, for example `{model: judge}`. No record shows their
-    text, as it may be an API key."""
+    """Extra keyword arguments for every call, for example `{model: judge}`. Set them if your
+    function takes more arguments. No record shows their text, as it may be an API key."""
     timeout_s: Free[PositiveFloat] = 60.0
-    """Longest time in seconds to score one response."""
+    """Longest time in seconds to score one response, for example `120`. Raise it for a scorer that
+    needs longer, such as a judge behind a URL."""
     on_error: Free[Literal["stop", "retry", "zero"]] = "stop"
     """Action after an exception, a time-out, a dead process or a bad value. `stop`: the run ends
-    and names the response. `retry`: score the response again, up to 8 times, after waits that
-    double up to half a minute; the run ends if that does not help. `zero`: the reward is 0.
-    `critic/num_retried` and `critic/num_unscored` count such responses."""
+    and names the response. `retry`, as for a judge behind a URL: score again, up to 8 times, after
+    waits of up to half a minute; then the run ends. `zero`, as for code that a model wrote: the
+    reward is 0. `critic/num_retried` and `critic/num_unscored` count such responses."""
     environment: Free[tuple[str, ...]] = ()
-    """Environment variables that your function sees, for example `[OPENAI_API_KEY]`. It always sees
-    those that say where things are (`PATH`, `HOME`, `LANG`, `PYTHON*` and the like)."""
+    """Environment variables that your function sees, for example `[OPENAI_API_KEY]`. Name those
+    that it reads. It always sees those that say where things are (`PATH`, `HOME`, `LANG`, `PYTHON*`
+    and the like)."""
     max_memory_bytes: Free[PositiveInt | None] = None
-    """Memory that each process of your function may allocate (RLIMIT_DATA), without libraries and
-    mapped files. Default: no limit."""
+    """Memory in bytes that each process of your function may allocate (RLIMIT_DATA), without
+    libraries and mapped files. For example, 2000000000 (2 GB). Set it if your function runs code
+    that may take all memory. Default: no limit."""
     max_processes: Free[PositiveInt | None] = None
     """Processes and threads that your Linux user may have in all, other programs included
-    (RLIMIT_NPROC). It does not limit root. Default: no limit."""
+    (RLIMIT_NPROC). For example, `4096`. Set it if your function runs code that may start many. It
+    does not limit root. Default: no limit."""
     max_file_bytes: Free[PositiveInt | None] = None
-    """Largest file that your function may write (RLIMIT_FSIZE). Default: no limit."""
+    """Largest file in bytes that your function may write (RLIMIT_FSIZE), for example 10000000 (10
+    MB). Set it if your function runs code that may fill the disk. Default: no limit."""
 
     @property
     def arguments(self) -> dict[str, str | int | float | bool]:

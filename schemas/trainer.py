@@ -14,83 +14,108 @@ class LoraConfig(Frozen):
     weights."""
 
     rank: PositiveInt = 32
-    """Inner width of each adapter. A larger one learns more and takes more memory."""
+    """Inner width of each adapter, for example `64`. A larger one learns more and takes more
+    memory."""
     alpha: PositiveFloat = 32.0
-    """Scale of the adapters: their product is multiplied by alpha / rank."""
+    """Scale of the adapters: their product is multiplied by alpha / rank. For example, `64` with
+    rank 32: by 2. Raise it if updates do not reach the engines (`actor/lora_arrived`)."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = (
         "all-linear"
     )
-    """Layers that get an adapter, by the last part of their names in the model's files, for example
-    `[q_proj, v_proj]`. `all-linear`: all layers that peft has adapters for, except the output
-    layer."""
+    """Layers that get an adapter, by the last part of their names in the model's files. For
+    example, `[q_proj, v_proj]`: fewer adapters, less memory. `all-linear`: all layers that peft has
+    adapters for, except the output layer."""
 
 
 class TrainerConfig(Frozen):
     """The optimiser and the processes that run it."""
 
     num_processes: Rounding[PositiveInt] = 1
-    """Number of trainer processes. With more than one, FSDP2 shards the model over them."""
+    """Number of trainer processes, for example `8`: one on each of 8 GPUs. With more than one,
+    FSDP2 shards the model over them. Raise it if the model does not fit, or training takes too
+    long."""
     num_replicas: Rounding[PositiveInt] = 1
-    """Copies of the model (HSDP). Each is sharded over num_processes / num_replicas processes. With
-    one per node, only gradients travel between nodes."""
+    """Copies of the model (HSDP), for example `2` on two nodes. Each is sharded over num_processes
+    / num_replicas processes. With one per node, only gradients travel between nodes. Raise it if
+    the network between nodes is slow and memory suffices."""
     num_threads: Rounding[PositiveInt | None] = None
-    """CPU threads of each trainer process. Default: what Ray gives an actor; on a CPU one."""
+    """CPU threads of each trainer process, for example `4`. Raise it if you train on a CPU with
+    free cores. Default: what Ray gives an actor; on a CPU one."""
     dtype: Kept[Literal["float32", "bfloat16"]] = "float32"
     """Data type of the weights that the optimiser updates. `bfloat16` halves their memory but loses
-    small updates."""
+    small updates. Choose it only if nothing else makes the model fit."""
     lora: Kept[LoraConfig | None] = None
-    """Low-rank adapters to train in place of the model's own weights, for example
-    `{rank: 32, alpha: 32}`. Default: train the model's own weights."""
+    """Low-rank adapters to train in place of the model's own weights, for example `{rank: 32,
+    alpha: 32}`. Set it if the model does not fit: gradients and moments are those of the adapters
+    only. Default: train the model's own weights."""
     offload_optimizer: Free[bool] = False
     """Keep the optimiser's moments in host memory between updates. It saves 8 bytes of GPU memory
-    per parameter and takes time."""
+    per parameter (4 with `dtype: bfloat16`) and takes time. Switch it on if the trainer runs out of
+    memory."""
     learning_rate: Kept[PositiveFloat] = 1e-6
-    """Peak learning rate of AdamW. Adapters (`lora`) need a higher one, for example 1e-4."""
+    """Peak learning rate of AdamW, for example `2e-6`. Lower it if the reward falls or the loss
+    jumps. Adapters (`lora`) need a higher one, for example 1e-4."""
     warmup_steps: Kept[int] = Field(default=0, ge=0)
-    """Optimiser steps of linear warm-up."""
+    """Optimiser updates of linear warm-up, for example `20`. Raise it if the first updates upset
+    the policy."""
     decay: Kept[Literal["constant", "linear", "cosine"]] = "constant"
-    """Schedule of the learning rate after the warm-up, over `decay_steps`."""
+    """Schedule of the learning rate after the warm-up, over `decay_steps`. `linear` and `cosine`
+    end at `min_learning_rate`. Choose one if the reward swings late in a run."""
     decay_steps: Kept[PositiveInt | None] = None
-    """Optimiser steps from the end of the warm-up to the lowest learning rate, which then stays."""
+    """Optimiser updates from the end of the warm-up to the lowest learning rate, which then stays.
+    For example, `480`. Set it to the updates of the run less `warmup_steps`; `linear` and `cosine`
+    need it."""
     min_learning_rate: Kept[float] = Field(default=0.0, ge=0.0)
-    """Learning rate at the end of the decay."""
+    """Learning rate at the end of the decay, for example `1e-7`. Raise it if the policy should go
+    on learning after the decay."""
     adam_beta2: Kept[float] = Field(default=0.999, ge=0.0, lt=1.0)
-    """AdamW's beta2: the share of the mean squared gradient that an update keeps."""
+    """AdamW's beta2: the share of the mean squared gradient that an update keeps. For example,
+    `0.95` averages over about 20 updates, the default over about 1000. Lower it for a run of few
+    updates."""
     weight_decay: Kept[float] = Field(default=0.0, ge=0.0)
-    """AdamW's decoupled weight decay, for example 0.01."""
+    """AdamW's decoupled weight decay. For example, `0.01`: an update also multiplies each weight by
+    1 - 0.01 * learning rate. Leave it at 0, unless weights grow too large."""
     max_grad_norm: Kept[PositiveFloat] = 1.0
-    """Gradients with a larger norm are scaled down to this norm."""
+    """Gradients with a larger norm are scaled down to this norm. For example, `0.5`. Lower it if
+    single updates upset the policy (`actor/grad_norm`)."""
     minibatches_per_step: Kept[PositiveInt | None] = None
-    """Optimiser updates of one pass over a step's batch. Each takes its own share of the groups.
+    """Optimiser updates of one pass over a step's batch. For example, `4` with 64 prompts: 16
+    groups an update. Raise it to learn more from a step; later updates are then off-policy.
     Default: 4 for GSPO, 1 otherwise."""
     passes_per_step: Kept[PositiveInt] = 1
-    """Passes over the batch of a step (PPO's epochs), each with the same minibatches."""
+    """Passes over the batch of a step (PPO's epochs), each with the same minibatches. For example,
+    `2`: twice the updates. Raise it if generating takes most of the time; later updates are then
+    off-policy."""
     micro_batch_tokens: Rounding[PositiveInt] = 16384
-    """Tokens packed into one forward and backward pass. Lower it if the trainer runs out of memory;
-    it must hold the longest prompt and response."""
+    """Tokens packed into one forward and backward pass, for example `8192`. Lower it if the trainer
+    runs out of memory. It must hold the longest prompt and response."""
     gradient_checkpointing: Free[bool] = True
-    """Recompute activations in the backward pass. It takes far less memory and a third more
-    time."""
+    """Recompute activations in the backward pass. It takes far less memory and a third more time.
+    Switch it off if memory suffices."""
     reshard: Free[bool] = True
     """Free the gathered weights after each micro-batch. Off: they are gathered once per update, and
-    each process holds the whole model in the engines' data type meanwhile."""
+    each process holds the whole model in the engines' data type meanwhile. Switch it off if memory
+    suffices and gathering takes long."""
     save_every_steps: Free[PositiveInt] = 10
-    """Steps between checkpoints. A crash loses the steps after the last one. A checkpoint takes 14
-    bytes per parameter in bfloat16, 16 in float32."""
+    """RL steps between checkpoints, for example `50`. A crash loses the steps after the last one. A
+    checkpoint takes 14 bytes per parameter in bfloat16, 16 in float32. Lower it on machines that
+    often fail, raise it if writing takes long."""
     max_failures: Free[int] = Field(default=3, ge=0)
-    """Crashes after which the run continues by itself from its last checkpoint, for example of a
-    node, of Ray or of a trainer process. The next crash ends the run. Other errors always end it,
-    for example wrong settings, data or scorers, or a full disk. `--resume` starts a new count. 0:
-    the first crash ends the run."""
+    """Crashes, as of a node, of Ray or of a trainer process, after which the run continues by
+    itself from its last checkpoint. One more ends the run; wrong settings, data or scorers, or a
+    full disk, end it at once. `--resume` starts a new count. For example, `10` for machines that
+    often fail; 0: the first crash ends the run."""
     keep_checkpoints: Free[PositiveInt] = 2
-    """Newest checkpoints to keep. The last one of the run is always kept."""
+    """Newest checkpoints to keep, for example `5`. Raise it to evaluate earlier ones, lower it if
+    the disk is full. The last one of the run is always kept."""
     checkpoint_url: Free[SecretUrl | None] = None
     """Object store for copies of the checkpoints: `s3://bucket/folder`, `gs://bucket/folder` or
-    `file:///folder`. A run that has lost its own checkpoints resumes from there, by its name. Keys
-    come from the environment. You may also give them in the address, as in
+    `file:///folder`. Set it if the run's disk may be lost: the run then resumes from there, by its
+    name. Keys come from the environment. You may also give them in the address, as in
     `s3://KEY:SECRET@bucket`; no record shows them."""
     timeout_s: Free[PositiveFloat] = 3600.0
-    """Longest time in seconds for one training step or one checkpoint."""
+    """Longest time in seconds for one training step or one checkpoint. For example, `7200`: two
+    hours. Raise it if a large batch takes longer."""
 
     @model_validator(mode="after")
     def _decays_to_its_end(self) -> "TrainerConfig":
