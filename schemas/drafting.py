@@ -77,11 +77,12 @@ class DraftModel(Frozen):
     its vocabulary may differ."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """Name of the drafter, in settings and in profiles."""
+    """Name of the drafter, in settings and in profiles, for example `small`."""
     path: Path
-    """Local Hugging Face directory of a causal language model."""
+    """Local Hugging Face directory of a causal language model, for example `/models/Qwen3-0.6B`."""
     num_engines: PositiveInt = 1
-    """Processes that serve the model, each on a GPU of its own if the machine has GPUs."""
+    """Processes that serve the model, each on a GPU of its own if the machine has GPUs. For
+    example, `2`. Raise it if too few drafts arrive in time."""
 
 
 def _named_apart(models: tuple[DraftModel, ...]) -> tuple[DraftModel, ...]:

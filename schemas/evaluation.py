@@ -14,19 +14,23 @@ class EvaluateConfig(Frozen):
     """Model to evaluate: a checkpoint of a run (`runs/NAME/checkpoints/global_step_N`), a run's
     name or directory (its last checkpoint), or any Hugging Face directory."""
     data: tuple[Path, ...] = ()
-    """Files with prompts, in the format of training. Default: the validation files of the
-    config."""
+    """Files with prompts, in the format of training, for example `test.parquet`. Default: the
+    validation files of the config."""
     samples: PositiveInt | None = None
-    """Responses per prompt, the n of `mean@n`. Default: the config's `validation_samples`."""
+    """Responses per prompt, the n of `mean@n`, for example `8`. Raise it for a smaller standard
+    error, or for `pass@k`. Default: the config's `validation_samples`."""
     seed: int | None = Field(default=None, ge=0, lt=2**32)
-    """Seed of sampling. Default: the config's, so that a checkpoint is sampled as in its run."""
+    """Seed of sampling, for example `1`. Change it to draw other responses. Default: the config's,
+    so that a checkpoint is sampled as in its run."""
     config: str | None = None
     """Run, or YAML file as for training. Its sections `data`, `rollout` and `reward`, data type,
-    samples and seed apply. Default: the run that the checkpoint belongs to."""
+    samples and seed apply. Name one for a model that no run made. Default: the run that the
+    checkpoint belongs to."""
     overrides: tuple[str, ...] = ()
     """Single settings of these sections, for example `rollout.temperature=0.6`."""
     name: str | None = None
-    """Name of the evaluation and of its directory. Default: the names of checkpoint and data."""
+    """Name of the evaluation and of its directory, for example `demo-warm`. Set it to evaluate the
+    same data twice. Default: the names of checkpoint and data."""
     log_to_run: bool = False
     """Log the figures to MLflow's run of the training run that the checkpoint belongs to, too."""
     runs_dir: Path = Path("runs")

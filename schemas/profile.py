@@ -24,46 +24,59 @@ class ProfileConfig(Frozen):
     model: Kept[Path]
     """Local Hugging Face directory of a causal language model."""
     name: Free[str] = Field(default="", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")
-    """Name of the profile and of its directory under runs/profiles. Empty: the model's name."""
+    """Name of the profile and of its directory under runs/profiles, for example `qwen-h100`. Set it
+    to measure a model twice. Empty: the model's name."""
     runs_dir: Free[Path] = Path("runs")
-    """Directory that holds the runs; profiles go to its folder `profiles/`."""
+    """Directory that holds the runs; profiles go to its folder `profiles/`. Set it as for your
+    runs."""
     trust_remote_code: Kept[bool] = False
     """Run Python code that comes with the models, as `model.trust_remote_code` of a training run
     does."""
     dtype: Kept[Literal["float32", "bfloat16"]] = "bfloat16"
-    """Data type of the engines."""
+    """Data type of the engines. Set it as for your runs (`model.dtype`)."""
     tp_degrees: Kept[tuple[PositiveInt, ...]] = Field(default=(1,), min_length=1)
-    """TP degrees to measure, for example `[1, 2, 4]`. Each starts an engine."""
+    """TP degrees to measure, for example `[1, 2, 4]`. Each starts an engine. Name all that a run
+    uses (`rollout.tp_degree`, `pat.tp_degrees`)."""
     shards: Kept[str | None] = None
     """Hardware by whose data sheet all-reduces are added, for example `H100`. One GPU then measures
-    one shard of each TP degree. Default: measure engines of that TP degree on as many GPUs."""
+    one shard of each TP degree. Set it if you have fewer GPUs than a TP degree. Default: measure
+    engines of that TP degree on as many GPUs."""
     num_engines: Kept[PositiveInt] = 1
     """Engines that measure at the same time. CPU engines share the cores: set it to the number of
     engines of your run. One is enough on GPUs, which are not shared."""
     max_batch: Kept[int] = Field(default=256, ge=2)
-    """Largest batch to measure, the engine's `max_num_seqs`."""
+    """Largest batch to measure, in sequences, for example `64`. Set it to your run's
+    `rollout.max_num_seqs`."""
     max_context: Kept[PositiveInt | None] = None
-    """Longest sequence to measure, in tokens. Default: the model's context, at most 16,384."""
+    """Longest sequence to measure, in tokens, for example `9216`. Set it to the longest prompt and
+    response of your run together. Default: the model's context, at most 16,384."""
     windows: Kept[Windows] = (1, 2, 4, 8, 16)
-    """Draft windows, in tokens, to measure verification and drafting with. Empty: measure
-    neither."""
+    """Draft windows, in tokens, to measure verification and drafting with. For example, `[1, 4,
+    16]` takes less time. Empty: measure neither, for a run without drafts."""
     draft_models: Kept[DraftModels] = ()
-    """Draft models to measure, besides n-gram lookup. The `num_engines` of a model is the number of
-    its processes that measure at the same time."""
+    """Draft models to measure, besides n-gram lookup, as in `specactor.draft_models`. The
+    `num_engines` of a model is the number of its processes that measure at the same time."""
     decode_steps: Kept[int] = Field(default=60, ge=2)
-    """Steps that one point averages (PAT 4.2: 60)."""
+    """Engine steps that one point averages (PAT 4.2: 60), for example `20` for a quick look. Raise
+    it if the machine's times vary much."""
     passes: Kept[PositiveInt] = 1
-    """Times that decode and prefill are measured, each in another order. The fit averages them."""
+    """Times that decode and prefill are measured, each in another order, for example `3`. The fit
+    averages them. Raise it if the machine's speed changes while it measures."""
     kv_cache_bytes: Kept[PositiveInt | None] = None
-    """Bytes of one engine process's KV cache, as `rollout.kv_cache_bytes` of a training run."""
+    """Bytes of one engine process's KV cache, as `rollout.kv_cache_bytes` of a training run. Raise
+    it to measure larger batches or longer sequences."""
     enforce_eager: Kept[bool] = False
-    """Skip compilation and CUDA graphs, as `rollout.enforce_eager` of a training run does."""
+    """Skip compilation and CUDA graphs. Set it as for your runs (`rollout.enforce_eager`), because
+    it changes the times."""
     seed: Kept[NonNegativeInt] = 0
-    """Seed of the random prompts and of the order of the points."""
+    """Seed of the random prompts and of the order of the points, for example `1`. Change it to see
+    how far times depend on them."""
     start_timeout_s: Free[PositiveFloat] = 1800.0
-    """Longest time in seconds for an engine to start."""
+    """Longest time in seconds for an engine to start, for example `3600`. Raise it for a large
+    model on a slow disk."""
     point_timeout_s: Free[PositiveFloat] = 600.0
-    """Longest time in seconds for one point."""
+    """Longest time in seconds for one point, for example `1200`. Raise it for long sequences on a
+    slow machine."""
 
     @property
     def run_dir(self) -> Path:
