@@ -91,8 +91,9 @@ class AlgorithmConfig(Frozen):
     model_config = ConfigDict(json_schema_extra=_leave_open)
 
     type: AlgorithmType = "grpo"
-    """Algorithm, which picks the settings below. A setting that you give yourself overrides it; one
-    that you leave empty does not."""
+    """Algorithm, which picks the settings below (docs/algorithms.md). For example, `dapo` if many
+    groups have equal rewards. A setting that you give yourself overrides it; one that you leave
+    empty does not."""
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The ratio is clipped at 1 - clip_low. For example, `0.1`: at 0.9. Lower it for smaller
     updates. GSPO: 3e-4, others: 0.2."""

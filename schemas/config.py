@@ -136,12 +136,12 @@ class PatConfig(Frozen):
     for a few long responses, with a `profile` that measured all of them. Empty: GPUs never
     switch."""
     rule: Literal["forecast", "paper"] = "forecast"
-    """When GPUs switch. `forecast`: when this is predicted to end the step sooner, by the lengths
-    of the last epoch, and no later switch would be better. `paper`: every response is expected to
-    reach `data.max_response_tokens`, and a later switch is not considered. Steps begin in the
-    degree that is predicted to end them soonest. With `paper`, without lengths, in `mode:
-    pipelined`, and with `rollout.weight_sync: ipc` on shared GPUs they begin in
-    `rollout.tp_degree`. Choose `paper` only to compare."""
+    """When GPUs switch. `forecast`: when the lengths of the last epoch predict an earlier end of
+    the step (`mode: pipelined`: fewer GPU seconds), and no later switch would be better. `paper`:
+    every response is expected to reach `data.max_response_tokens`, and a later switch is not
+    considered. Steps begin in the degree that is predicted to end them soonest. With `paper`,
+    without lengths, in `mode: pipelined`, and with `rollout.weight_sync: ipc` on shared GPUs they
+    begin in `rollout.tp_degree`. Choose `paper` only to compare."""
     gpus_per_node: PositiveInt = 8
     """Number of GPUs of a node, for example `4`. Set it to that of your nodes if you set
     `tp_degrees`: a switch stays within one node."""

@@ -41,8 +41,8 @@ class DraftingConfig(Frozen):
     shared_tokens: int = Field(default=2**20, ge=0)
     """Size limit, in tokens of 17 bytes each, of the index that all prompts share. It holds the
     last two epochs, or as much as fits, and drafts where a prompt's own history knows less. For
-    example, `4194304`: 4 Mi tokens, 71 MB. Raise it if two epochs have more tokens; 0 switches it
-    off."""
+    example, `4000000` takes 68 MB. Raise it if two epochs have more tokens; 0: prompts draft only
+    from their own history."""
     look_ahead: bool = True
     """Use a sample's noise, which is known beforehand, to draft the tokens that this sample would
     draw. Off: draft the continuation with the highest rewards, or the most frequent one. Switch it
