@@ -136,9 +136,33 @@ def _words(stream, ids):
 
 
 @triton.jit
-def _pick(values, is_picked):
-    """Return the one picked value of each row."""
+def _pick(values, column, BLOCK: tl.constexpr):
+    """Return the value of each row in its column."""
+    is_picked = tl.arange(0, BLOCK)[None, :] == column[:, None]
     return tl.sum(tl.where(is_picked, values, 0.0), axis=1)
+
+
+@triton.jit
+def _best(candidates, scaled, greedy, stream, ids, BLOCK: tl.constexpr):
+    """Return each row's best score, its column, and the scaled logit there.
+
+    The score of a row is its candidate if the row is greedy, else its candidate plus noise.
+    """
+    first, second = _words(stream, ids)
+    bounds = candidates + tl.where(greedy, 0.0, _gumbel_bound(first))
+    bound, column = tl.max(bounds, axis=1, return_indices=True)
+    chosen = _pick(scaled, column, BLOCK)
+    best_first, best_second = _words(stream, tl.program_id(1) * BLOCK + column[:, None])
+    noise = tl.where(greedy, 0.0, _gumbel(best_first, best_second))
+    best = tl.where(bound == float("-inf"), bound, chosen + tl.sum(noise, axis=1))
+    close = best - _CLOSE - tl.abs(best) * _CLOSE_SHARE
+    num_close = tl.sum((bounds >= close[:, None]).to(tl.int32), axis=1)
+    # This also holds if no candidate is finite, or one is not a number.
+    if tl.max(tl.abs(num_close - 1), axis=0) > 0:
+        scores = tl.where(greedy, candidates, candidates + _gumbel(first, second))
+        best, column = tl.max(scores, axis=1, return_indices=True)
+        chosen = _pick(scaled, column, BLOCK)
+    return best, column, chosen
 
 
 @triton.jit
@@ -208,27 +232,13 @@ def draw(
     if TRUNCATED:
         drawn_from = tl.load(drawn_from_ptr + at, mask=is_id, other=float("-inf"))
         candidates = tl.where(drawn_from == float("-inf"), float("-inf"), scaled)
-    columns = tl.arange(0, BLOCK)[None, :]
     if GREEDY:
         best, column = tl.max(candidates, axis=1, return_indices=True)
-        chosen = _pick(scaled, columns == column[:, None])
+        chosen = _pick(scaled, column, BLOCK)
     else:
         positions = tl.load(positions_ptr + tl.load(input_rows_ptr + rows) - after) + 1
         stream = _stream(tl.load(keys_ptr + requests), positions)[:, None]
-        first, second = _words(stream, ids)
-        bounds = candidates + tl.where(greedy, 0.0, _gumbel_bound(first))
-        bound, column = tl.max(bounds, axis=1, return_indices=True)
-        chosen = _pick(scaled, columns == column[:, None])
-        best_first, best_second = _words(stream, tl.program_id(1) * BLOCK + column[:, None])
-        noise = tl.where(greedy, 0.0, _gumbel(best_first, best_second))
-        best = tl.where(bound == float("-inf"), bound, chosen + tl.sum(noise, axis=1))
-        close = best - _CLOSE - tl.abs(best) * _CLOSE_SHARE
-        num_close = tl.sum((bounds >= close[:, None]).to(tl.int32), axis=1)
-        # This also holds if no candidate is finite, or one is not a number.
-        if tl.max(tl.abs(num_close - 1), axis=0) > 0:
-            scores = tl.where(greedy, candidates, candidates + _gumbel(first, second))
-            best, column = tl.max(scores, axis=1, return_indices=True)
-            chosen = _pick(scaled, columns == column[:, None])
+        best, column, chosen = _best(candidates, scaled, greedy, stream, ids, BLOCK)
     largest, total = _sum_of_exponentials(scaled)
     part = rows.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(tokens_ptr + part, tl.program_id(1) * BLOCK + column, mask=is_row)
