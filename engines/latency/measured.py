@@ -14,12 +14,14 @@ weights."""
 
 class MeasuredLatency:
     """Latency model with one cost for the first `FEW_ROWS` rows and one for each further row.
-    Implements decoding and verification of `Latency`.
+    Implements `Latency` without prefill.
 
-    `step_costs`: see `schemas.step.EngineShare`, of one engine at one TP degree.
+    `step_costs`: see `schemas.counts.DraftingCounts`, of one engine at one TP degree.
+    `drafting_s`: mean seconds of drafting in a step.
     """
 
-    def __init__(self, step_costs: Sequence[float]) -> None:
+    def __init__(self, step_costs: Sequence[float], drafting_s: float = 0.0) -> None:
+        self._drafting_s = drafting_s
         self._step_s, self._few_s, self._request_s, self._token_s = step_costs[:4]
         self._row_s, self._draft_s = step_costs[4:]
 
@@ -37,11 +39,17 @@ class MeasuredLatency:
         raise NotImplementedError("an engine does not measure the time of a prefill")
 
     def draft_s(self, drafter: str, batch: int, window: int) -> float:
-        raise NotImplementedError("an engine measures only the total drafting time of its steps")
+        """Return the mean of all steps: an engine does not measure more of its drafting."""
+        del drafter, batch, window
+        return self._drafting_s
 
 
 def measured_by(shares: Iterable[EngineShare]) -> MeasuredLatency | None:
     """Return a model of the median costs of the engines that know theirs, or None if no engine
     does."""
-    costs = [share.drafting.step_costs for share in shares if share.drafting.step_costs]
-    return MeasuredLatency(np.median(costs, axis=0).tolist()) if costs else None
+    known = [share.drafting for share in shares if share.drafting.step_costs]
+    if not known:
+        return None
+    costs = np.median([counts.step_costs for counts in known], axis=0)
+    drafting_s = np.median([counts.draft_s / max(1, counts.num_steps) for counts in known])
+    return MeasuredLatency(costs.tolist(), float(drafting_s))
