@@ -34,6 +34,8 @@ class Rolling(Frozen):
     num_engines: NonNegativeInt
     elapsed_s: NonNegativeFloat
     """Seconds since the first engine began."""
+    left_s: NonNegativeFloat | None = None
+    """Predicted seconds until the stage ends. None: unknown."""
 
     @property
     def tokens_per_second(self) -> float:

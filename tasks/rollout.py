@@ -3,11 +3,12 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engines.accounting.metrics import SUMMARISED_COLUMNS, summarise_rollouts
+from engines.control.stage_end import StageEnd
 from engines.rollout.moves import RolloutView
-from engines.rollout.stage import OnFinished, OnProgress, Outcome, joined
+from engines.rollout.stage import Outcome, joined
 from schemas.keys import sample_key, stage_name
 from schemas.progress import Rolling
 from schemas.rollout import DraftSetting, FinishedRollout, RequestId, RolloutRequest, Split
@@ -21,7 +22,7 @@ from tasks.run.advice import run_task
 from tasks.run.artifacts import ProgressPage
 from tasks.run.attach import Run, attach
 from tasks.run.engines import Engines
-from tasks.run.policies import settings_of, step_policies, tell_collapses
+from tasks.run.policies import predict_end, settings_of, step_policies, tell_collapses
 from tasks.run.refill import next_batch, refills
 
 _SHOW_EVERY_S = 0.2
@@ -135,53 +136,68 @@ class _Generation:
         left = _left(requests, self.done)
         about = f"{plan.split} step {plan.step}: rollouts finished, in %"
         page = ProgressPage(run.config.name, about, run.failures)
-        keep, show = _watched(run, engines, plan, page, len(requests) - len(left), wake_scorer)
+        watch = _Watch(run, engines, plan, page, len(requests) - len(left), wake_scorer)
         run.progress.phase(f"{plan.split} step {plan.step}: rolling out")
-        return page, engines.coordinator.roll_out(
+        running = engines.coordinator.roll_out(
             left,
-            keep,
-            show,
+            watch.keep,
+            watch.show,
             weights=self.weights,
             policies=policies,
             min_rollouts=_min_rollouts(run, plan, len(self.done)),
             label=f"{plan.split}/{plan.step}",
         )
+        # The engines have begun, so this delays none of them.
+        watch.end = await predict_end(run, plan)
+        return page, running
 
 
-def _watched(
-    run: Run,
-    engines: Engines,
-    plan: StepPlan,
-    page: ProgressPage,
-    num_done: int,
-    wake_scorer: Callable[[], None],
-) -> tuple[OnFinished, OnProgress]:
-    """Return callbacks that store finished rollouts, and that show the progress of a batch."""
-    counts: Counter[str] = Counter()
-    shown_s = 0.0
+@dataclass
+class _Watch:
+    """Callbacks of a batch, which store finished rollouts and show its progress."""
 
-    async def keep(rollouts: Sequence[FinishedRollout]) -> None:
-        await run.store_client.add_finished(rollouts, plan.epoch)
+    run: Run
+    engines: Engines
+    plan: StepPlan
+    page: ProgressPage
+    num_done: int
+    """Rollouts that were finished before the stage."""
+    wake_scorer: Callable[[], None]
+    end: StageEnd | None = None
+    """Forecast of the end. None: not known."""
+    _counts: Counter[str] = field(default_factory=Counter)
+    _shown_s: float = 0.0
+
+    async def keep(self, rollouts: Sequence[FinishedRollout]) -> None:
+        await self.run.store_client.add_finished(rollouts, self.plan.epoch)
         for rollout in rollouts:
-            counts["tokens"] += rollout.num_tokens
-            counts["drafted"] += rollout.num_draft_tokens
-            counts["accepted"] += rollout.num_accepted_tokens
-        wake_scorer()
+            self._counts["tokens"] += rollout.num_tokens
+            self._counts["drafted"] += rollout.num_draft_tokens
+            self._counts["accepted"] += rollout.num_accepted_tokens
+        self.wake_scorer()
 
-    def show(view: RolloutView) -> None:
-        nonlocal shown_s
-        if view.elapsed_s < shown_s + _SHOW_EVERY_S and view.num_finished < view.num_rollouts:
+    def show(self, view: RolloutView) -> None:
+        is_last = view.num_finished == view.num_rollouts
+        if view.elapsed_s < self._shown_s + _SHOW_EVERY_S and not is_last:
             return
-        shown_s = view.elapsed_s
-        rolling = _rolling(plan, view, num_done, counts, len(engines.living))
-        page.show(rolling.num_finished / max(1, rolling.num_rollouts))
-        run.progress.rolling(rolling)
-
-    return keep, show
+        self._shown_s = view.elapsed_s
+        left_s = None
+        if self.end:
+            with self.run.failures.contained("predicting the end of rollouts"):
+                left_s = self.end.left_s(view)
+        num_engines = len(self.engines.living)
+        rolling = _rolling(self.plan, view, self.num_done, self._counts, num_engines, left_s)
+        self.page.show(rolling.num_finished / max(1, rolling.num_rollouts))
+        self.run.progress.rolling(rolling)
 
 
 def _rolling(
-    plan: StepPlan, view: RolloutView, num_done: int, counts: Counter[str], num_engines: int
+    plan: StepPlan,
+    view: RolloutView,
+    num_done: int,
+    counts: Counter[str],
+    num_engines: int,
+    left_s: float | None,
 ) -> Rolling:
     """Return the progress of a stage. `num_done`: rollouts finished before the stage. `counts`:
     tokens of rollouts that finished in it."""
@@ -196,6 +212,7 @@ def _rolling(
         num_busy_engines=sum(bool(engine.progress) for engine in view.engines),
         num_engines=num_engines,
         elapsed_s=view.elapsed_s,
+        left_s=left_s,
     )
 
 

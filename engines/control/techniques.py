@@ -137,7 +137,9 @@ def _controller(
     if races:
         techniques.append(Racing(races))
     pools = {pool.index: pool for pool in model.pools}
-    outlook = _outlook(config, inputs, model)
+    outlook = stage_outlook(
+        config, inputs, model.latency, model.remaining, model.prompt_tokens, model.speculation
+    )
     return Controller(
         techniques,
         outlook,
@@ -158,15 +160,23 @@ def _opens(config: TrainConfig) -> bool:
     return config.pat.rule == "forecast" and config.mode == "sync" and not handed
 
 
-def _outlook(config: TrainConfig, inputs: StepInputs, model: MoveModel) -> Outlook:
-    tokens_per_pass, window = model.speculation
+def stage_outlook(
+    config: TrainConfig,
+    inputs: StepInputs,
+    latency: Latency,
+    remaining: Remaining,
+    prompt_tokens: Mapping[str, int],
+    speculation: tuple[float, int],
+) -> Outlook:
+    """Return the forecast of a stage. The last arguments are fields of `MoveModel`."""
+    tokens_per_pass, window = speculation
     accepted, drafting = dict(inputs.acceptances), inputs.plan.drafting
     if window:
         accepted[HISTORY] = token_acceptance(window, _rate(window, tokens_per_pass))
     return Outlook(
-        Forecaster(model.latency, config.rollout.max_num_seqs),
-        model.remaining,
-        model.prompt_tokens,
+        Forecaster(latency, config.rollout.max_num_seqs),
+        remaining,
+        prompt_tokens,
         expected_acceptance=accepted,
         prompt_acceptance=_prompt_acceptance(inputs.plan, window),
         default_drafting=drafting or (DraftSetting(HISTORY, window) if window else None),

@@ -60,7 +60,8 @@ class TerminalProgress:
         if self._live.is_started:
             self._live.update(
                 f"  {self._text}: {rolling.num_finished}/{rolling.num_rollouts} rollouts, "
-                f"{rolling.num_in_flight_tokens:,} tokens in flight{accepted_text(rolling)}"
+                f"{rolling.num_in_flight_tokens:,} tokens in flight"
+                f"{accepted_text(rolling)}{left_text(rolling)}"
             )
 
     def counting(self, done: int, total: int, what: str, left_s: float) -> None:
@@ -116,6 +117,14 @@ class Everywhere:
 def accepted_text(rolling: Rolling) -> str:
     accepted = rolling.acceptance_rate
     return "" if accepted is None else f", {accepted:.0%} of drafts accepted"
+
+
+def left_text(rolling: Rolling) -> str:
+    """Return when the stage ends, for example `, about 40 s left`. Empty while unknown."""
+    left_s = rolling.left_s
+    if left_s is None:
+        return ""
+    return f", about {left_s:.0f} s left" if left_s < 120 else f", about {left_s / 60:.0f} min left"
 
 
 def step_line(report: StepReport, num_steps: int) -> str:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engines.failures import LOG_FILE
-from engines.reports.progress import accepted_text, clock
+from engines.reports.progress import accepted_text, clock, left_text
 from engines.reports.tables import plain_table, printable
 from schemas.config import TrainConfig
 from schemas.evaluation import EvaluationReport
@@ -222,7 +222,7 @@ def rolling_text(rolling: Rolling) -> str:
     return (
         f"{rolling.label}: {rolling.num_finished}/{rolling.num_rollouts} rollouts, "
         f"{rolling.tokens_per_second:,.0f} tokens/s{accepted_text(rolling)}, "
-        f"{rolling.idle_share:.0%} of engines idle"
+        f"{rolling.idle_share:.0%} of engines idle{left_text(rolling)}"
     )
 
 

@@ -3,22 +3,25 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from engines.control.stage_end import StageEnd
 from engines.control.techniques import (
     MoveModel,
     StepInputs,
     draft_setting,
     expected_lengths,
     plan_policies,
+    stage_outlook,
     tokens_to_come,
 )
 from engines.latency.interface import Latency
+from engines.latency.measured import measured_by
 from engines.pat.costs import SwitchCosts
 from engines.rollout.moves import Policy
 from engines.specactor.health import DrafterHealth
 from engines.specactor.ladder import Ladder, choose_drafter
 from engines.specactor.planner import Cluster, plan_decoupled
 from schemas.config import TrainConfig
-from schemas.drafting import HISTORY
+from schemas.drafting import HISTORY, NGRAM
 from schemas.rollout import DraftSetting, LengthHistory, Split
 from schemas.step import RolloutBatch, StepPlan
 from tasks.history import known_before, last_known
@@ -103,7 +106,8 @@ async def tell_collapses(run: Run, plan: StepPlan) -> None:
 async def step_policies(run: Run, engines: Engines, plan: StepPlan) -> tuple[Policy, ...]:
     """Return the policies of all enabled techniques for a step."""
     latency = run.inputs.latency if run.config.pat.tp_degrees else None
-    lengths = await _lengths(run, plan)
+    needs_lengths = run.config.pat.tp_degrees or run.config.specactor.races
+    lengths = await _lengths(run, plan) if needs_lengths else {}
     inputs = StepInputs(
         plan=plan,
         ladder=run.inputs.ladder,
@@ -131,15 +135,48 @@ async def _move_model(
         pools=engines.pools,
         missed_savings=engines.missed_savings,
         remaining=expected_lengths(run.config, lengths),
-        prompt_tokens={key: len(prompt.token_ids) for key, prompt in run.inputs.prompts.items()},
+        prompt_tokens=_prompt_tokens(run),
         speculation=last.speculation if last else (1.0, 0),
     )
 
 
+async def predict_end(run: Run, plan: StepPlan) -> StageEnd | None:
+    """Return the forecast of a step's end to show while it runs, or None if the run does not know
+    the times of its steps. Validation has no earlier lengths. The engines need not wait for this.
+    """
+    last = None if plan.split is Split.VALIDATION else await last_known(run, plan.step)
+    latency = _step_times(run, last) if last else None
+    if last is None or latency is None:
+        return None
+    acceptances = await known_acceptances(run, plan, known_before(run, plan.step))
+    outlook = stage_outlook(
+        run.config,
+        StepInputs(plan=plan, acceptances=acceptances),
+        latency,
+        expected_lengths(run.config, await _lengths(run, plan)),
+        _prompt_tokens(run),
+        last.speculation,
+    )
+    return StageEnd(outlook)
+
+
+def _step_times(run: Run, last: RolloutBatch) -> Latency | None:
+    """Return the latency model of the profile, or of the last step's measurements. None without
+    either, and when it lacks the time of a drafter."""
+    models = {model.name for model in run.config.specactor.draft_models}
+    profiled = run.inputs.latency
+    if profiled is None:
+        return None if models else measured_by(last.shares)
+    drafters = {NGRAM, *models} if run.config.engine.speculates else models
+    return profiled if drafters <= set(profiled.drafters) else None
+
+
+def _prompt_tokens(run: Run) -> dict[str, int]:
+    return {key: len(prompt.token_ids) for key, prompt in run.inputs.prompts.items()}
+
+
 async def _lengths(run: Run, plan: StepPlan) -> dict[str, LengthHistory]:
-    """Return the earlier response lengths, if the run switches or races requests. Else empty."""
-    if not (run.config.pat.tp_degrees or run.config.specactor.races):
-        return {}
+    """Return the earlier response lengths of the plan's prompts."""
     keys = [group.prompt_key for group in plan.groups]
     return await run.store("length_history", keys, known_before(run, plan.step))
 

@@ -1,10 +1,12 @@
 """Reward curves in the terminal, and the view of a live run."""
 
+import io
+
 import pytest
 from rich.console import Console
 
-from engines.reports.progress import clock
-from engines.reports.runs import live_view, reward_curve, sparkline
+from engines.reports.progress import TerminalProgress, clock, left_text
+from engines.reports.runs import live_view, reward_curve, rolling_text, sparkline
 from tasks.run.record import read_run
 from tests.flows.run_dirs import ROLLING, make_run, progress
 
@@ -39,6 +41,30 @@ def test_live_view_shows_the_current_phase(tmp_path) -> None:
         "train step 3: 32/96 rollouts, 500 tokens/s, 75% of drafts accepted, 50% of engines idle"
     ) in shown
     assert "0.500 ▁█ 0.750" in shown
+
+
+@pytest.mark.parametrize(
+    ("left_s", "text"),
+    [
+        (None, ""),
+        (0.2, ", about 0 s left"),
+        (40.4, ", about 40 s left"),
+        (600.0, ", about 10 min left"),
+    ],
+)
+def test_the_end_of_a_stage_is_shown_once_it_is_predicted(left_s: float | None, text: str) -> None:
+    rolling = ROLLING.model_copy(update={"left_s": left_s})
+    assert left_text(rolling) == text
+    assert rolling_text(rolling) == rolling_text(ROLLING) + text
+    terminal = io.StringIO()
+    shown = TerminalProgress(
+        Console(file=terminal, force_terminal=True, highlight=False, width=140)
+    )
+    shown.phase("rolling out")
+    shown.rolling(rolling)
+    shown.close()
+    assert f"500 tokens in flight, 75% of drafts accepted{text}" in terminal.getvalue()
+    assert ("left" in terminal.getvalue()) == bool(text)
 
 
 def test_hours_may_be_many() -> None:

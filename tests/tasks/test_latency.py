@@ -1,6 +1,6 @@
 """All techniques use one profile. A technique that is off does not use it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from engines.control.controller import Controller
 from engines.control.reshaping import MissedSavings
 from engines.gpus.placement import GpuPlacement
 from engines.latency.fitted import FittedLatency
+from engines.rollout.moves import EngineView, RolloutView
 from engines.specactor.health import DrafterHealth
 from engines.specactor.ladder import token_acceptance
 from engines.specactor.reconfigure import Reconfiguration
@@ -21,11 +22,11 @@ from schemas.config import TrainConfig
 from schemas.counts import DraftingCounts, SwitchCounts
 from schemas.latency import PointKind, Profile
 from schemas.layout import Pool
-from schemas.rollout import RequestId, Split
+from schemas.rollout import LengthHistory, RequestId, Split
 from schemas.step import PromptGroup, StepPlan
 from schemas.timeline import Timeline
 from tasks.run.engines import make_generation
-from tasks.run.policies import step_policies
+from tasks.run.policies import predict_end, step_policies
 from tasks.run.preflight import Inputs, read_inputs
 from tasks.run.timeline import _savings
 from tasks.schedule import _rollout_time
@@ -72,9 +73,10 @@ class StandIn:
 
     last: Any = None
     """Rollouts of the last step."""
+    lengths: dict[str, LengthHistory] = field(default_factory=dict)
 
     async def store(self, method: str, *_: Any) -> Any:
-        return {"length_history": {}, "stage": self.last}[method]
+        return {"length_history": self.lengths, "stage": self.last}[method]
 
 
 def run_of(directory: Path, *overrides: str) -> StandIn:
@@ -163,6 +165,63 @@ async def test_without_one_engines_are_allocated_by_what_they_measured(tmp_path:
     seconds = rollout_time(lengths, 1, tokens_per_pass=two)
     assert seconds == pytest.approx(50 * (0.01 + 8 * 0.001), rel=0.02)
     assert _rollout_time(run, measuring((), ())) is None
+
+
+def with_history(run: Any) -> RolloutView:
+    """Give the run's first prompt a history. Return a view of a step of two requests for it."""
+    key = next(iter(run.inputs.prompts))
+    run.lengths = {key: LengthHistory(100.0, 200, 100.0)}
+    progress = {RequestId(Split.TRAIN, 1, key, i): 10 for i in range(2)}
+    return RolloutView(0.0, (EngineView(0, progress),), 0, 2)
+
+
+async def test_a_running_stage_shows_the_controller_s_forecast(
+    tmp_path: Path, profile: Path
+) -> None:
+    run: Any = run_of(tmp_path, *ALL_ON, f"profile={profile}")
+    run.last = SimpleNamespace(speculation=(3.0, 4), sync_s=0.0, switches=SwitchCounts())
+    view = with_history(run)
+    (controller,) = await step_policies(run, ENGINES, plan())
+    end = await predict_end(run, plan())
+    assert isinstance(controller, Controller)
+    assert end is not None
+    assert end.left_s(view) == controller.outlook.forecast(view).end_s > 0.0
+    assert end.outlook is not controller.outlook, "to watch may not change a decision"
+    assert end.outlook.remaining is not controller.outlook.remaining
+    validation = plan().model_copy(update={"split": Split.VALIDATION})
+    assert await predict_end(run, validation) is None
+
+
+async def test_without_one_a_running_stage_shows_what_engines_measured(tmp_path: Path) -> None:
+    run: Any = run_of(tmp_path, *ALL_ON[:1])
+    costs = (0.01, 0.001, 0.001, 0.0, 0.0, 0.0)
+    counts = DraftingCounts(num_steps=100, draft_s=1.0, step_costs=costs)
+    shares = (SimpleNamespace(drafting=counts), SimpleNamespace(drafting=DraftingCounts()))
+    run.last = SimpleNamespace(shares=shares, speculation=(2.0, 3))
+    view = with_history(run)
+    end = await predict_end(run, plan())
+    assert end is not None
+    state = end.outlook.forecast(view)
+    # A step takes 0.01 s for itself, 0.001 s for a request, and 0.01 s for its drafts.
+    few, most = (max(state.ends_s.values()) / (0.02 + num * 0.001) for num in (2, 1))
+    remaining = end.outlook.remaining.tokens(dict.fromkeys(view.engines[0].progress, 10))
+    assert few < max(remaining.values()) / 2.0 < most
+    run.last = measuring(())
+    assert await predict_end(run, plan()) is None
+    run.last = None
+    assert await predict_end(run, plan()) is None
+
+
+async def test_an_end_is_unknown_where_the_time_of_a_drafter_is(
+    tmp_path: Path, profile: Path
+) -> None:
+    unknown = SMALL.replace("small", "unknown")
+    run: Any = run_of(tmp_path, unknown, f"profile={profile}", "specactor.ladder=false")
+    run.last = measuring((0.01, 0.001, 0.001, 0.0, 0.0, 0.0))
+    assert await predict_end(run, plan()) is None
+    run = run_of(tmp_path, unknown)
+    run.last = measuring((0.01, 0.001, 0.001, 0.0, 0.0, 0.0))
+    assert await predict_end(run, plan()) is None
 
 
 async def test_without_profile_no_technique_has_times(tmp_path: Path) -> None:
