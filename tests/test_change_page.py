@@ -51,18 +51,20 @@ print(json.dumps([sample.advantage for sample in samples]))
 DRAFTS = """
 import json
 import numpy as np
+from engines.histospec.acceptance import Acceptance
 from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
 from schemas.drafting import SpecActorConfig
 from schemas.rollout import DraftSetting
 
 name = SpecActorConfig(drafter="recent").drafter
-drafting = RequestDrafting(0, 100)
+drafting = RequestDrafting(0, 100, Acceptance())
 texts = [5, 1, 2, 5, 3, 4, 5], [1, 2, 3]
 rows = []
 for row, text in enumerate(texts):
     drafting.begin(str(row), DraftSetting(name, 2), sample_key=1, max_tokens=60)
     rows.append(DraftedRow(row, str(row), 1, np.array(text, np.int32)))
-print(json.dumps(drafting.propose(rows, 100)))
+drafts = drafting.propose(rows, len(rows))
+print(json.dumps([row[:n] for row, n in zip(drafts.tokens.tolist(), drafts.num)]))
 """
 
 

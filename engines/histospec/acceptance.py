@@ -1,25 +1,27 @@
 """Probability that a draft token is accepted, learnt from verified tokens. Pure.
 
-A draft token's evidence is how often the history saw the tokens before it, and in which share of
-those cases it followed (`engines.histospec.drafting`). That share is no probability: the policy has
-moved since, and one occurrence says less than eight. So each class of evidence counts its own
-verifications, with slow forgetting. A class with few verifications leans on a logistic regression
-over the factors of its evidence, fitted to all verifications. There are a thousand classes, and
-with a policy of high entropy trying out each one would cost time.
+Every draft token comes with evidence. From history, it is how often the tokens before were seen,
+and in which share of those cases the token followed (`engines.histospec.drafting`). From a draft
+model or n-grams, it is how many of the request's last draft tokens were right. Such a share is no
+probability: the policy has moved since, and one occurrence says less than eight. So each class of
+evidence counts its own verifications, with slow forgetting. A class with few verifications leans on
+a logistic regression over the factors of its evidence, fitted to all verifications. There are a
+thousand classes, and with a policy of high entropy trying out each one would cost time.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from engines.histospec.drafting import NUM_EVIDENCE, evidence_factors, evidence_shares
 
-_NUM_LIVE = 8
+_NUM_LIVE, _NUM_RECORDS = 8, 16
 _NUM_HISTORY = 2 * NUM_EVIDENCE
-NUM_CLASSES = _NUM_HISTORY + _NUM_LIVE
+_FIRST_RECORD = _NUM_HISTORY + _NUM_LIVE
+NUM_CLASSES = _FIRST_RECORD + _NUM_RECORDS
 """Number of evidence classes: those of a prompt's own history, the same ones of the shared indexes,
-then 8 of drafts from running siblings, by the number of matching tokens."""
+8 of drafts from running siblings, by the number of matching tokens, then 16 of drafts from draft
+models and n-grams, by the request's record."""
 _SHARED_GUESS = 0.6
 """First guess of the acceptance of shared evidence, as a multiple of that of a prompt's own."""
 _LIVE_GUESS = 0.4
@@ -42,16 +44,16 @@ _NEWTON_STEPS = 3
 _LARGEST_STEP = 2.0  # of a coefficient, in log odds
 
 
-def blended(num_right: Any, num_tried: Any, prior: Any, weight: Any = PRIOR_WEIGHT) -> Any:
-    """Return the share of tried tokens that were right, if a prior share counts as `weight` tried
-    tokens. Takes numbers or arrays."""
-    return (num_right + weight * prior) / (num_tried + weight)
-
-
 def live_evidence(matched: np.ndarray) -> np.ndarray:
     """Return the classes of drafts from siblings; uint16, of the shape of `matched`, which counts
     matching tokens."""
-    return (_NUM_HISTORY + np.clip(matched, 1, NUM_CLASSES - _NUM_HISTORY) - 1).astype(np.uint16)
+    return (_NUM_HISTORY + np.clip(matched, 1, _NUM_LIVE) - 1).astype(np.uint16)
+
+
+def record_evidence(records: np.ndarray) -> np.ndarray:
+    """Return the classes of drafts from draft models and n-grams; uint16, of the shape of
+    `records`: float in 0..1, the recent share of right tokens of each request."""
+    return (_FIRST_RECORD + np.minimum(records * _NUM_RECORDS, _NUM_RECORDS - 1)).astype(np.uint16)
 
 
 def shared_evidence(evidence: np.ndarray) -> np.ndarray:
@@ -67,7 +69,7 @@ def is_shared(evidence: np.ndarray) -> np.ndarray:
 
 def is_sibling(evidence: np.ndarray) -> np.ndarray:
     """Return which tokens of these classes are from siblings; bool."""
-    return evidence >= _NUM_HISTORY
+    return (evidence >= _NUM_HISTORY) & (evidence < _FIRST_RECORD)
 
 
 class Acceptance:
@@ -108,7 +110,7 @@ class Acceptance:
     def shares(self) -> np.ndarray:
         """Accepted share of each class, blended with the regression's estimate; float64
         [NUM_CLASSES]."""
-        return blended(self._right, self._tried, self._prior, self._weights)
+        return (self._right + self._weights * self._prior) / (self._tried + self._weights)
 
     def _upper_bounds(self) -> np.ndarray:
         shares = self.shares
@@ -194,11 +196,12 @@ def _regressions() -> list[_Regression]:
     blocks = evidence_factors()
     guesses = np.split(evidence_shares(), [len(blocks[0])])
     matched = np.arange(1, _NUM_LIVE + 1) / _NUM_LIVE
-    live = np.stack([np.ones(_NUM_LIVE), matched], axis=1)
+    records = (np.arange(_NUM_RECORDS) + 0.5) / _NUM_RECORDS
     kinds = [
         *zip(guesses, blocks, strict=True),
         *((_SHARED_GUESS * guess, block) for guess, block in zip(guesses, blocks, strict=True)),
-        (np.full(_NUM_LIVE, _LIVE_GUESS), live),
+        (np.full(_NUM_LIVE, _LIVE_GUESS), np.vander(matched, 2)),
+        (records, np.vander(records, 2)),
     ]
     ends = np.cumsum([len(guess) for guess, _ in kinds]).tolist()
     return [

@@ -5,9 +5,9 @@
     shared indexes ─► draft_batch_of_any ──────┘        ▲                   │
                                                         └── windows ◄── verified next step
 
-Each row takes the draft with the most expected accepted tokens. The drafter measures what the
-shared indexes add, and searches them ever more rarely while they add nothing. State is stored by
-request, because the rows of a batch move.
+Each row takes the draft with the most expected accepted tokens, whether from history, a draft model
+or n-grams. The drafter measures what the shared indexes add, and searches them ever more rarely
+while they add nothing. State is stored by request, because the rows of a batch move.
 """
 
 from collections import defaultdict
@@ -67,6 +67,18 @@ class Drafts:
         """Copy the drafts of another instance for these rows, bool [rows]."""
         self.num[rows], self.tokens[rows] = other.num[rows], other.tokens[rows]
         self.evidence[rows] = other.evidence[rows]
+
+    def widen(self, window: int) -> None:
+        """Make room for drafts of `window` tokens."""
+        missing = (0, 0), (0, max(0, window - self.tokens.shape[1]))
+        self.tokens, self.evidence = np.pad(self.tokens, missing), np.pad(self.evidence, missing)
+
+    def extends(self, other: "Drafts") -> np.ndarray:
+        """Return where the draft begins with the whole draft of `other`, which has as much room;
+        bool [rows]."""
+        unused = np.arange(self.tokens.shape[1]) >= other.num[:, None]
+        same = (self.tokens == other.tokens) | unused
+        return same.all(axis=1) & (self.num >= other.num)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +170,7 @@ class HistoryDrafter:
         token_ids: np.ndarray,
         num_tokens: np.ndarray,
         max_draft_tokens: int,
-        others: np.ndarray | None = None,
+        others: Drafts | None = None,
     ) -> list[list[int]]:
         """Learn from the last verification and draft for the next step. Return the draft of each
         row, which may be empty.
@@ -169,16 +181,15 @@ class HistoryDrafter:
         `token_ids`: int32 [rows, any], prompt and response so far.
         `num_tokens`: int32 [rows], how many of `token_ids` are valid.
         `max_draft_tokens`: most draft tokens of all rows together.
-        `others`: float64 [rows], expected accepted tokens of another drafter's draft. A row whose
-            own draft does not expect more gets none.
+        `others`: drafts from draft models and n-grams. They replace those of which fewer tokens are
+            expected to be accepted, and those that they extend.
         """
         self._observe(places, num_sampled)
         self._indexes.follow()
         self._counts["num_steps"] += 1
         drafts = self._draft(places, num_sampled, token_ids, num_tokens, max_draft_tokens)
-        if others is not None and drafts.num.any():
-            drafts.num[self._num_expected(drafts) <= others] = 0
-        self._num_drafted[places] = drafts.num
+        num_own = self._take_others(drafts, others, max_draft_tokens) if others else drafts.num
+        self._num_drafted[places] = num_own
         if not drafts.num.any():
             return [[] for _ in places]
         self._counts["num_drafting_steps"] += 1
@@ -213,8 +224,7 @@ class HistoryDrafter:
         num_drafted[num_sampled == 0] = 0
         if not num_drafted.any():
             return
-        # Another drafter may have extended the draft, so more tokens may be accepted than drafted
-        # here.
+        # A draft that extends this one may have more accepted tokens than were drafted here.
         num_accepted = np.clip(num_sampled - 1, 0, num_drafted)
         evidence = self._evidence[places]
         self.acceptance.observe(evidence, num_drafted, num_accepted)
@@ -294,6 +304,19 @@ class HistoryDrafter:
         better = gain > 0
         drafts.take(better, others)
         self._asking.note(len(windows), pays=gain[better].sum() >= LEAST_GAIN * num_asking)
+
+    def _take_others(self, drafts: Drafts, others: Drafts, max_draft_tokens: int) -> np.ndarray:
+        """Take the drafts of `others` that are better, and keep the likeliest tokens. Return how
+        many of each row's tokens this drafter has drafted too; int32 [rows]."""
+        for one, other in ((drafts, others), (others, drafts)):
+            one.widen(other.tokens.shape[1])
+        # Learn nothing from these rows, also where both drafts agree: such tokens are often right.
+        drafts.num[self._num_expected(drafts) <= self._num_expected(others)] = 0
+        num_own = drafts.num.copy()
+        drafts.take(others.extends(drafts), others)
+        probabilities = self.acceptance.of_drafts(drafts.evidence, drafts.num)
+        drafts.num = keep_likeliest(probabilities, drafts.num, max_draft_tokens)
+        return np.minimum(num_own, drafts.num)
 
     def _num_expected(self, drafts: Drafts) -> np.ndarray:
         """Return the expected number of accepted tokens of each row; float64 [rows]."""

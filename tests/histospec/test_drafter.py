@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from engines.histospec import drafter as drafter_module
-from engines.histospec.acceptance import Acceptance
-from engines.histospec.drafter import DraftedRequest, HistoryDrafter
+from engines.histospec.acceptance import Acceptance, record_evidence
+from engines.histospec.drafter import DraftedRequest, Drafts, HistoryDrafter
 from engines.histospec.drafting import NUM_EVIDENCE, draft_batch_of_any
 from engines.histospec.gate import Gate
 from engines.histospec.index import build_index
@@ -117,21 +117,69 @@ def test_a_step_without_room_for_drafts_does_not_look(drafter):
     assert len(learnt[0]) == len(learnt[1]) == 1
 
 
-def test_rows_for_which_others_have_more_are_left_to_them(drafter):
-    """When a row took another drafter's tokens, its result teaches this drafter nothing."""
-    for id in ("a", "b"):
+def others_of(rows, record):
+    """Return the drafts of another drafter, whose last tokens were right as often as `record`."""
+    others = Drafts.none(len(rows), max(map(len, rows)))
+    for n, tokens in enumerate(rows):
+        others.num[n], others.tokens[n, : len(tokens)] = len(tokens), tokens
+    others.evidence[:] = record_evidence(np.array(record))
+    return others
+
+
+@pytest.fixture
+def three_rows(drafter):
+    """Return the arguments of `propose` for three alike requests, and what history drafts."""
+    ids = ("a", "b", "c")
+    for id in ids:
         drafter.begin(DraftedRequest(id, KEYS[0], 600, len(PROMPT)))
     drafter.settle()
-    places, table = drafter.places(["a", "b"]), np.tile([*PROMPT, 1, 2, 3], (2, 1)).astype(np.int32)
-    lengths, ones = np.full(2, 6, np.int32), np.ones(2, np.int32)
-    both = drafter.propose(places, ones, table, lengths, 100)
-    assert both[0] == both[1] != []
-    others = np.array([0.0, len(both[1])])
-    assert drafter.propose(places, ones, table, lengths, 100, others) == [both[0], []]
-    before = drafter.acceptance.by_class.copy()
-    drafter.propose(places, np.array([len(both[0]) + 3, 3], np.int32), table, lengths, 0)
+    table = np.tile([*PROMPT, 1, 2, 3], (3, 1)).astype(np.int32)
+    rows = (drafter.places(ids), np.ones(3, np.int32), table, np.full(3, 6, np.int32))
+    drafts = drafter.propose(*rows, 100)
+    assert drafts[0] == drafts[1] == drafts[2] != []
+    return rows, drafts[0]
+
+
+def test_the_better_draft_is_verified(drafter, three_rows):
+    """Other drafters' tokens are verified where more of them are expected to be accepted, or where
+    they extend the draft from history."""
+    rows, own = three_rows
+    wrong, longer = [70 + token for token in range(40)], [*own, *range(80, 110)]
+    for record, expected in ((1.0, [own, wrong, longer]), (0.0, [own, own, longer])):
+        others = others_of([[], wrong, longer], record)
+        assert drafter.propose(*rows, 100, others) == expected
+    assert drafter.propose(*rows, 0, others_of([[], wrong, longer], 1.0)) == [[], [], []]
+    counts = drafter.take_counts()
+    assert (counts.num_steps, counts.num_drafting_steps) == (4, 3)
+
+
+def test_drafts_of_others_count_as_drafting(drafter):
+    drafter.begin(DraftedRequest("x", "", 600, len(PROMPT)))
+    rows = (drafter.places(["x"]), np.array([1]), np.array([PROMPT], np.int32), np.array([3]))
+    assert drafter.propose(*rows, 100, others_of([[1, 2]], 0.1)) == [[1, 2]]
+    assert drafter.take_counts().num_drafting_steps == 1
+
+
+def test_a_tight_step_verifies_the_likeliest_tokens_of_all_drafters(drafter, three_rows):
+    rows, own = three_rows
+    first, other, last = drafter.propose(*rows, 6, others_of([[], [70] * 40, []], 0.5))
+    assert first == last == own[: len(first)] != []
+    assert other == [70] * (6 - 2 * len(first)) != []
+    sure = others_of([[], [70] * 40, []], 1.0)
+    assert drafter.propose(*rows, 6, sure) == [[], [70] * 6, []]
+
+
+@pytest.mark.parametrize(("record", "num_rows"), [(0.0, 3), (1.0, 1)])
+def test_history_learns_where_its_draft_was_the_better_one(drafter, three_rows, record, num_rows):
+    """Row `a` has only the draft from history. Another drafter has other tokens for `b`, and
+    extends the draft of `c`."""
+    rows, own = three_rows
+    drafter.propose(*rows, 100, others_of([[], [70] * 40, [*own, *range(80, 110)]], record))
+    before, num_before = drafter.acceptance.by_class.copy(), drafter.acceptance.num_observed
+    drafter.propose(rows[0], np.full(3, len(own) + 1, np.int32), *rows[2:], 0)
     learnt = np.flatnonzero(drafter.acceptance.by_class != before)
-    assert set(learnt) == set(drafter._evidence[places[0], : len(both[0])])
+    assert set(learnt) == set(drafter._evidence[rows[0][0], : len(own)])
+    assert drafter.acceptance.num_observed == num_before + num_rows * len(own)
 
 
 def test_a_request_without_history_is_not_drafted_for(drafter, tmp_path):

@@ -8,6 +8,8 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
+from engines.histospec.acceptance import Acceptance
+from engines.histospec.budget import keep_likeliest
 from engines.inference.drafting.draft_link import decode_feedback, encode
 from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
 from engines.specactor.streams import Drafted, DraftStream
@@ -74,6 +76,18 @@ class Oracle(threading.Thread):
         self.socket.close()
 
 
+def proposed(
+    drafting: RequestDrafting, rows: list[DraftedRow], max_draft_tokens: int
+) -> list[list[int]]:
+    """Draft where the history has nothing, and verify at most `max_draft_tokens` tokens."""
+    drafts = drafting.propose(rows, rows[-1].row + 1)
+    probabilities = drafting._acceptance.of_drafts(drafts.evidence, drafts.num)
+    kept = keep_likeliest(probabilities, drafts.num, max_draft_tokens)
+    verified = [row[:num] for row, num in zip(drafts.tokens.tolist(), kept, strict=True)]
+    drafting.verify(rows, verified)
+    return [verified[row.row] for row in rows]
+
+
 @pytest.fixture
 def oracle():
     oracle = Oracle()
@@ -87,7 +101,7 @@ class Verifier:
     def __init__(
         self, setting: DraftSetting, odd: tuple[int, ...] = (), max_tokens: int = 60
     ) -> None:
-        self.drafting = RequestDrafting(0, VOCAB_SIZE)
+        self.drafting = RequestDrafting(0, VOCAB_SIZE, Acceptance())
         self.drafting.begin("r", setting, sample_key=1, max_tokens=max_tokens)
         self.odd = odd
         self.text = list(PROMPT)
@@ -119,7 +133,7 @@ class Verifier:
 
     def propose(self, num_sampled: int, max_draft_tokens: int = ANY) -> list[int]:
         row = DraftedRow(0, "r", num_sampled, np.array(self.text, np.int32))
-        return self.drafting.propose([row], max_draft_tokens)[0]
+        return proposed(self.drafting, [row], max_draft_tokens)[0]
 
 
 def test_a_request_waits_for_its_drafter_and_ends_without_it(oracle):
@@ -129,7 +143,7 @@ def test_a_request_waits_for_its_drafter_and_ends_without_it(oracle):
     assert verifier.step([]) == []
     verifier.drafting.begin("other", COUPLED, sample_key=2, max_tokens=60)
     other = DraftedRow(0, "other", 1, np.array(PROMPT, np.int32))
-    assert verifier.drafting.propose([other], ANY) == [[]]
+    assert proposed(verifier.drafting, [other], ANY) == [[]]
     verifier.drafting.end(["other"])
     verifier.drafting.connect({"small": oracle.address})
     assert len(verifier.step([], wait_for=3)) == 3
@@ -249,7 +263,7 @@ def test_messages_that_cannot_be_read_or_be_right_are_passed_over():
     drafter.send_multipart([name, encode([replace(good, num_verified=start, start=start)])])
     time.sleep(0.1)
     row = DraftedRow(0, "r", 0, np.array(verifier.text, np.int32))
-    verifier.drafting.propose([row], ANY)
+    proposed(verifier.drafting, [row], ANY)
     assert verifier.drafting._requests["r"].stream.pending == right
     drafter.close()
     assert decode_feedback(b"\xc1") is None
@@ -294,7 +308,7 @@ def test_streams_of_ended_requests_are_closed(oracle):
     assert not verifier.drafting.knows("r")
     verifier.drafting.begin("s", COUPLED, sample_key=1, max_tokens=60)
     row = DraftedRow(0, "s", 1, np.array(PROMPT, np.int32))
-    verifier.drafting.propose([row], ANY)
+    proposed(verifier.drafting, [row], ANY)
     deadline_s = time.monotonic() + 5
     while set(oracle.streams) != {"s"}:
         assert time.monotonic() < deadline_s
@@ -310,12 +324,12 @@ def test_no_draft_goes_beyond_the_last_token(oracle):
 
 
 def test_ngram_setting_drafts_from_the_own_text():
-    drafting = RequestDrafting(0, VOCAB_SIZE)
+    drafting = RequestDrafting(0, VOCAB_SIZE, Acceptance())
     drafting.begin("r", DraftSetting("ngram", 4), sample_key=1, max_tokens=60)
     text = np.array([1, 2, 3, 4, 5, 6, 9, 1, 2, 3], np.int32)
-    assert drafting.propose([DraftedRow(0, "r", 1, text)], ANY) == [[4, 5, 6, 9]]
+    assert proposed(drafting, [DraftedRow(0, "r", 1, text)], ANY) == [[4, 5, 6, 9]]
     longer = np.array([*text, 4, 5, 8], np.int32)
-    drafting.propose([DraftedRow(0, "r", 3, longer)], ANY)
+    proposed(drafting, [DraftedRow(0, "r", 3, longer)], ANY)
     assert drafting.progress() == {"r": (4, 2, 1)}
     drafting.end(["r"])
     assert not drafting.knows("r")
@@ -323,7 +337,7 @@ def test_ngram_setting_drafts_from_the_own_text():
 
 def test_drafts_that_are_dropped_count_as_none(oracle):
     """The n-gram drafter looks up its drafts again. Those of a model stay for the next step."""
-    drafting = RequestDrafting(0, VOCAB_SIZE)
+    drafting = RequestDrafting(0, VOCAB_SIZE, Acceptance())
     drafting.connect({"small": oracle.address})
     drafting.begin("text", DraftSetting("ngram", 4), sample_key=1, max_tokens=60)
     drafting.begin("model", COUPLED, sample_key=1, max_tokens=60)
@@ -331,7 +345,8 @@ def test_drafts_that_are_dropped_count_as_none(oracle):
 
     def step(num_sampled, *, max_draft_tokens=ANY):
         rows = [("text", text), ("model", counted)]
-        return drafting.propose(
+        return proposed(
+            drafting,
             [
                 DraftedRow(row, id, num_sampled, np.array(tokens, np.int32))
                 for row, (id, tokens) in enumerate(rows)
@@ -359,57 +374,81 @@ def test_drafts_that_are_dropped_count_as_none(oracle):
     assert drafting.progress() == before
 
 
-def test_draft_with_more_expected_tokens_is_verified():
-    """The draft with more expected tokens is verified.
-
-    Where both drafts agree, verification also shows whether the other draft was right.
-    """
-    drafting = RequestDrafting(0, VOCAB_SIZE)
+def test_tokens_teach_whether_a_draft_was_right_also_if_another_was_verified():
+    drafting = RequestDrafting(0, VOCAB_SIZE, Acceptance())
     drafting.begin("r", DraftSetting("ngram", 4), sample_key=1, max_tokens=60)
-    text = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3]
+    text, request = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3], drafting._requests["r"]
 
-    def row(num_sampled: int) -> DraftedRow:
-        return DraftedRow(0, "r", num_sampled, np.array(text, np.int32))
+    def step(emitted: list[int], verified: list[int] | None = None) -> list[int]:
+        text.extend(emitted)
+        rows = [DraftedRow(0, "r", len(emitted) or 1, np.array(text, np.int32))]
+        (draft,) = proposed(drafting, rows, ANY)
+        if verified is not None:
+            drafting.verify(rows, [verified])
+        return draft
 
-    assert drafting.propose([row(1)], ANY) == [[4, 5, 6, 9]]
-    (before,) = drafting.expected([row(1)])
-    assert before == pytest.approx(0.5 + 0.5**2 + 0.5**3 + 0.5**4)
-    assert drafting.fuse(row(1), [4, 5]) == [4, 5, 6, 9]
-    assert drafting.fuse(row(1), [4, 5, 8, 8, 8]) == [4, 5, 8, 8, 8]
-    text += [4, 5, 8, 1]
+    assert step([], verified=[4, 5, 8, 8, 8]) == [4, 5, 6, 9]
+    before = request.record.share
     # Two of its four tokens were verified, and the third was wrong.
-    assert drafting.propose([row(4)], ANY) == [[]]
+    assert step([4, 5, 8, 1]) == []
     assert drafting.progress() == {"r": (2, 2, 0)}
-    request = drafting._requests["r"]
-    assert (request.accuracy.num_right, request.accuracy.num_tried) == (2, 3)
-    text += [2, 3]
-    assert drafting.propose([row(2)], ANY) == [[4, 5, 8, 1]]
-    assert drafting.fuse(row(2), [7]) == [7]
-    text += [4]
-    drafting.propose([row(1)], ANY)
+    assert drafting._acceptance.num_observed == 3
+    assert before < request.record.share < 2 / 3
+    before = request.record.share
+    assert step([2, 3], verified=[7]) == [4, 5, 8, 1]
+    step([4])
     assert drafting.progress() == {"r": (2, 2, 0)}
-    assert (request.accuracy.num_right, request.accuracy.num_tried) == (3, 4)
+    assert drafting._acceptance.num_observed == 4
+    assert before < request.record.share
 
 
-def test_request_starts_with_the_accuracy_of_others():
-    drafting = RequestDrafting(0, VOCAB_SIZE)
-    text, worth = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3], []
+def test_request_starts_with_the_record_of_others():
+    drafting = RequestDrafting(0, VOCAB_SIZE, Acceptance())
+    worth = []
     for id in ("one", "other"):
         drafting.begin(id, DraftSetting("ngram", 4), sample_key=1, max_tokens=200)
-        own = list(text)
+        text, num_sampled = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3], 1
         for _ in range(8):
-            row = DraftedRow(0, id, 1, np.array(own, np.int32))
-            draft = drafting.propose([row], ANY)[0]
-            worth += drafting.expected([row])
-            own += [*draft, 7, 1, 2, 3]
-            drafting.propose([DraftedRow(0, id, len(draft) + 1, np.array(own, np.int32))], 0)
+            drafts = drafting.propose(
+                [DraftedRow(0, id, num_sampled, np.array(text, np.int32))], num_rows=1
+            )
+            worth.append(drafting._acceptance.of_drafts(drafts.evidence, drafts.num)[0, 0])
+            draft = drafts.tokens[0, : drafts.num[0]].tolist()
+            text += [*draft, 7]
+            proposed(drafting, [DraftedRow(0, id, len(draft) + 1, np.array(text, np.int32))], 0)
+            text += [1, 2, 3]
+            num_sampled = 3
     assert worth[0] < worth[8]
+
+
+def test_drafters_have_records_of_their_own(monkeypatch):
+    """`constant` is always wrong, and `ngram` always right. Later requests begin with that."""
+    monkeypatch.setitem(TEXT_DRAFTERS, "constant", Constant)
+    drafting = RequestDrafting(0, VOCAB_SIZE, Acceptance())
+    text, names = [1, 2, 3, 4] * 2, ("constant", "ngram")
+
+    def worths() -> list[float]:
+        rows = [DraftedRow(n, name, 1, np.array(text, np.int32)) for n, name in enumerate(names)]
+        drafts = drafting.propose(rows, len(rows))
+        return drafting._acceptance.of_drafts(drafts.evidence, drafts.num)[:, 0].tolist()
+
+    for number in range(16):
+        for name in names:
+            drafting.begin(name, DraftSetting(name, 4), sample_key=1, max_tokens=400)
+        constant, ngram = worths()
+        assert number or constant == ngram
+        for _ in range(8):
+            text.append(text[-4])
+            worths()
+        drafting.end(names)
+    assert constant < 0.3
+    assert ngram > 0.8
 
 
 def test_a_small_budget_goes_to_the_likeliest_token():
     """`long` has fewer of its draft tokens accepted, but more of its first ones."""
-    drafting = RequestDrafting(0, VOCAB_SIZE)
-    windows = {"long": 4, "short": 1}
+    drafting = RequestDrafting(0, VOCAB_SIZE, Acceptance())
+    windows = {"short": 1, "long": 4}
     texts = {id: [1, 2, 3, 4, 5, 6, 9, 1, 2, 3] for id in windows}
     for id, window in windows.items():
         drafting.begin(id, DraftSetting("ngram", window), sample_key=1, max_tokens=400)
@@ -421,18 +460,18 @@ def test_a_small_budget_goes_to_the_likeliest_token():
         ]
 
     def keep(budget):
-        drafts = drafting.propose(rows(dict.fromkeys(windows, 1)), budget)
+        drafts = proposed(drafting, rows(dict.fromkeys(windows, 3)), budget)
         return dict(zip(windows, drafts, strict=True))
 
-    for number in range(16):
+    for number in range(36):
         drafts = keep(ANY)
-        num_right = {"long": 2, "short": number % 5 < 3}
+        num_right = {"long": 2, "short": number % 9 < 5}
         for id in windows:
             texts[id] += [*drafts[id][: num_right[id]], 100 + number]
-        drafting.propose(rows({id: num + 1 for id, num in num_right.items()}), 0)
+        proposed(drafting, rows({id: num + 1 for id, num in num_right.items()}), 0)
         for text in texts.values():
             text += [1, 2, 3]
-    assert drafting.progress() == {"long": (64, 32, 16), "short": (16, 10, 6)}
+    assert drafting.progress() == {"long": (144, 72, 36), "short": (36, 20, 16)}
     assert {id: len(draft) for id, draft in keep(1).items()} == {"long": 1, "short": 0}
 
 
@@ -459,13 +498,13 @@ class Constant:
 
 def test_each_text_drafter_drafts_for_its_own_requests(monkeypatch):
     monkeypatch.setitem(TEXT_DRAFTERS, "constant", Constant)
-    drafting = RequestDrafting(0, VOCAB_SIZE)
+    drafting = RequestDrafting(0, VOCAB_SIZE, Acceptance())
     for id, drafter in (("a", "constant"), ("b", "ngram"), ("c", "constant")):
         drafting.begin(id, DraftSetting(drafter, 2), sample_key=1, max_tokens=60)
     text = np.array([1, 2, 3, 1, 2], np.int32)
     rows = [DraftedRow(row, id, 1, text) for row, id in enumerate("abc")]
-    assert drafting.propose(rows, ANY) == [[8, 8], [3, 1], [8, 8]]
+    assert proposed(drafting, rows, ANY) == [[8, 8], [3, 1], [8, 8]]
     constant = drafting._text_drafters["constant"]
     drafting.end("a")
     assert constant.slots == [1]
-    assert drafting.propose(rows[1:], ANY) == [[3, 1], [8, 8]]
+    assert proposed(drafting, rows[1:], ANY) == [[3, 1], [8, 8]]

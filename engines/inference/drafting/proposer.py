@@ -1,7 +1,7 @@
 """Drafting inside a vLLM worker. The proposer replaces vLLM's speculator (vLLM 0.32).
 
     row without a draft setting, or with `histospec`   HistoryDrafter
-    row with another draft setting                     RequestDrafting; with history both
+    row with another draft setting                     both; the better draft is verified
 
 vLLM calls `propose` without request ids, so the proposer reads them from the runner. Other facts
 about a request travel in `SamplingParams.extra_args`. Import this module only after vLLM has
@@ -65,7 +65,6 @@ class Proposer:
             latency = FittedLatency(Profile.model_validate_json(profile))
             times = ProfiledStepTimes(latency, config.rollout.tp_degree)
         self._history_is_on, self._foresees = drafting.enabled, drafting.look_ahead
-        self._fuses = drafting.enabled
         self._history = HistoryDrafter(
             Path(config.history_dir),
             window_policy(drafting.window, drafting.max_draft),
@@ -74,9 +73,9 @@ class Proposer:
             SiblingIndex(max_bytes=_SIBLING_BYTES) if drafting.siblings else None,
             shares=drafting.shared_tokens > 0,
         )
-        self._own = RequestDrafting(engine, runner.model_config.get_vocab_size())
+        vocab_size = runner.model_config.get_vocab_size()
+        self._own = RequestDrafting(engine, vocab_size, self._history.acceptance)
         """Drafting for requests that have their own draft setting."""
-        self._num_own_drafting_steps = 0
         self._draft_s = 0.0
         self._ids: list[str] = []
         self._places = np.zeros(0, np.int64)
@@ -87,12 +86,11 @@ class Proposer:
     def take_counts(self) -> dict[str, Any]:
         """Return the counts since the last call, and the learnt state for a successor."""
         counts = asdict(self._history.take_counts())
-        counts["num_drafting_steps"] += self._num_own_drafting_steps
         counts["draft_s"] = self._draft_s
         counts |= self._measured.take()
         counts |= {"step_costs": self._measured.costs, "plain_error": self._measured.plain_error}
         counts["learnt"] = self._learnt()
-        self._num_own_drafting_steps, self._draft_s = 0, 0.0
+        self._draft_s = 0.0
         return counts
 
     def connect(self, addresses: Mapping[str, str]) -> None:
@@ -139,21 +137,13 @@ class Proposer:
             DraftedRow(row, id, int(num_sampled[row]), token_ids_cpu[row, : num_tokens[row]])
             for row, id in self._own_rows
         ]
-        own_drafts = self._own.propose(own, budget * len(own) // max(1, num_rows)) if own else []
-        budget -= sum(map(len, own_drafts))
-        others = None
-        if self._fuses and own:
-            others = np.zeros(num_rows)
-            others[[row.row for row in own]] = self._own.expected(own)
+        others = self._own.propose(own, num_rows) if own else None
         looks_s = time.perf_counter()
         drafts = self._history.propose(
             self._places, num_sampled, token_ids_cpu[:num_rows], num_tokens, budget, others
         )
         self._history.gate.proposed(num_rows, time.perf_counter() - looks_s)
-        self._num_own_drafting_steps += any(own_drafts) and not any(drafts)
-        for drafted, draft in zip(own, own_drafts, strict=True):
-            other = drafts[drafted.row]
-            drafts[drafted.row] = self._own.fuse(drafted, other) if other else draft
+        self._own.verify(own, drafts)
         begins_s = time.perf_counter()
         self._draft_s += begins_s - started_s
         self._measured.pass_begins(begins_s)
@@ -184,7 +174,7 @@ class Proposer:
         self._own_rows = [(row, id) for row, id in enumerate(ids) if self._own.knows(id)]
 
     def _begin(self, id: str, setting: DraftSetting | None) -> None:
-        request = self._describe(id, setting)
+        request = self._describe(id)
         self._history.begin(request)
         self._own.end([id])
         if setting and setting.drafter != HISTORY:
@@ -206,15 +196,10 @@ class Proposer:
     def _extra_args(self, id: str) -> dict[str, Any]:
         return self._runner.requests[id].sampling_params.extra_args or {}
 
-    def _describe(self, id: str, setting: DraftSetting | None) -> DraftedRequest:
-        """Describe a request for the history drafter.
-
-        A canary has no prompt key. A request that only other drafters serve gets none either.
-        """
+    def _describe(self, id: str) -> DraftedRequest:
+        """Describe a request for the history drafter. A canary has no prompt key."""
         state = self._runner.requests[id]
-        others_draft = setting is not None and setting.drafter != HISTORY
-        from_history = self._history_is_on and (self._fuses or not others_draft)
-        key = self._extra_args(id).get(PROMPT_KEY, "") if from_history else ""
+        key = self._extra_args(id).get(PROMPT_KEY, "") if self._history_is_on else ""
         max_tokens = state.num_prompt_tokens + (state.sampling_params.max_tokens or 0)
         return DraftedRequest(
             id, key, max_tokens, state.num_prompt_tokens, self._foreseen_key(id) if key else NO_KEY

@@ -7,9 +7,9 @@ After each step we send the emitted tokens to each drafter, read the drafts that
 propose the pending ones. We never wait, because a step serves all requests: a request without
 drafts decodes one token.
 
-The history drafter may draft for the same requests (`expected`, `fuse`). All drafters guess tokens
-of the same response, so the draft model receives the accepted tokens, whoever guessed them. We
-compare its unused drafts with them too, to know how often it is right.
+The history drafter may draft for the same requests, and decides which draft is verified. All
+drafters guess tokens of the same response, so the draft model receives the accepted tokens, whoever
+guessed them. We compare its unused drafts with them too, to know how often it is right.
 """
 
 from collections import defaultdict
@@ -19,14 +19,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engines.histospec.acceptance import blended
-from engines.histospec.budget import keep_likeliest
+from engines.histospec.acceptance import PRIOR_WEIGHT, Acceptance, record_evidence
+from engines.histospec.drafter import Drafts
 from engines.histospec.siblings import NO_SLOT
 from engines.inference.drafting.draft_link import DraftLink
-from engines.latency.expectation import expected_tokens
 from engines.specactor.streams import Opened, Verified, VerifyStream, agreeing
 from engines.specactor.text_drafters import TEXT_DRAFTERS, TextDrafter
 from schemas.rollout import DraftSetting
+
+_RECORD_TOKENS = 64
+"""Draft tokens that a record covers. It must not be less than the longest draft."""
 
 
 class DraftedRow(NamedTuple):
@@ -41,11 +43,15 @@ class DraftedRow(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Accuracy:
-    """How often draft tokens were right, verified or not. Unknown ones do not count."""
+class _Record:
+    """Share of right tokens among the last draft tokens, verified or not."""
 
-    num_right: int = 0
-    num_tried: int = 0
+    share: float = 0.5
+    num_tokens: float = PRIOR_WEIGHT
+
+    def add(self, num_right: int, num_tried: int) -> None:
+        self.num_tokens = min(self.num_tokens + num_tried, _RECORD_TOKENS)
+        self.share += (num_right - num_tried * self.share) / self.num_tokens
 
 
 @dataclass(slots=True)
@@ -54,6 +60,7 @@ class _Request:
     sample_key: int
     max_tokens: int
     """Most tokens of prompt and response together."""
+    record: _Record
     slot: int = NO_SLOT
     """Slot of its text drafter; `NO_SLOT` with a draft model."""
     stream: VerifyStream | None = None
@@ -65,7 +72,6 @@ class _Request:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_rejections: int = 0
-    accuracy: _Accuracy = field(default_factory=_Accuracy)
 
     def room(self, num_tokens: int) -> int:
         """Return the most tokens to draft after `num_tokens` tokens of prompt and response.
@@ -81,14 +87,14 @@ Pair = tuple[DraftedRow, _Request]
 class RequestDrafting:
     """Drafting for the requests of one engine that have their own draft setting."""
 
-    def __init__(self, engine: int, vocab_size: int) -> None:
-        self._engine, self._vocab_size = engine, vocab_size
+    def __init__(self, engine: int, vocab_size: int, acceptance: Acceptance) -> None:
+        self._engine, self._vocab_size, self._acceptance = engine, vocab_size, acceptance
         self._text_drafters = {name: make() for name, make in TEXT_DRAFTERS.items()}
         self._links: dict[str, DraftLink] = {}
         """Connection to each drafter, by name."""
         self._requests: dict[str, _Request] = {}
-        self._accuracy: dict[str, _Accuracy] = defaultdict(_Accuracy)
-        """How often each drafter's tokens were right."""
+        self._records: dict[str, _Record] = defaultdict(_Record)
+        """Record of each drafter. Its new requests begin with this share."""
 
     def connect(self, addresses: Mapping[str, str]) -> None:
         """Connect to drafters at these addresses, and reopen their requests there."""
@@ -106,7 +112,8 @@ class RequestDrafting:
     def begin(self, id: str, setting: DraftSetting, sample_key: int, max_tokens: int) -> None:
         drafter = self._text_drafters.get(setting.drafter)
         slot = drafter.add() if drafter else NO_SLOT
-        self._requests[id] = _Request(setting, sample_key, max_tokens, slot)
+        record = _Record(self._records[setting.drafter].share)
+        self._requests[id] = _Request(setting, sample_key, max_tokens, record, slot)
 
     def end(self, ids: Collection[str]) -> None:
         for id in ids:
@@ -127,69 +134,51 @@ class RequestDrafting:
             for id, r in self._requests.items()
         }
 
-    def propose(self, rows: Sequence[DraftedRow], max_draft_tokens: int) -> list[list[int]]:
-        """Return the draft of each row, possibly empty; at most `max_draft_tokens` in all."""
+    def propose(self, rows: Sequence[DraftedRow], num_rows: int) -> Drafts:
+        """Return drafts for these rows of a batch of `num_rows`. Call `verify` afterwards."""
         pairs = [(row, self._requests[row.id]) for row in rows]
-        for row, request in pairs:
-            # A request that the step left out has emitted nothing, and its draft still waits.
-            if row.num_sampled and request.draft:
-                self._observe(row, request)
+        # A request that the step left out has emitted nothing, and its draft still waits.
+        self._observe([(row, one) for row, one in pairs if row.num_sampled and one.draft])
         by_drafter: dict[str, list[Pair]] = defaultdict(list)
         for row, request in pairs:
             by_drafter[request.setting.drafter].append((row, request))
-        drafts: dict[str, list[int]] = {}
+        drafted: dict[str, list[int]] = {}
         for name in by_drafter.keys() & self._text_drafters.keys():
-            drafts |= _from_text(self._text_drafters[name], by_drafter.pop(name))
-        drafts |= self._from_streams([pair for pairs in by_drafter.values() for pair in pairs])
-        num_drafted = np.array([len(drafts[row.id]) for row in rows], np.int32)
-        acceptances = np.array([self._acceptance(request) for _, request in pairs])
-        windows = np.arange(1, num_drafted.max(initial=0) + 1)
-        likely = acceptances[:, None] ** windows
-        num_kept = keep_likeliest(likely, num_drafted, max_draft_tokens)
-        for (row, request), num in zip(pairs, num_kept.tolist(), strict=True):
-            request.draft, request.num_drafted = drafts[row.id][:num], num
-        return [request.draft for _, request in pairs]
+            drafted |= _from_text(self._text_drafters[name], by_drafter.pop(name))
+        drafted |= self._from_streams([pair for pairs in by_drafter.values() for pair in pairs])
+        drafts = Drafts.none(num_rows, max(map(len, drafted.values()), default=0))
+        for row, request in pairs:
+            request.draft = draft = drafted[row.id]
+            drafts.num[row.row] = len(draft)
+            drafts.tokens[row.row, : len(draft)] = draft
+            drafts.evidence[row.row] = record_evidence(np.array(request.record.share))
+        return drafts
 
-    def expected(self, rows: Sequence[DraftedRow]) -> list[float]:
-        """Return how many tokens of each row's draft we expect to be accepted."""
-        requests = [self._requests[row.id] for row in rows]
-        return [expected_tokens(len(one.draft), self._acceptance(one)) - 1 for one in requests]
+    def verify(self, rows: Sequence[DraftedRow], drafts: Sequence[Sequence[int]]) -> None:
+        """Record which drafts the next step verifies. `drafts`: of each row of the batch."""
+        for row in rows:
+            request = self._requests[row.id]
+            request.num_drafted = agreeing(request.draft, drafts[row.row])
 
-    def fuse(self, row: DraftedRow, other: list[int]) -> list[int]:
-        """Return the better of two drafts of a row: ours if it starts with `other`, else `other`.
-
-        `other`: the history's draft, of which more tokens are expected to be accepted.
-        """
-        request = self._requests[row.id]
-        num_agreeing = agreeing(other, request.draft)
-        if num_agreeing == len(other):
-            return request.draft
-        request.num_drafted = num_agreeing
-        return other
-
-    def _acceptance(self, request: _Request) -> float:
-        """Return the probability that the request's next draft token is right. Its drafter's other
-        requests serve as the prior, and one half as theirs."""
-        own, others = request.accuracy, self._accuracy[request.setting.drafter]
-        prior = blended(others.num_right, others.num_tried, 0.5)
-        return blended(own.num_right, own.num_tried, prior)
-
-    def _observe(self, row: DraftedRow, request: _Request) -> None:
-        """Count how much of the last draft was right, from the emitted tokens."""
-        num_drafted, num_accepted = request.num_drafted, row.num_sampled - 1
-        num_right = min(num_accepted, num_drafted)
-        if num_drafted:
-            request.num_draft_tokens += num_drafted
-            request.num_accepted_tokens += num_right
-            request.num_rejections += num_accepted < num_drafted
-        if num_drafted < len(request.draft):
-            # The other drafter's draft was verified. Compare ours with the emitted tokens.
+    def _observe(self, pairs: Sequence[Pair]) -> None:
+        """Learn how much of the last drafts was right, from the emitted tokens."""
+        if not pairs:
+            return
+        shares = np.array([request.record.share for _, request in pairs])
+        num_right, num_tested = np.zeros((2, len(pairs)), np.int32)
+        for at, (row, request) in enumerate(pairs):
+            num_drafted, num_accepted = request.num_drafted, row.num_sampled - 1
+            if num_drafted:
+                request.num_draft_tokens += num_drafted
+                request.num_accepted_tokens += min(num_accepted, num_drafted)
+                request.num_rejections += num_accepted < num_drafted
             emitted = row.text[len(row.text) - row.num_sampled :].tolist()
-            num_right = agreeing(request.draft, emitted)
-        num_tried = num_right + (num_right < min(len(request.draft), row.num_sampled))
-        for accuracy in (request.accuracy, self._accuracy[request.setting.drafter]):
-            accuracy.num_right += num_right
-            accuracy.num_tried += num_tried
+            num_right[at] = right = agreeing(request.draft, emitted)
+            num_tested[at] = tested = min(len(request.draft), len(emitted))
+            for record in (request.record, self._records[request.setting.drafter]):
+                record.add(right, right + (right < tested))
+        evidence = np.tile(record_evidence(shares)[:, None], num_tested.max())
+        self._acceptance.observe(evidence, num_tested, num_right)
 
     def _from_streams(self, pairs: Sequence[Pair]) -> dict[str, list[int]]:
         """Send the verified tokens to the drafters. Return the pending drafts by request id."""
