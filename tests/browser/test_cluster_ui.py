@@ -165,4 +165,4 @@ def assert_in_mlflow(services: Services, run_dir: Path, monkeypatch: pytest.Monk
     assert [metric.step for metric in history] == list(range(1, NUM_STEPS + 1))
     plans = mlflow.list_artifacts(run.info.run_id, "plans")
     assert len(plans) == NUM_STEPS
-    assert list((services.files / "mlflow-artifacts").rglob("train-00004.png"))
+    assert list((services.files / "mlflow-artifacts").rglob("train-00004.html"))
