@@ -44,9 +44,9 @@ class Paths:
         self.live, self.scheduler, self.counts = live, live._scheduler, Counter()
 
     def __enter__(self) -> Counter:
-        own, new_blocks = self.scheduler._brief_step, self.scheduler._new_blocks
+        own, new_blocks = self.scheduler._decode_step, self.scheduler._new_blocks
 
-        def brief_step() -> Any:
+        def decode_step() -> Any:
             waits = self.scheduler.get_request_counts()[1]
             step = own()
             self.counts["brief" if step else "waiting" if waits else "other"] += 1
@@ -57,11 +57,11 @@ class Paths:
             self.counts["too few blocks"] += given is None
             return given
 
-        self.scheduler._brief_step, self.scheduler._new_blocks = brief_step, blocks
+        self.scheduler._decode_step, self.scheduler._new_blocks = decode_step, blocks
         return self.counts
 
     def __exit__(self, *_: object) -> None:
-        del self.scheduler._brief_step, self.scheduler._new_blocks
+        del self.scheduler._decode_step, self.scheduler._new_blocks
         for name in list(self.live._texts):
             self.live.close(name)
 
@@ -117,12 +117,14 @@ def test_vllm_admits_waiting_sequences_while_others_continue(do):
             assert paths["brief"] > 0
             # The batch is full: the last one waits for a place, and the others go on.
             begin(live, last, PROMPT[:8], key=names.index(last))
-            before = paths["waiting"]
+            before = dict(paths)
             for _ in range(3):
                 assert go_on(*names) == {*running, late}
-            assert paths["waiting"] == before + 3
+            # vLLM could admit nothing, so these steps need not be its own.
+            assert paths == before | {"brief": before["brief"] + 3}
             live.close(running[0])
             assert go_on(*names[1:]) == set(names[1:])
+            assert paths["waiting"] == before["waiting"] + 1
             while len(tokens[last]) < 8:
                 assert go_on(*names[1:]) == set(names[1:])
         assert {name: right[name][: len(some)] for name, some in tokens.items()} == tokens
