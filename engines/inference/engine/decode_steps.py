@@ -260,9 +260,11 @@ class DecodeSteps(_Base):
         others, drafts, size = {}, step.scheduled_spec_decode_tokens, self.hash_block_size
         first_rows: dict[int, int] = {}
         for id, num in step.num_scheduled_tokens.items():
-            rollout, row = rollouts.get(id), index[id]
-            tokens = drawn[row]
-            if not (rollout and tokens and rollout.goes_on(tokens)):
+            if (rollout := rollouts.get(id)) is None:
+                others[id] = num
+                continue
+            tokens = drawn[row := index[id]]
+            if not (tokens and rollout.goes_on(tokens)):
                 others[id] = num
                 continue
             request = rollout.request
