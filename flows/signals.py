@@ -18,7 +18,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Generator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TextIO, TypeVar
@@ -26,6 +26,8 @@ from typing import Any, TextIO, TypeVar
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 GRACE_S = 30.0
 """Seconds that a run may take to unwind. Prefect kills a cancelled run after the same time."""
+CHECK_S = 1.0
+"""Seconds until a signal that did not interrupt the main thread is handled."""
 INTERRUPTED = 130
 """Exit code of a command that a signal ended."""
 UNREAD = 128 + signal.SIGPIPE
@@ -85,6 +87,9 @@ class _Running:
 
     def result(self) -> Any:
         self._thread.start()
+        # A signal interrupts a wait that has begun, not one that is about to begin.
+        while not wait([self._outcome], timeout=CHECK_S).done:
+            pass
         try:
             return self._outcome.result()
         except (asyncio.CancelledError, Exception) as error:

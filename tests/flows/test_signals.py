@@ -68,11 +68,24 @@ from flows.command import run_command
 def command():
     try:
         print("begun", flush=True)
-        time.sleep(600)
+        while True:
+            time.sleep(0.1)
     finally:
         print("unwound", flush=True)
 
 run_command(command)
+"""
+UNHEARD = """
+import asyncio, signal, threading
+from flows.command import run_command
+from flows.signals import run_interruptibly
+
+async def flow():
+    # The main thread waits on: the kernel interrupts the thread that it gives the signal to.
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+    await asyncio.sleep(600)
+
+run_command(lambda: run_interruptibly(flow()))
 """
 TALKS = """
 import sys, time
@@ -139,6 +152,12 @@ def test_the_second_ends_at_once(start: Any, number: signal.Signals) -> None:
     until(process.stdout, "unwinding")
     process.send_signal(number)
     assert process.wait(TIMEOUT_S) == -number
+
+
+def test_a_signal_that_interrupts_no_wait_is_handled(start: Any) -> None:
+    output, _ = (process := start(UNHEARD)).communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+    assert "ending (SIGINT)" in output
 
 
 def test_children_outlive_the_terminal_until_the_run_ends(start: Any) -> None:
