@@ -71,6 +71,10 @@ class RolloutConfig(Frozen):
     """Use vLLM kernels whose results do not depend on the rest of the batch
     (`VLLM_BATCH_INVARIANT`). Acts only in bfloat16 on a GPU. Switch it on to have fewer near-ties
     flip; decoding is slower."""
+    model_runner: Free[Literal["v1", "v2"]] = "v1"
+    """vLLM's model runner. `v2` is vLLM's newer one, on GPUs only: engines that draft schedule each
+    step while the one before runs, so that drafting costs less. Try `v2` there, and compare tokens a
+    second: no token differs."""
     enforce_eager: Free[bool] = False
     """Skip compilation and CUDA graphs: a faster start, slower decoding. Switch it on for short
     trials. Always on for a CPU."""

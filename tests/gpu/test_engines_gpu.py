@@ -62,6 +62,8 @@ def test_drafts_that_are_right(num_rows: int, fleet: Fleet, figures: Callable) -
     expected, _ = fleet["off"].roll_out(requests)
     again, off_s = fleet["off"].roll_out(requests)
     write_history(fleet.history, expected.values())
+    # The gate learns that these drafts pay.
+    fleet["on"].roll_out(requests)
     drafted, on_s = fleet["on"].roll_out(requests)
     sums = {
         name: sum(row[name] for row in drafted.values())

@@ -87,8 +87,9 @@ def _with_drafts(
         first = end
     if drafted:
         counts = ends.diff(prepend=ends.new_zeros(1))
-        flat = [token for draft in drafts for token in draft]
-        of_drafts = {"drafts": torch.tensor(flat, dtype=torch.int32), "width": int(counts.max())}
+        # The first row of a request continues no draft.
+        by_row = [token for draft in drafts for token in (-7, *draft)]
+        of_drafts = {"drafts": torch.tensor(by_row, dtype=torch.int32), "width": int(counts.max())}
         rows = replace(rows, ends=ends, **of_drafts)
     return Step(logits, drawn_from, rows, tokens, kept)
 

@@ -28,7 +28,7 @@ from engines.histospec.step_times import MeasuredStepTimes, pass_content
 from engines.histospec.window import window_policy
 from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
 from engines.inference.engine.process import submitted_as
-from engines.inference.sampling.samplers import SAMPLE_KEY
+from engines.inference.sampling.drawing import SAMPLE_KEY
 from engines.inference.sampling.step_rows import GREEDY_BELOW
 from engines.latency.fitted import FittedLatency
 from schemas.config import EngineConfig

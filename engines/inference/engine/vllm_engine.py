@@ -91,6 +91,7 @@ class VLLMEngine:
         on_cpu = prepare_process(
             self.tp_degree,
             self._setup.devices,
+            model_runner=self._config.rollout.model_runner,
             batch_invariant=self._config.rollout.batch_invariant,
             takes_handles=self._config.rollout.weight_sync == "ipc",
         )

@@ -2,13 +2,13 @@
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from engines.inference.engine.process import submitted_as
 from engines.inference.engine.supported import check_runner
 from engines.inference.kv.pages import release_pages
-from engines.inference.sampling.samplers import ExactRejectionSampler, ExactSampler
 from schemas.config import EngineConfig
 from schemas.engine import EngineSetup
 
@@ -17,6 +17,7 @@ class WorkerExtension:
     """Methods that the engine calls on all ranks with `collective_rpc`."""
 
     model_runner: Any
+    use_v2_model_runner: bool
     rank: int
     finish_weight_update: Callable[[], None]
     weight_transfer_engine: Any
@@ -31,12 +32,9 @@ class WorkerExtension:
 
     def install_exact_sampling(self) -> None:
         """Replace the runner's samplers. Call once, before the first request."""
-        runner = self.model_runner
-        check_runner(runner)
-        runner.sampler = ExactSampler(runner.sampler, runner)
-        if hasattr(runner, "rejection_sampler"):
-            runner.rejection_sampler = ExactRejectionSampler(runner.sampler)
-        runner.sampler.warm()
+        check_runner(self.model_runner, self.use_v2_model_runner)
+        samplers = "samplers_v2" if self.use_v2_model_runner else "samplers"
+        import_module(f"engines.inference.sampling.{samplers}").install(self.model_runner)
 
     def install_drafting(self, config_json: str, setup_json: str, engine: int) -> None:
         """Replace the runner's speculator. Call once, before the first request."""

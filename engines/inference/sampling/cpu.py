@@ -126,15 +126,13 @@ def _draw(logits, input_rows, after, positions, ends, keys, temperatures, tokens
 def _accept(sampled, logprobs, ends, drafts, tokens, token_logprobs):
     row = 0
     for request in range(len(ends)):
-        right, first_row = True, row
+        right = True
         for column in range(tokens.shape[1]):
             emitted = right and row < ends[request]
             tokens[request, column] = sampled[row] if emitted else REJECTED
             token_logprobs[request, column] = logprobs[row] if emitted else float32(0.0)
-            # Each request before this one has one draft fewer than rows.
-            draft = first_row - request + column
             if emitted:
-                right = row + 1 < ends[request] and drafts[draft] == sampled[row]
+                right = row + 1 < ends[request] and drafts[row + 1] == sampled[row]
                 row += 1
         row = ends[request]
 

@@ -294,9 +294,8 @@ def accept(
     logprobs = chosen - offset - tl.log(total)
     emitted = is_row
     if RAGGED:
-        # Each request before this one has one draft fewer than rows.
         is_draft = is_request & (rows < end - 1)
-        drafts = tl.load(drafts_ptr + rows - requests, mask=is_draft, other=0)
+        drafts = tl.load(drafts_ptr + rows + 1, mask=is_draft, other=0)
         refuted = tl.min(tl.where(is_draft & (drafts != tokens), columns, WIDTH), axis=1)
         emitted = is_row & (columns <= refuted[:, None])
     at = requests * width + columns
