@@ -67,12 +67,16 @@ def _memory_args(rollout: RolloutConfig, on_cpu: bool) -> dict[str, Any]:
 def _speculation_args(config: EngineConfig) -> dict[str, Any]:
     if not config.speculates:
         return {}
-    return {
-        "speculative_config": {
+    if config.rollout.model_runner == "v2":
+        # `placing` replaces this drafter. vLLM schedules asynchronously with it.
+        method = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1}
+    else:
+        method = {
             "method": "custom_class",
             "model": "engines.inference.engine.plugin.NoDrafts",
-            "num_speculative_tokens": config.max_draft,
-        },
+        }
+    return {
+        "speculative_config": {**method, "num_speculative_tokens": config.max_draft},
         "per_request_spec_decode_metrics": "detailed",
     }
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from engines.inference.engine.graphs import decode_plainly
+from engines.inference.engine.graphs import decode_plainly, decode_plainly_on_v2
 
 
 class DraftingWorker(Worker):
@@ -12,5 +12,5 @@ class DraftingWorker(Worker):
 
     def _make_model_runner(self) -> Any:
         runner = super()._make_model_runner()
-        decode_plainly(runner)
+        (decode_plainly_on_v2 if self.use_v2_model_runner else decode_plainly)(runner)
         return runner

@@ -31,9 +31,24 @@ def capture_sizes(max_num_seqs: int, step_tokens: int) -> list[int]:
 
 
 def decode_plainly(runner: Any) -> None:
-    """Let vLLM's runner use full graphs for steps of one token per request.
+    """Let vLLM's V1 runner use full graphs for steps of one token per request.
 
     Call before vLLM captures its graphs.
     """
     runner.uniform_decode_query_len = 1
     runner.cudagraph_dispatcher.uniform_decode_query_len = 1
+
+
+def decode_plainly_on_v2(runner: Any) -> None:
+    """Do the same for vLLM's V2 runner. Call before it makes its KV cache: it chooses its graphs
+    then."""
+    initialize = runner.initialize_kv_cache
+
+    def initialize_kv_cache(*args: Any, **kwargs: Any) -> None:
+        with_drafts, runner.decode_query_len = runner.decode_query_len, 1
+        try:
+            initialize(*args, **kwargs)
+        finally:
+            runner.decode_query_len = with_drafts
+
+    runner.initialize_kv_cache = initialize_kv_cache

@@ -10,18 +10,24 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 
 from engines.inference.engine.arrivals import BATCH, Arrivals
 from engines.inference.engine.decode_steps import DecodeSteps, Decoding
 from engines.inference.engine.stopping import STOP, StopStrings
+from schemas.config import EngineConfig
+from schemas.engine import EngineSetup
+
+if TYPE_CHECKING:
+    from engines.inference.drafting.ahead import AheadProposer
 
 SCORED_TOKENS = 256
 """Most tokens of a step that scores prompt tokens.
@@ -46,6 +52,26 @@ class _Holding(DecodeSteps):
         """Those of them whose next tokens need vLLM only if they end the request."""
         self._arrivals = Arrivals()
         self._stop_strings = cache(self._stop_strings_of)
+        self.drafting: AheadProposer | None = None
+        """Drafting for the V2 runner. On V1 the worker drafts."""
+
+    def begin_drafting(self, config_json: str, setup_json: str) -> None:
+        """Draft with a new proposer. Call between two stages."""
+        from engines.inference.drafting.ahead import AheadProposer
+
+        config = EngineConfig.model_validate_json(config_json)
+        setup = EngineSetup.model_validate_json(setup_json)
+        self.drafting = AheadProposer(self.requests, self.vllm_config, config, setup)
+
+    def expect_requests(self, prompt_keys: list[str]) -> None:
+        """Prepare for requests for these prompts, which are on their way."""
+        assert self.drafting is not None
+        self.drafting.expect(prompt_keys)
+
+    def take_drafting_counts(self) -> dict[str, Any]:
+        """Return the fields of `schemas.counts.DraftingCounts` since the last call."""
+        assert self.drafting is not None
+        return self.drafting.take_counts()
 
     def add_request(self, request: Any) -> None:
         batch = (request.sampling_params.extra_args or {}).get(BATCH)
@@ -67,16 +93,23 @@ class _Holding(DecodeSteps):
         whole = self.max_num_scheduled_tokens
         if self._scored:
             self.max_num_scheduled_tokens = min(whole, SCORED_TOKENS)
+        if self.drafting is not None:
+            self.drafting.reserve(self.running)
         try:
-            return self._decode_step() or super().schedule(throttle_prefills)
+            step = self._decode_step() or super().schedule(throttle_prefills)
         finally:
             self.max_num_scheduled_tokens = whole
+        if self.drafting is not None:
+            self.drafting.scheduled(step)
+        return step
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         others = self._append_tokens(scheduler_output, model_runner_output, self._decoding)
         rest = replace(scheduler_output, num_scheduled_tokens=others)
         steps = super().update_from_output(rest, model_runner_output)
         self._sort(others)
+        if self.drafting is not None:
+            self.drafting.updated(scheduler_output)
         for front_end in self._buffers.keys() | steps.keys():
             step = steps.setdefault(front_end, EngineCoreOutputs())
             step.outputs = self._buffers[front_end].outputs_after(step.outputs, self._streamed)
@@ -157,11 +190,17 @@ class HoldingAsyncScheduler(_Holding, AsyncScheduler):
     """Scheduler of an engine that schedules a step before the previous one has ended."""
 
 
+def _call_scheduler(core: Any, name: str, args: list) -> Any:
+    """Call a method of the scheduler, as the engine's front end asks."""
+    return getattr(core.scheduler, name)(*args)
+
+
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
     """Return the extended version of the scheduler that vLLM would choose.
 
     vLLM calls this function in place of a scheduler class.
     """
+    EngineCore.call_scheduler = _call_scheduler  # ty: ignore[unresolved-attribute]
     is_async = vllm_config.scheduler_config.async_scheduling
     kind = HoldingAsyncScheduler if is_async else HoldingScheduler
     return kind(vllm_config=vllm_config, **kwargs)

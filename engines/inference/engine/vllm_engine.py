@@ -16,6 +16,7 @@ from engines.garbage import freeze_garbage
 from engines.gpus.cleanup import Marked, given_gpus, mark_children
 from engines.inference.engine.admission import admit, admitted
 from engines.inference.engine.arguments import engine_args
+from engines.inference.engine.drafting_calls import DraftingCalls
 from engines.inference.engine.last_error import last_error
 from engines.inference.engine.metrics_export import stat_loggers
 from engines.inference.engine.parking import HostMemory, Memory, SleepMode
@@ -113,18 +114,15 @@ class VLLMEngine:
 
     async def _install(self) -> None:
         await self._llm.collective_rpc("install_exact_sampling")
-        if self._config.speculates:
-            given = self._config.model_dump_json(), self._setup.model_dump_json(), self.index
-            await self._llm.collective_rpc("install_drafting", args=given)
+        self._drafting = DraftingCalls(self._llm, self._config)
+        await self._drafting.install(self._config, self._setup, self.index)
         if self._config.moves_kv:
             await self._llm.collective_rpc("install_kv_saving")
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         assert self._policy_version is not None, "no weights loaded"
         assert not self._is_parked, "it is parked"
-        if self._config.speculates:
-            keys = list({request.id.prompt_key for request in requests})
-            await self._llm.collective_rpc("expect_requests", args=(keys,))
+        await self._drafting.expect(list({request.id.prompt_key for request in requests}))
         began = self._begin(requests)
         self._saving.note(requests)
         submitted = [admitted(r, self._config, partial(self._end, r)) for r in began]
@@ -270,11 +268,7 @@ class VLLMEngine:
         return await self._saving.take_counts()
 
     async def take_drafting_counts(self) -> DraftingCounts:
-        if not self._config.speculates:
-            return DraftingCounts()
-        counts, *_ = await self._llm.collective_rpc("take_drafting_counts")
-        # vLLM's channel has turned the tuple into a list.
-        return DraftingCounts(**counts | {"step_costs": tuple(counts.get("step_costs", ()))})
+        return await self._drafting.take_counts()
 
     async def next_events(self, num_received: int) -> tuple[EngineEvents, pa.Table | None]:
         """Return events, and the rows of the finished rollouts, as two replies.

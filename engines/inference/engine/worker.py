@@ -38,6 +38,11 @@ class WorkerExtension:
 
     def install_drafting(self, config_json: str, setup_json: str, engine: int) -> None:
         """Replace the runner's speculator. Call once, before the first request."""
+        if self.use_v2_model_runner:
+            from engines.inference.drafting import placing
+
+            placing.install(self.model_runner)
+            return
         self._sample_without_drafts()
         self.begin_drafting(config_json, setup_json, engine)
 
