@@ -98,7 +98,6 @@ def step_of(num_rows: int, drafted: bool, device: str) -> Callable[[], object]:
     drafts: Any = SimpleNamespace(
         logits_indices=torch.arange(len(logits), dtype=torch.int32, device=device),
         cu_num_sampled_tokens=ends,
-        draft_token_ids=torch.zeros(num_requests * WINDOW, dtype=torch.int32, device=device),
         max_spec_len=WINDOW,
     )
     verify = ExactRejectionSampler(sampler)

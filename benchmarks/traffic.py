@@ -103,6 +103,7 @@ def runner_of(num_requests: int, num_tokens: int, device: str) -> Any:
     return SimpleNamespace(
         device=device,
         positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        input_ids=SimpleNamespace(gpu=torch.zeros(num_tokens, dtype=torch.int32, device=device)),
         query_start_loc=SimpleNamespace(
             gpu=torch.arange(num_requests + 1, dtype=torch.int32, device=device)
         ),

@@ -72,9 +72,9 @@ class RolloutConfig(Frozen):
     (`VLLM_BATCH_INVARIANT`). Acts only in bfloat16 on a GPU. Switch it on to have fewer near-ties
     flip; decoding is slower."""
     model_runner: Free[Literal["v1", "v2"]] = "v1"
-    """vLLM's model runner. `v2` is vLLM's newer one, on GPUs only: engines that draft schedule each
-    step while the one before runs, so that drafting costs less. Try `v2` there, and compare tokens a
-    second: no token differs."""
+    """The model runner of vLLM. `v2` is its newer one, for GPUs: engines that draft schedule a step
+    while the one before runs, so drafting costs less. Try `v2` there, and compare the tokens a
+    second; no token differs. It drafts from history only (`specactor` needs `v1`)."""
     enforce_eager: Free[bool] = False
     """Skip compilation and CUDA graphs: a faster start, slower decoding. Switch it on for short
     trials. Always on for a CPU."""
@@ -371,6 +371,14 @@ class TrainConfig(Frozen):
                 f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) is below "
                 f"data.max_prompt_tokens + data.max_response_tokens ({self.max_model_len}): one "
                 "sample must fit; raise the first or lower the others"
+            )
+        specactor = self.specactor
+        if self.rollout.model_runner == "v2" and (
+            specactor.draft_models or specactor.drafter != HISTORY
+        ):
+            raise ValueError(
+                "rollout.model_runner: v2 drafts from history only: remove specactor.draft_models "
+                "and specactor.drafter, or set model_runner: v1"
             )
         if self.mode == "pipelined" and self.placement == "shared":
             raise ValueError(

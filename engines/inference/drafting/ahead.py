@@ -114,7 +114,7 @@ class AheadProposer(EngineDrafting):
     def _content(self, step: Any) -> np.ndarray:
         """Return the content of a pass; see `pass_content`."""
         rows = [
-            (num, self._texts.num_computed(id, num), self._texts.num_prompt(id))
+            (num, self._texts.num_computed(id), self._texts.num_prompt(id))
             for id, num in step.num_scheduled_tokens.items()
         ]
         columns = np.array(rows, np.int64).reshape(-1, 3).T

@@ -46,7 +46,7 @@ class NoProposals:
 
 
 def place(states: Any, drafts: StepDrafts) -> None:
-    """Write the draft tokens of a step. `states`: vLLM's `RequestState` at the start of the step."""
+    """Write the draft tokens of a step. `states`: vLLM's `RequestState` as the step begins."""
     slots = np.array([states.req_id_to_index[id] for id in drafts.ids], np.int32)
     packed = np.ascontiguousarray(np.column_stack([drafts.packed, slots]))
     tokens, placed = states.all_token_ids.gpu, states.draft_tokens

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 START, NUM, TOKENS = 0, 1, 2
-"""Columns of `StepDrafts.packed`: tokens of the request that the draft follows, length of the draft,
-and the first of its tokens."""
+"""Columns of `StepDrafts.packed`: tokens of the request that the draft follows, length of the
+draft, and the first of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)

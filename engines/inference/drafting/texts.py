@@ -64,9 +64,8 @@ class Texts:
         row = self._rows.get(id)
         return 0 if row is None else self._requests[row].num_prompt_tokens
 
-    def num_computed(self, id: str, num_scheduled: int) -> int:
-        """Return about how many tokens had keys and values before a step of `num_scheduled` tokens.
-        -1 during the first step."""
+    def num_computed(self, id: str) -> int:
+        """Return about how many tokens have keys and values; -1 for an unknown request."""
         row = self._rows.get(id)
         return -1 if row is None else int(self._lengths[row]) - 1
 

@@ -27,8 +27,9 @@ class WorkerExtension:
 
     @property
     def _drafts(self) -> bool:
-        """Whether this rank drafts: vLLM sends the drafts of the first rank to all."""
-        return self.rank == 0
+        """Whether this rank drafts: on the V1 runner, vLLM sends the drafts of the first rank to
+        all. On V2 they come with each step (`drafting.ahead`)."""
+        return self.rank == 0 and not self.use_v2_model_runner
 
     def install_exact_sampling(self) -> None:
         """Replace the runner's samplers. Call once, before the first request."""

@@ -40,8 +40,9 @@ class ExactSamplerV2(Sampler):
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
         given = sampling_params
-        assert not (given.presence_penalty or given.frequency_penalty or given.bad_words)
-        assert given.repetition_penalty == 1.0, "penalties depend on the order of acceptance"
+        penalties = given.presence_penalty, given.frequency_penalty, given.repetition_penalty
+        assert penalties == (0.0, 0.0, 1.0), "penalties depend on the order of acceptance"
+        assert not given.bad_words
         super().add_request(req_idx, sampling_params)
         self._keys.np[req_idx] = key_of(sampling_params)
 

@@ -31,8 +31,8 @@ class StepRows:
     ends: Tensor | None = None
     """int32 [requests]: number of rows up to and with each request; None without drafts."""
     drafts: Tensor | None = None
-    """int32 [rows]: the draft token that each row continues, so a row verifies that of the next row.
-    The first row of a request has none, and its value here has no effect."""
+    """int32 [rows]: the draft token that each row continues, so a row verifies that of the next
+    row. The first row of a request has none, and its value here has no effect."""
     width: int = 1
     """Largest number of rows of a request."""
 
