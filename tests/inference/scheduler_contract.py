@@ -96,6 +96,7 @@ ATTRIBUTES = {
         "num_output_placeholders",
         "num_in_flight_tokens",
         "num_stale_output_tokens",
+        "next_decode_eligible_step",
         "last_sched_seq",
         "spec_token_ids",
         "spec_decode_metrics",
