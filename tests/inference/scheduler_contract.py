@@ -19,6 +19,7 @@ ATTRIBUTES = {
         "scheduler_config",
         "num_spec_tokens",
         "num_lookahead_tokens",
+        "num_sampled_tokens_per_step",
         "hash_block_size",
         "kv_cache_manager",
         "encoder_cache_manager",

@@ -105,6 +105,7 @@ class DecodeSteps(_Base):
             or self.has_mamba_layers
             or self.is_encoder_decoder
             or self.prefix_replay_tokens
+            or self.num_sampled_tokens_per_step != 1
             or self.dynamic_sd_lookup is not None
             or self.lora_config is not None
             or self.ec_connector is not None
