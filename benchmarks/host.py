@@ -4,12 +4,14 @@
 
 Both schedule the same requests in turn, in steps of 16 to 1,024 rows, and draw the same tokens.
 Prompts differ in length, so that in each step one row in 16 needs a new block. `drafting`: each
-request has drafts in each step, and the engine waits for a step before it schedules the next one;
-otherwise it does not wait. A lap is 16 steps, and a figure is the median over the laps.
+request has drafts in each step. With vLLM's V1 model runner and drafts, the engine waits for a step
+before it schedules the next one. Otherwise it does not wait. A lap is 16 steps, and a figure is the
+median over the laps.
 """
 
 import time
 from argparse import ArgumentParser, Namespace
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -22,6 +24,7 @@ from benchmarks.scheduling import (
     FakeRunner,
     make_request,
     make_scheduler,
+    model_runner,
     token_of,
     vllm_config,
 )
@@ -47,36 +50,40 @@ def measure(args: Namespace, console: Console) -> Measured:
 
     check_counts(args, "laps")
     prepare_process(tp_degree=1)
-    cells = [(num, drafting) for drafting in (False, True) for num in NUM_ROWS]
+    cells = list(product((1, 2), (False, True), NUM_ROWS))
     rows = [
-        _cell(num, drafting, args.laps)
-        for num, drafting in track(cells, "scheduled", console=console, transient=True)
+        _cell(runner, num, drafting, args.laps)
+        for runner, drafting, num in track(cells, "scheduled", console=console, transient=True)
     ]
     figures: dict[str, int | float] = {"identical": min(row["identical"] for row in rows)}
     for row in rows:
-        host = "host_drafting" if row["drafting"] else "host"
+        host = "host_v2" if row["runner"] == 2 else "host"
+        host += "_drafting" * row["drafting"]
         figures[f"{host}_{row['rows']}_rows_ms"] = row["refrain_ms"]
         figures[f"{host}_over_stock_{row['rows']}"] = row["refrain_ms"] / row["vllm_ms"]
     return figures, rows
 
 
 def show(report: BenchReport, console: Console) -> None:
-    table = plain_table("rows", "drafting", "vLLM ms", "refrain ms", "refrain / vLLM")
+    table = plain_table("runner", "rows", "drafting", "vLLM ms", "refrain ms", "refrain / vLLM")
     for row in report.rows:
         times = row["vllm_ms"], row["refrain_ms"]
         cells = (f"{times[0]:.2f}", f"{times[1]:.2f}", f"{times[1] / times[0]:.2f}")
-        table.add_row(f"{row['rows']:,}", "yes" if row["drafting"] else "no", *cells)
+        drafting = "yes" if row["drafting"] else "no"
+        table.add_row(f"V{row['runner']}", f"{row['rows']:,}", drafting, *cells)
     console.print(table)
 
 
-def _cell(num_rows: int, drafting: bool, num_laps: int) -> Row:
+def _cell(runner: int, num_rows: int, drafting: bool, num_laps: int) -> Row:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from engines.inference.engine.scheduler import make_scheduler as ours
 
-    kinds = {"vllm": Scheduler if drafting else AsyncScheduler, "refrain": ours}
-    sides = {name: _Side(kind, num_rows, drafting) for name, kind in kinds.items()}
+    is_async = runner == 2 or not drafting
+    kinds = {"vllm": AsyncScheduler if is_async else Scheduler, "refrain": ours}
+    with model_runner(runner):
+        sides = {name: _Side(kind, num_rows, drafting, is_async) for name, kind in kinds.items()}
     laps: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(num_laps):
         for name, side in sides.items():
@@ -84,15 +91,17 @@ def _cell(num_rows: int, drafting: bool, num_laps: int) -> Row:
     texts = [side.tokens() for side in sides.values()]
     times = {f"{name}_ms": median(values) for name, values in laps.items()}
     same = float(texts[0] == texts[1] and any(texts[0].values()))
-    return {"rows": num_rows, "drafting": drafting, **times, "identical": same}
+    return {
+        "runner": runner, "rows": num_rows, "drafting": drafting, **times, "identical": same,
+    }  # fmt: skip
 
 
 class _Side:
     """A scheduler with requests that decode."""
 
-    def __init__(self, kind: Any, num_rows: int, drafting: bool) -> None:
+    def __init__(self, kind: Any, num_rows: int, drafting: bool, is_async: bool) -> None:
         config = vllm_config(
-            is_async=not drafting,
+            is_async=is_async,
             max_draft=WINDOW if drafting else 0,
             max_num_seqs=num_rows,
             max_num_batched_tokens=max(8192, 2 * WINDOW * num_rows),

@@ -14,14 +14,16 @@ pytestmark = pytest.mark.engine
 def small(monkeypatch):
     monkeypatch.setattr(host, "NUM_ROWS", (3,))
     monkeypatch.setattr("engines.inference.engine.process.prepare_process", lambda **_: None)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 
 def test_both_schedulers_draw_the_same_tokens():
     figures, rows = host.measure(Namespace(laps=2), Console())
     assert figures["identical"] == 1.0
-    assert {row["drafting"] for row in rows} == {False, True}
-    assert figures["host_over_stock_3"] > 0 < figures["host_drafting_over_stock_3"]
+    assert [(row["runner"], row["drafting"]) for row in rows] == [
+        (1, False), (1, True), (2, False), (2, True),
+    ]  # fmt: skip
+    for name in ("host", "host_drafting", "host_v2", "host_v2_drafting"):
+        assert figures[f"{name}_over_stock_3"] > 0
 
 
 def test_other_tokens_are_noticed(monkeypatch):

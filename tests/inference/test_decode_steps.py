@@ -4,13 +4,10 @@ Both run side by side on the same requests, with arrivals, aborts, drafts, stop 
 cache that is too small for all. They must schedule the same and report the same tokens.
 """
 
-import os
 import random
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -20,20 +17,17 @@ from benchmarks.scheduling import (
     FakeRunner,
     make_request,
     make_scheduler,
+    model_runner,
     token_of,
     vllm_config,
 )
 
 pytestmark = pytest.mark.engine
 MAX_DRAFT, MAX_ROWS = 5, 12
-STOPS = 40
+STOPS = 100
 """One token in this many ends its request."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def v1_runner() -> Iterator[None]:
-    with patch.dict(os.environ, {"VLLM_USE_V2_MODEL_RUNNER": "0"}):
-        yield
+ROOMY, TIGHT = 4000, 24
+"""Blocks of the KV cache. A tight one makes vLLM preempt requests."""
 
 
 @dataclass
@@ -57,12 +51,13 @@ class Side:
             max_num_batched_tokens=256,
         )
         self.scheduler = make_scheduler(kind, config, num_blocks)
-        self.core = Core(self.scheduler, FakeRunner(STOPS, drafted))
+        runner = FakeRunner(STOPS, drafted, self.scheduler.use_v2_model_runner)
+        self.core = Core(self.scheduler, runner, num_placeholders)
         self.told: dict[str, Told] = defaultdict(Told)
         self.num_fast = 0
 
     def step(self) -> tuple[Any, ...]:
-        """Run a step. Return what was scheduled, and which requests ended."""
+        """Run a step. Return what was scheduled, which requests ended, and the state after it."""
         step, outputs = self.core.step()
         for one in outputs:
             told = self.told[one.request_id]
@@ -74,29 +69,37 @@ class Side:
                 drafting = one.spec_decode_metrics
                 told.end = (one.finish_reason, one.stop_reason, drafting and vars(drafting))
         ended = sorted(one.request_id for one in outputs if one.finished)
-        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return scheduled(step), ended, free
+        return scheduled(step), ended, state(self.scheduler)
 
 
-def scheduled(step: Any) -> tuple[Any, ...]:
-    cached = step.scheduled_cached_reqs
-    return (
-        step.num_scheduled_tokens,
-        step.total_num_scheduled_tokens,
-        step.scheduled_spec_decode_tokens,
-        step.finished_req_ids,
-        step.preempted_req_ids,
-        [(new.req_id, new.prompt_token_ids, new.block_ids) for new in step.scheduled_new_reqs],
-        cached.req_ids,
-        cached.resumed_req_ids,
-        cached.new_block_ids,
-        cached.num_computed_tokens,
-        cached.num_output_tokens,
-        {id: list(tokens) for id, tokens in cached.all_token_ids.items()},
-        step.num_spec_tokens_to_schedule,
-        step.has_structured_output_requests,
-        step.pending_structured_output_tokens,
-    )
+def scheduled(step: Any) -> dict[str, Any]:
+    """Return the fields of a step. Copy the lists of tokens, which grow later."""
+    cached = dict(vars(step.scheduled_cached_reqs))
+    cached["all_token_ids"] = {id: list(all) for id, all in cached["all_token_ids"].items()}
+    new = [
+        vars(one) | {"prefill_token_ids": list(one.prefill_token_ids or ())}
+        for one in step.scheduled_new_reqs
+    ]
+    return vars(step) | {"scheduled_cached_reqs": cached, "scheduled_new_reqs": new}
+
+
+def state(scheduler: Any) -> tuple[Any, ...]:
+    """Return the counters of the scheduler and of its running requests."""
+    cached = scheduler.kv_cache_manager.coordinator.single_type_managers[0].num_cached_block
+    counters = {
+        one.request_id: (
+            one.num_tokens,
+            one.num_computed_tokens,
+            one.num_in_flight_tokens,
+            one.num_output_placeholders,
+            list(one.spec_token_ids),
+            one.next_decode_eligible_step,
+            cached.get(one.request_id),
+        )
+        for one in scheduler.running
+    }
+    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return counters, free, scheduler.current_step, set(scheduler.prev_step_scheduled_req_ids)
 
 
 def drafted(id: str, num_tokens: int) -> list[int]:
@@ -104,6 +107,11 @@ def drafted(id: str, num_tokens: int) -> list[int]:
     rng = random.Random(f"{id}/{num_tokens}")
     drafts = [token_of(id, num_tokens + i, STOPS) for i in range(rng.randint(0, MAX_DRAFT))]
     return [t if i < (right := rng.randint(0, 9)) else right + 2 for i, t in enumerate(drafts)]
+
+
+def num_placeholders(id: str, num_tokens: int) -> int:
+    """Return a random number of drafts."""
+    return random.Random(f"{id}:{num_tokens}").randint(0, MAX_DRAFT)
 
 
 def kinds(is_async: bool) -> tuple[Any, Any]:
@@ -129,17 +137,18 @@ def both(is_async: bool, drafts: bool, num_blocks: int) -> tuple[Side, Side]:
     return vllm, ours
 
 
-@pytest.mark.parametrize("num_blocks", [4000, 60], ids=["roomy", "tight"])
-@pytest.mark.parametrize(
-    ("is_async", "drafts"), [(True, False), (False, False), (False, True)],
-    ids=["async", "sync", "drafts"],
-)  # fmt: skip
+@pytest.mark.parametrize("num_blocks", [ROOMY, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize(("runner", "is_async", "drafts"), [
+    (1, True, False), (1, False, False), (1, False, True),
+    (2, True, False), (2, False, False), (2, True, True), (2, False, True),
+], ids=["async", "sync", "drafts", "v2", "v2-sync", "v2-drafts", "v2-sync-drafts"])  # fmt: skip
 @pytest.mark.parametrize("seed", range(4))
-def test_steps_are_those_of_vllm(seed, is_async, drafts, num_blocks):
+def test_steps_are_those_of_vllm(seed, runner, is_async, drafts, num_blocks):
     rng = random.Random(seed)
-    sides = both(is_async, drafts, num_blocks)
+    with model_runner(runner):
+        sides = both(is_async, drafts, num_blocks)
     prompts = [range(2, 2 + rng.randint(1, 3 * BLOCK_TOKENS)) for _ in range(4)]
-    num_added, alive = 0, set()
+    num_added, alive, preempted = 0, set(), set()
     for i in range(300):
         if rng.random() < (1.0 if i < MAX_ROWS else 0.06):
             id, prompt, length = f"r{num_added}", rng.choice(prompts), rng.randint(1, 150)
@@ -148,13 +157,15 @@ def test_steps_are_those_of_vllm(seed, is_async, drafts, num_blocks):
             num_added, alive = num_added + 1, alive | {id}
         if alive and rng.random() < 0.02:
             abort(sides, rng.choice(sorted(alive)))
-        (step, ended, free), ours = (side.step() for side in sides)
-        assert ours == (step, ended, free)
+        (step, ended, after), ours = (side.step() for side in sides)
+        assert ours == (step, ended, after)
         alive -= set(ended)
+        preempted |= step["preempted_req_ids"]
     while sides[0].scheduler.has_unfinished_requests():
         assert sides[1].step() == sides[0].step()
     assert sides[1].told == sides[0].told
-    assert sides[1].num_fast > 20
+    assert sides[1].num_fast > 100
+    assert bool(preempted) == (num_blocks == TIGHT)
 
 
 def abort(sides: tuple[Side, Side], id: str) -> None:

@@ -98,17 +98,19 @@ class DecodeSteps(_Base):
         self._least_block = min(one.block_size for one in managers)
         speculation = config.speculative_config
         self._draft_slots = speculation.max_num_new_slots_for_drafting if speculation else 0
+        self._placeholders = [-1] * self.num_spec_tokens
+        """Drafts that vLLM expects of each request after an asynchronous step. Read-only."""
         self._can_be_fast = not (
-            self.use_v2_model_runner
-            or self.use_pp
+            self.use_pp
             or self.has_mamba_layers
             or self.is_encoder_decoder
             or self.prefix_replay_tokens
+            or self.num_sampled_tokens_per_step != 1
             or self.dynamic_sd_lookup is not None
             or self.lora_config is not None
             or self.ec_connector is not None
             or self.aux_output_connector is not None
-            or (self._is_async and self.num_spec_tokens)
+            or (self._is_async and self.num_spec_tokens and not self.use_v2_model_runner)
         )
 
     def _decode_step(self) -> SchedulerOutput | None:
@@ -192,19 +194,13 @@ class DecodeSteps(_Base):
 
     def _step_of(self, rows: "_Rows", total: int, blocks: dict[str, Any]) -> SchedulerOutput:
         """Return vLLM's description of the step, and count its tokens as computed."""
-        known = self.prev_step_scheduled_req_ids
-        unknown = () if known.issuperset(rows.ids) else rows.requests
         step = SchedulerOutput(
             scheduled_new_reqs=[],
             scheduled_cached_reqs=CachedRequestData(
                 req_ids=rows.ids,
                 resumed_req_ids=set(),
                 new_token_ids=[],
-                all_token_ids={
-                    one.request_id: one._all_token_ids.copy()
-                    for one in unknown
-                    if one.request_id not in known
-                },
+                all_token_ids=self._unknown_tokens(rows),
                 new_block_ids=[blocks.get(id) for id in rows.ids],
                 num_computed_tokens=rows.computed,
                 num_output_tokens=rows.num_output,
@@ -223,26 +219,53 @@ class DecodeSteps(_Base):
             ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
         )
         self.current_step += 1
-        self.prev_step_scheduled_req_ids = set(rows.ids)
         if self.connector is not None:
             step.kv_connector_metadata = self._build_kv_connector_meta(self.connector, step)
         self._count_scheduled(rows)
         self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
         return step
 
+    def _unknown_tokens(self, rows: "_Rows") -> dict[str, list[int]]:
+        """Return all tokens of the requests that were not in the previous step.
+
+        Only vLLM's V1 runner needs them.
+        """
+        if self.use_v2_model_runner:
+            return {}
+        known = self.prev_step_scheduled_req_ids
+        self.prev_step_scheduled_req_ids = set(rows.ids)
+        if known.issuperset(rows.ids):
+            return {}
+        return {
+            one.request_id: one._all_token_ids.copy()
+            for one in rows.requests
+            if one.request_id not in known
+        }
+
     def _count_scheduled(self, rows: "_Rows") -> None:
         for request, new in zip(rows.requests, rows.news, strict=True):
             request.num_computed_tokens += new
             request.num_in_flight_tokens += new
-        for request in rows.drafted:
-            request.spec_token_ids = []
         if self._is_async:
-            for request in rows.requests:
-                request.num_output_placeholders += 1
+            self._expect_outputs(rows)
+        else:
+            for request in rows.drafted:
+                request.spec_token_ids = []
         if self.defer_block_free:
             self.sched_step_seq += 1
             for request in rows.requests:
                 request.last_sched_seq = self.sched_step_seq
+
+    def _expect_outputs(self, rows: "_Rows") -> None:
+        """Count the tokens that a scheduled asynchronous step may return."""
+        placeholders = self._placeholders
+        for request in rows.requests:
+            request.num_output_placeholders += 1 + len(request.spec_token_ids)
+            request.spec_token_ids = placeholders
+        if self.use_v2_model_runner:
+            next_step = self.current_step + 1
+            for request in rows.requests:
+                request.next_decode_eligible_step = next_step
 
     def _append_tokens(
         self, step: SchedulerOutput, output: Any, rollouts: dict[str, Decoding]
@@ -275,11 +298,12 @@ class DecodeSteps(_Base):
                 request.num_output_placeholders -= len(tokens)
             rollout.output_tokens += tokens
             rollout.all_tokens += tokens
-            if len(rollout.all_tokens) % size < len(tokens):
+            if (num_tokens := len(rollout.all_tokens)) % size < len(tokens):
                 request.update_block_hashes()
-                if self._is_async:
-                    cached = request.num_computed_tokens - request.num_output_placeholders
-                    self.kv_cache_manager.cache_blocks(request, cached)
+            # The last token's keys and values are not computed yet.
+            if self._is_async and (num_tokens - 1) % size < len(tokens):
+                cached = request.num_computed_tokens - request.num_output_placeholders
+                self.kv_cache_manager.cache_blocks(request, cached)
             front_end = request.client_index
             buffer = self._buffers[front_end]
             report = buffer.report_of(id)
@@ -293,6 +317,8 @@ class DecodeSteps(_Base):
 
     def _count_drafts(self, request: Any, num_drafted: int, num_accepted: int) -> None:
         request.num_computed_tokens -= num_drafted - num_accepted
+        if self._is_async:
+            request.num_output_placeholders -= num_drafted - num_accepted
         if (metrics := request.spec_decode_metrics) is not None:
             detailed = self.spec_decode_metrics_level == "detailed"
             metrics.observe(
