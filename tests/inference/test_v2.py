@@ -14,13 +14,10 @@ from tests.inference.interpreted_env import run_cases
 from tests.inference.real import CONFIG, requests
 from tests.inference.v2_cases import NUM_PROMPTS, REFERENCE
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(600),
-    pytest.mark.asyncio(loop_scope="package"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
+@pytest.mark.asyncio(loop_scope="package")
 async def test_with_asynchronous_scheduling(on_one_engine, prompts, tmp_path: Path):
     """Each step is scheduled while the one before runs, as on a GPU."""
     finished = [on_one_engine[request.id] for request in requests(prompts[:NUM_PROMPTS])]

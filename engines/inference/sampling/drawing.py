@@ -84,8 +84,9 @@ def _truncated(
 
     Return `logits` itself if nothing is truncated.
     """
-    temperatures = by_row(rows.temperatures, rows, len(logits))
-    if temperatures is None or (top_k is None and top_p is None):
+    if top_k is None and top_p is None:
+        return logits
+    if (temperatures := by_row(rows.temperatures, rows, len(logits))) is None:
         return logits
     scales = torch.where(temperatures < GREEDY_BELOW, 1.0, 1.0 / temperatures)
     # vLLM's kernel works in place, so pass a new tensor.
