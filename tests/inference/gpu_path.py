@@ -12,12 +12,13 @@ from collections import Counter
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 # Only the CUDA build of vLLM has this module, and only kernels use it.
 sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
 from engines.inference.engine.process import _ENGINE_ENV  # noqa: E402
 
-os.environ |= _ENGINE_ENV
+os.environ |= _ENGINE_ENV | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 from vllm import AsyncEngineArgs, platforms  # noqa: E402
 from vllm.config import CacheConfig, CUDAGraphMode, VllmConfig  # noqa: E402
@@ -26,12 +27,13 @@ from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.utils.import_utils import resolve_obj_by_qualname  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport  # noqa: E402
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher  # noqa: E402
+from vllm.v1.worker.gpu import cudagraph_utils  # noqa: E402
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
 from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
-from vllm.v1.worker.utils import request_memory  # noqa: E402
+from vllm.v1.worker.utils import get_uniform_decode_token_count, request_memory  # noqa: E402
 
 from engines.inference.engine import arguments  # noqa: E402
-from engines.inference.engine.graphs import decode_plainly  # noqa: E402
+from engines.inference.engine.graphs import decode_plainly, decode_plainly_on_v2  # noqa: E402
 from engines.pat.memory import PARKED_BYTES, plan_parked_weights, start_share  # noqa: E402
 from schemas.config import EngineConfig, ModelConfig, RolloutConfig  # noqa: E402
 from schemas.drafting import DraftingConfig  # noqa: E402
@@ -59,6 +61,10 @@ class EightH100(CudaPlatformBase):
     @classmethod
     def device_count(cls) -> int:
         return 8
+
+    @classmethod
+    def get_global_graph_pool(cls) -> None:
+        pass
 
     @classmethod
     def is_cumem_allocator_available(cls) -> bool:
@@ -105,7 +111,9 @@ def told(vllm: VllmConfig) -> dict[str, Any]:
         "memory_share": vllm.cache_config.gpu_memory_utilization,
         "head_dtype": str(vllm.model_config.head_dtype),
         "sleeps": vllm.model_config.enable_sleep_mode,
-        "dispatched": dispatched(vllm, plainly=worker is not Worker),
+        "dispatched": (dispatched_on_v2 if vllm.use_v2_model_runner else dispatched)(
+            vllm, plainly=worker is not Worker
+        ),
     }
 
 
@@ -135,6 +143,38 @@ def dispatched(vllm: VllmConfig, *, plainly: bool) -> dict[str, dict[int, Any]]:
         )
         found, descriptor = dispatcher.dispatch(num_tokens, uniform_decode=uniform)
         return CUDAGraphMode(found).name, descriptor.num_tokens
+
+    return {
+        "plain": {num: graph(1, num, num) for num in BATCHES},
+        "drafted": {num: graph(9, num, min(num - 1, 256)) for num in DRAFTED},
+    }
+
+
+def dispatched_on_v2(vllm: VllmConfig, *, plainly: bool) -> dict[str, dict[int, Any]]:
+    """The same for the V2 runner."""
+    made = []
+
+    def initialize_kv_cache() -> None:
+        """Choose graphs as the runner does."""
+        length = runner.decode_query_len
+        mode = vllm.compilation_config.resolve_cudagraph_mode_and_sizes(
+            AttentionCGSupport.ALWAYS, "the backend", length, use_v2_model_runner=True
+        )
+        with patch.object(cudagraph_utils, "get_pp_group"):
+            made.append(cudagraph_utils.CudaGraphManager(vllm, "cuda", mode, length))
+        made[0]._graphs_captured = True
+
+    length = 1 + vllm.num_speculative_tokens
+    runner = SimpleNamespace(decode_query_len=length, initialize_kv_cache=initialize_kv_cache)
+    if plainly:
+        decode_plainly_on_v2(runner)
+    runner.initialize_kv_cache()
+    assert runner.decode_query_len == length
+
+    def graph(most: int, num_tokens: int, num_requests: int) -> tuple[str, int]:
+        uniform = get_uniform_decode_token_count(num_requests, num_tokens, most, True)
+        found = made[0].dispatch(num_requests, num_tokens, uniform, 0, max_query_len=most)
+        return found.cg_mode.name, found.num_tokens
 
     return {
         "plain": {num: graph(1, num, num) for num in BATCHES},
@@ -179,6 +219,21 @@ def starts(snapshot: Any, share: float) -> bool:
     return True
 
 
+def on_v2() -> dict[str, Any]:
+    rollout = RolloutConfig(model_runner="v2")
+    off = EngineConfig(
+        model=ModelConfig(path=DEMO / "model", dtype="bfloat16"), rollout=rollout, max_model_len=512
+    )
+    on = off.model_copy(update={"drafting": DraftingConfig(enabled=True)})
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    with patch("vllm.config.vllm.HAS_TRITON", True):
+        return {
+            "v2 off": told(resolved(off)),
+            "v2 on": told(resolved(on)),
+            "v2 on, vLLM's graphs": told(resolved(on, *arguments.drafting_graphs(on))),
+        }
+
+
 def main() -> None:
     take_over()
     on = config_of(drafting=DraftingConfig(enabled=True))
@@ -193,7 +248,7 @@ def main() -> None:
         "on, vLLM's graphs": told(resolved(on, *arguments.drafting_graphs(on))),
         "in turn": told(resolved(config_of(takes_turns=True))),
         "pooled": told(resolved(pooled)),
-    }
+    } | on_v2()
     print(json.dumps(found | {"memory": started(3000)}))
 
 

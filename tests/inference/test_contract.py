@@ -383,4 +383,4 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_runner_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"with builtins\.object, but .*GPUModelRunner"):
-        supported.check_runner(object())
+        supported.check_runner(object(), is_v2=False)

@@ -63,8 +63,22 @@ def test_drafts_cost_asynchronous_scheduling(resolved: dict[str, Any]) -> None:
     assert resolved["on"]["worker"] == "engines.inference.engine.gpu_worker.DraftingWorker"
 
 
-def test_plain_decoding_has_full_graphs_with_drafting_on(resolved: dict[str, Any]) -> None:
-    plain = resolved["on"]["dispatched"]["plain"]
+@pytest.mark.parametrize("kind", ["v2 off", "v2 on"])
+def test_the_v2_runner_schedules_asynchronously_with_drafts_too(
+    resolved: dict[str, Any], kind: str
+) -> None:
+    of = resolved[kind]
+    assert (of["device"], of["v2_runner"], of["extended"]) == ("cuda", True, True)
+    assert of["async_scheduling"] is True
+    assert of["num_draft_tokens"] == (16 if kind == "v2 on" else 0)
+    assert {mode for mode, _ in of["dispatched"]["plain"].values()} == {"FULL"}
+
+
+@pytest.mark.parametrize("kind", ["on", "v2 on"])
+def test_plain_decoding_has_full_graphs_with_drafting_on(
+    resolved: dict[str, Any], kind: str
+) -> None:
+    plain = resolved[kind]["dispatched"]["plain"]
     assert plain == {
         "1": ["FULL", 1],
         "2": ["FULL", 2],
@@ -75,8 +89,9 @@ def test_plain_decoding_has_full_graphs_with_drafting_on(resolved: dict[str, Any
     }
 
 
-def test_steps_with_drafts_have_piecewise_graphs(resolved: dict[str, Any]) -> None:
-    drafted = resolved["on"]["dispatched"]["drafted"]
+@pytest.mark.parametrize("kind", ["on", "v2 on"])
+def test_steps_with_drafts_have_piecewise_graphs(resolved: dict[str, Any], kind: str) -> None:
+    drafted = resolved[kind]["dispatched"]["drafted"]
     modes = {int(num): mode for num, (mode, _) in drafted.items()}
     assert {mode for num, mode in modes.items() if num <= MOST_TOKENS} == {"PIECEWISE"}
     assert modes[1025] == "NONE"
@@ -84,9 +99,12 @@ def test_steps_with_drafts_have_piecewise_graphs(resolved: dict[str, Any]) -> No
         assert mode == "NONE" or 0 <= padded - int(num) <= max(8, int(num) / 8)
 
 
-def test_vllms_own_graphs_would_be_none_for_plain_decoding(resolved: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", ["on", "v2 on"])
+def test_vllms_own_graphs_would_be_none_for_plain_decoding(
+    resolved: dict[str, Any], kind: str
+) -> None:
     """Negative control: without our capture sizes, plain decoding has no full graph."""
-    dispatched = resolved["on, vLLM's graphs"]["dispatched"]
+    dispatched = resolved[f"{kind}, vLLM's graphs"]["dispatched"]
     assert "FULL" not in {mode for mode, _ in dispatched["plain"].values()}
     assert dispatched["drafted"]["1000"][0] == "NONE"
 

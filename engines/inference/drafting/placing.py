@@ -59,8 +59,8 @@ def place(states: Any, drafts: StepDrafts) -> None:
         states.total_len.gpu,
         placed,
         most,
-        COLUMNS=triton.next_power_of_2(num_columns),
-        MOST=triton.next_power_of_2(most),
+        COLUMNS=1 << (num_columns - 1).bit_length(),
+        MOST=1 << (most - 1).bit_length(),
     )
 
 

@@ -200,7 +200,7 @@ def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
 
     vLLM calls this function in place of a scheduler class.
     """
-    EngineCore.call_scheduler = _call_scheduler  # ty: ignore[unresolved-attribute]
+    EngineCore.call_scheduler = _call_scheduler  # ty: ignore[missing-attribute]
     is_async = vllm_config.scheduler_config.async_scheduling
     kind = HoldingAsyncScheduler if is_async else HoldingScheduler
     return kind(vllm_config=vllm_config, **kwargs)

@@ -4,7 +4,6 @@ This runner keeps the state of a request in a slot on the device. A slot's sampl
 vLLM's sampling parameters there.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -110,7 +109,7 @@ class ExactRejectionSamplerV2(RejectionSampler):
         logits: Tensor,
         input_batch: InputBatch,
         draft_logits: Tensor | None = None,
-        invalid_drafts: Sequence[Any] | None = None,
+        invalid_drafts: Tensor | None = None,
     ) -> SamplerOutput:
         del draft_logits
         assert invalid_drafts is None, "structured outputs are not supported"
