@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from engines.histospec.ahead import AheadDrafts
 from engines.histospec.budget import max_draft_tokens
-from engines.histospec.drafter import Drafts
 from engines.histospec.step_times import pass_content
 from engines.inference.drafting.engine_drafting import EngineDrafting
 from engines.inference.drafting.step_drafts import StepDrafts
@@ -32,23 +32,18 @@ from schemas.engine import EngineSetup
 
 @dataclass(frozen=True, slots=True)
 class _Proposed:
-    """Drafts for the requests of the last step, and how many tokens to verify."""
+    """Drafts of the requests of a step."""
 
     ids: list[str]
-    num_known: np.ndarray
-    """int32 [rows]: tokens of the request that the draft follows."""
-    drafts: Drafts
-    num_verified: np.ndarray
-    """int32 [rows]: tokens to verify."""
+    ahead: AheadDrafts
 
-    def of(self, rows: Sequence[int], num_verified: np.ndarray) -> "_Proposed":
-        """Return some of the rows."""
-        all, at = self.drafts, np.array(rows, np.int64)
-        drafts = Drafts(all.num[at], all.tokens[at], all.evidence[at])
-        return _Proposed([self.ids[row] for row in rows], self.num_known[at], drafts, num_verified)
+    def of(self, rows: list[int], num_verified: np.ndarray) -> "_Proposed":
+        at = np.array(rows, np.int64)
+        return _Proposed([self.ids[row] for row in rows], self.ahead.of(at, num_verified))
 
     def packed(self) -> StepDrafts:
-        columns = self.num_known, self.drafts.num, self.drafts.tokens
+        drafts = self.ahead.drafts
+        columns = self.ahead.num_known, drafts.num, drafts.tokens
         return StepDrafts(self.ids, np.column_stack(columns).astype(np.int32))
 
 
@@ -79,7 +74,7 @@ class AheadProposer(EngineDrafting):
         """Before a step is scheduled: reserve room for drafts in vLLM's running requests."""
         room = {}
         if self._proposed is not None:
-            given = self._proposed.ids, self._proposed.num_verified.tolist()
+            given = self._proposed.ids, self._proposed.ahead.num_verified.tolist()
             room = {id: num for id, num in zip(*given, strict=True) if num}
         for request in running:
             request.spec_token_ids = self._rooms[room.get(request.request_id, 0)]
@@ -137,20 +132,12 @@ class AheadProposer(EngineDrafting):
         here = [row for row, id in enumerate(verified.ids) if self._texts.has(id)]
         if not here:
             return
-        verified = verified.of(here, verified.num_verified[here])
-        drafts, ids = verified.drafts, verified.ids
-        began = np.array([before[id] for id in ids], np.int32) - verified.num_known
-        now = self._texts.lengths(ids) - verified.num_known
-        right = self._texts.num_right(ids, verified.num_known, drafts.tokens, drafts.num)
-        tested = np.minimum(now, drafts.num).astype(np.int32)
-        self._history.acceptance.observe(drafts.evidence, tested, np.minimum(right, tested))
-        # A request that emitted nothing was preempted, or ended before this step.
-        fits = (right >= began) & (began < drafts.num) & (now > began)
-        num = np.where(fits, np.minimum(drafts.num - began, verified.num_verified), 0)
-        accepted = np.clip(np.minimum(right, now - 1) - began, 0, num)
-        first = np.take_along_axis(drafts.evidence, np.where(fits, began, 0)[:, None], axis=1)
-        places = self._history.places(ids)
-        self._history.verified(places, first[:, 0], num.astype(np.int32), accepted.astype(np.int32))
+        verified = verified.of(here, verified.ahead.num_verified[here])
+        ids, ahead = verified.ids, verified.ahead
+        right = self._texts.num_right(ids, ahead.num_known, ahead.drafts.tokens, ahead.drafts.num)
+        num_before = np.array([before[id] for id in ids], np.int32)
+        places, now = self._history.places(ids), self._texts.lengths(ids)
+        ahead.learn(self._history, places, right, num_before, now)
 
     def _forget_ended(self) -> None:
         if ended := [id for id in self._texts.ids if id not in self._requests]:
@@ -182,4 +169,4 @@ class AheadProposer(EngineDrafting):
         )
         self._history.gate.proposed(len(ids), time.perf_counter() - looks_s)
         if num.any():
-            self._proposed = _Proposed(ids, num_tokens, drafts, num)
+            self._proposed = _Proposed(ids, AheadDrafts(num_tokens, drafts, num))
