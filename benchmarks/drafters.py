@@ -11,7 +11,6 @@ from numba import int32, njit
 from benchmarks import arctic
 from benchmarks.lockstep import Batch, LockstepDrafter, Rows
 from benchmarks.stock import NGRAM_WINDOW
-from engines.histospec.ahead import AheadDrafts
 from engines.histospec.drafter import DraftedRequest, HistoryDrafter
 from engines.histospec.drafting import LONGEST_ALONE, NO_KEY, draft_batch, without_noise
 from engines.histospec.gate import Gate, StepTimes
@@ -19,7 +18,6 @@ from engines.histospec.index import HistoryIndex, build_index
 from engines.histospec.index_file import index_path, write_index
 from engines.histospec.library import PromptHistory
 from engines.histospec.matching import NO_INDEX, IndexTable
-from engines.histospec.replay import count_accepted
 from engines.histospec.shared import SharedLibrary
 from engines.histospec.window import WindowPolicy, window_policy
 from engines.histospec.workers import BUILD_PROMPTS
@@ -173,42 +171,6 @@ class Shipped(LockstepDrafter):
 
     def observe(self, rows: Rows, num_accepted: np.ndarray) -> None:
         self._num_sampled[rows.live] = num_accepted + 1
-
-
-class ShippedAhead(Shipped):
-    """The same drafter on vLLM's V2 runner: it drafts while the step before runs."""
-
-    def begin(self, batch: Batch, ends: np.ndarray) -> None:
-        super().begin(batch, ends)
-        self._num_known = np.zeros(len(ends), np.int32)
-        """Tokens of each row that its last pass but one had left; 0 before there is one."""
-        self._reserved = np.zeros(len(ends), np.int32)
-        """Tokens that the last pass verified."""
-
-    def draft(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-        live, columns = rows.live, np.arange(self.cap)
-        known, in_flight = self._num_known[live], 1 + self._reserved[live]
-        text = known > 0, rows.token_ids, np.maximum(known, 1), in_flight
-        drafts, num = self._drafter.draft_ahead(self._places[live], *text, rows.token_ids.size)
-        self._verified = AheadDrafts(known, drafts, num)
-        texts = np.pad(rows.token_ids, ((0, 0), (0, drafts.tokens.shape[1])))
-        self._right = count_accepted(drafts.tokens, drafts.num, texts, known)
-        began = rows.num_tokens - known
-        at = np.minimum(began[:, None] + columns, drafts.tokens.shape[1] - 1)
-        tokens = np.take_along_axis(drafts.tokens, at, axis=1)
-        fits = (self._right >= began)[:, None] & (began[:, None] + columns < drafts.num[:, None])
-        self._reserved[live], self._num_known[live] = num, rows.num_tokens
-        return np.where(fits, tokens, -1).astype(np.int32), num
-
-    def observe(self, rows: Rows, num_accepted: np.ndarray) -> None:
-        tried = self._verified.num_verified > 0
-        if not tried.any():
-            return
-        verified = self._verified.of(tried, self._verified.num_verified[tried])
-        before, now = rows.num_tokens[tried], (rows.num_tokens + num_accepted + 1)[tried]
-        verified.learn(
-            self._drafter, self._places[rows.live[tried]], self._right[tried], before, now
-        )
 
 
 class Arctic(LockstepDrafter):

@@ -14,7 +14,6 @@ rewards. A step's rollouts go in batches, in the order of the trace. The drafter
     histospec_own        as shipped, but only from a prompt's own history
     histospec_blind      as shipped, but without knowing each sample's noise
     histospec_counts     as blind, but from counts alone: rewards do not matter
-    histospec_ahead      as on vLLM's V2 runner: each draft is made while the step before runs
     histospec            as shipped, with the index that all prompts share; with a profile its gate
                          keeps the drafts that pay
 
@@ -34,7 +33,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.arctic import PACKAGE, find_cache_class
-from benchmarks.drafters import Arctic, NGram, Shipped, ShippedAhead, Windows
+from benchmarks.drafters import Arctic, NGram, Shipped, Windows
 from benchmarks.laps import Measured, Row, check_counts
 from benchmarks.lockstep import (
     Batch,
@@ -68,7 +67,6 @@ VARIANTS = {
     "histospec_own": {"shared_tokens": 0},
     "histospec_blind": {"look_ahead": False},
     "histospec_counts": {"look_ahead": False},
-    "histospec_ahead": {},
     "histospec": {},
 }
 """Settings of `DraftingConfig` that differ from the defaults, for drafters that lack a part."""
@@ -229,7 +227,7 @@ def _drafters(
         "histospec_doubling": Windows(Doubling(), PAPER),
         "histospec_fixed": Windows(Fixed(config.max_draft), config),
         **{
-            name: (ShippedAhead if name == "histospec_ahead" else Shipped)(
+            name: Shipped(
                 config.model_copy(update=update),
                 step_times,
                 max_rows,

@@ -185,45 +185,16 @@ class HistoryDrafter:
             expected to be accepted, and those that they extend.
         """
         self._observe(places, num_sampled)
-        in_flight = np.zeros(len(places), np.int32)
-        text = num_sampled > 0, token_ids, num_tokens, in_flight
-        drafts, drafts.num = self.draft_ahead(places, *text, max_draft_tokens)
-        if drafts.num.any():
-            self._evidence[places] = drafts.evidence
-        num_own = drafts.num
-        if others:
-            was_counted = num_own.any()
-            num_own = self._take_others(drafts, others, max_draft_tokens)
-            self._counts["num_drafting_steps"] += int(drafts.num.any()) - int(was_counted)
+        self._indexes.follow()
+        self._counts["num_steps"] += 1
+        drafts = self._draft(places, num_sampled, token_ids, num_tokens, max_draft_tokens)
+        num_own = self._take_others(drafts, others, max_draft_tokens) if others else drafts.num
         self._num_drafted[places] = num_own
         if not drafts.num.any():
             return [[] for _ in places]
+        self._counts["num_drafting_steps"] += 1
         rows = zip(drafts.tokens.tolist(), drafts.num.tolist(), strict=True)
         return [row[:n] for row, n in rows]
-
-    def draft_ahead(
-        self,
-        places: np.ndarray,
-        drafting: np.ndarray,
-        token_ids: np.ndarray,
-        num_tokens: np.ndarray,
-        in_flight: np.ndarray,
-        max_draft_tokens: int,
-    ) -> tuple[Drafts, np.ndarray]:
-        """Draft for a step that begins when other tokens are added to the known ones. Return drafts
-        that begin after the known tokens, and how many tokens of each to verify once all of
-        `in_flight` were right; int32 [rows]. The drafts to verify come after those tokens.
-
-        `places`, `token_ids`, `num_tokens`, `max_draft_tokens`: see `propose`.
-        `drafting`: bool [rows], whether to draft for a row.
-        `in_flight`: int32 [rows], most tokens that the steps before this one will add.
-        """
-        self._indexes.follow()
-        self._counts["num_steps"] += 1
-        text = drafting, token_ids, num_tokens, in_flight
-        drafts, num = self._draft(places, *text, max_draft_tokens)
-        self._counts["num_drafting_steps"] += int(num.any())
-        return drafts, num
 
     def state(self) -> dict[str, Any]:
         """Return the state that `restore` takes: everything that outlives the requests."""
@@ -257,21 +228,8 @@ class HistoryDrafter:
         num_accepted = np.clip(num_sampled - 1, 0, num_drafted)
         evidence = self._evidence[places]
         self.acceptance.observe(evidence, num_drafted, num_accepted)
-        self.verified(places, evidence[:, 0], num_drafted, num_accepted)
-
-    def verified(
-        self,
-        places: np.ndarray,
-        evidence: np.ndarray,
-        num_drafted: np.ndarray,
-        num_accepted: np.ndarray,
-    ) -> None:
-        """Count the verified draft tokens of a step, and set the windows of its rows.
-
-        `evidence`: uint16 [rows], class of the first token of each draft.
-        """
         for source, of in (("shared", is_shared), ("sibling", is_sibling)):
-            rows = of(evidence)
+            rows = of(evidence[:, 0])
             self._counts[f"num_{source}_draft_tokens"] += int(num_drafted[rows].sum())
             self._counts[f"num_{source}_accepted_tokens"] += int(num_accepted[rows].sum())
         self._window[places] = self._windows.next(self._window[places], num_drafted, num_accepted)
@@ -279,24 +237,22 @@ class HistoryDrafter:
     def _draft(
         self,
         places: np.ndarray,
-        drafting: np.ndarray,
+        num_sampled: np.ndarray,
         token_ids: np.ndarray,
         num_tokens: np.ndarray,
-        in_flight: np.ndarray,
         max_draft_tokens: int,
-    ) -> tuple[Drafts, np.ndarray]:
-        """See `draft_ahead`."""
-        cap = self._windows.cap
-        drafts = Drafts.none(len(places), cap + int(in_flight.max(initial=0)))
+    ) -> Drafts:
+        """Return the tokens to verify."""
+        drafts = Drafts.none(len(places), self._windows.cap)
         own_slots = self._indexes.slots[places]
         shared_slots = self._indexes.shared_slots
         nothing = (own_slots == NO_INDEX).all() and not len(shared_slots)
         nothing = (nothing and self._siblings is None) or not max_draft_tokens
         if nothing or not self.gate.looks(len(places)):
-            return drafts, drafts.num
+            return drafts
         # A verification emits one token more than it accepts.
         room = self._max_tokens[places] - num_tokens - 1
-        windows = np.where(drafting, np.clip(room, 0, self._window[places] + in_flight), 0)
+        windows = np.where(num_sampled > 0, np.clip(room, 0, self._window[places]), 0)
         text = (token_ids, num_tokens, windows.astype(np.int32), self._keys[places])
         drafts.num = draft_batch(
             self._indexes.table.rows,
@@ -310,14 +266,12 @@ class HistoryDrafter:
             self._ask_shared(drafts, *text)
         if self._siblings:
             self._ask_siblings(self._siblings, drafts, places, *text[:3])
+        self._evidence[places] = drafts.evidence
         probabilities = self.acceptance.of_drafts(drafts.evidence, drafts.num)
-        num_after = np.maximum(drafts.num - in_flight, 0)
-        if in_flight.any():
-            columns = in_flight[:, None] + np.arange(cap)
-            probabilities = np.take_along_axis(probabilities, columns, axis=1)
         known = (float(num_tokens.sum()), self.acceptance.num_observed)
-        paying = self.gate.keep(probabilities, num_after, *known)
-        return drafts, keep_likeliest(probabilities, paying, max_draft_tokens)
+        paying = self.gate.keep(probabilities, drafts.num, *known)
+        drafts.num = keep_likeliest(probabilities, paying, max_draft_tokens)
+        return drafts
 
     def _ask_shared(
         self,

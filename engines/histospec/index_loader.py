@@ -5,10 +5,10 @@ does this from the moment a request is submitted. A file that was not announced 
 request begins.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engines.histospec.index import HistoryIndex
 from engines.histospec.index_file import DamagedIndex, index_path, open_index
@@ -35,13 +35,23 @@ class SharedIndexes(NamedTuple):
 class IndexLoader:
     """Opens the index files of one engine."""
 
-    def __init__(self, directory: Path, *, shares: bool) -> None:
-        """`shares`: whether to read the shared indexes too."""
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        shares: bool,
+        load: Callable[[HistoryIndex], Any] | None = None,
+    ) -> None:
+        """`shares`: whether to read the shared indexes too. `load`: what to make of each index, in
+        the thread."""
         self._directory = directory
+        self._load = load or (lambda index: index)
         self._reader = SharedReader(directory) if shares else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="histories")
         self._ahead: dict[str, Future[OpenedIndex]] = {}
         self._shared: Future[SharedIndexes | None] | None = None
+        self._loaded: dict[str, Any] = {}
+        """Shared indexes, as `load` made them."""
 
     def expect(self, keys: Iterable[str]) -> None:
         """Start to open the indexes of these prompts, whose requests are about to begin."""
@@ -85,7 +95,7 @@ class IndexLoader:
 
     def _open(self, key: str) -> OpenedIndex:
         try:
-            return OpenedIndex(open_index(index_path(self._directory, key), key))
+            return OpenedIndex(self._load(open_index(index_path(self._directory, key), key)))
         except FileNotFoundError:
             return OpenedIndex(None)
         except DamagedIndex:
@@ -95,4 +105,10 @@ class IndexLoader:
 
     def _read_shared(self) -> SharedIndexes | None:
         assert self._reader
-        return SharedIndexes(*self._reader.read()) if self._reader.changed() else None
+        if not self._reader.changed():
+            return None
+        indexes, num_damaged = self._reader.read()
+        known, self._loaded = self._loaded, {}
+        for name, index in indexes.items():
+            self._loaded[name] = known[name] if name in known else self._load(index)
+        return SharedIndexes(self._loaded, num_damaged)

@@ -1,8 +1,7 @@
-"""Drafts for rows whose draft was wrong, from what lies on the device. Pure.
+"""Drafts from suffix arrays as a GPU makes them, without rewards and noise. Pure.
 
-On the V2 runner a draft is made while the step before runs. If that step adds another token than
-the draft has, the rows reserved for the draft would verify nothing. So the device looks for the last
-tokens in the prompt's index and in the shared ones, and drafts what most often followed:
+The device looks for the last tokens of a request in the prompt's index and in the shared ones, and
+drafts what most often followed:
 
     longest match     an interval of suffixes, in sorted order
     its middle        a suffix that has the majority's next token, if there is a majority

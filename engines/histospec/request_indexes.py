@@ -6,11 +6,13 @@ No step waits for a file: a request uses its index from the moment that the inde
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from engines.histospec.index import HistoryIndex
 from engines.histospec.index_loader import IndexLoader
 from engines.histospec.matching import NO_INDEX, IndexTable
 
@@ -19,13 +21,22 @@ class RequestIndexes:
     """Slots of the table: one for each prompt that has requests and an index, and one for each
     shared index."""
 
-    def __init__(self, directory: Path, max_num_requests: int, *, shares: bool) -> None:
-        self.table = IndexTable()
+    def __init__(
+        self,
+        directory: Path,
+        max_num_requests: int,
+        *,
+        shares: bool,
+        table: IndexTable | None = None,
+        load: Callable[[HistoryIndex], Any] | None = None,
+    ) -> None:
+        """`load` turns an open index into what `table` takes, in a thread."""
+        self.table = table or IndexTable()
         self.slots = np.full(max_num_requests, NO_INDEX, np.int32)
         """int32 [places]: slot of each request's own index."""
         self.shared_slots = np.zeros(0, np.int32)
         self.num_damaged = self.num_with_index = self.num_without_index = 0
-        self._loader = IndexLoader(directory, shares=shares)
+        self._loader = IndexLoader(directory, shares=shares, load=load)
         self._slot_of: dict[str, int] = {}
         """Slot of each prompt's index, which all its requests use."""
         self._num_users: Counter[str] = Counter()

@@ -68,7 +68,7 @@ def _speculation_args(config: EngineConfig) -> dict[str, Any]:
     if not config.speculates:
         return {}
     if config.rollout.model_runner == "v2":
-        # `placing` replaces this drafter. vLLM schedules asynchronously with it.
+        # `device_drafter` replaces it. vLLM schedules asynchronously with this method.
         method = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1}
     else:
         method = {

@@ -1,7 +1,7 @@
 """Calls to the drafting of an engine, from its front end.
 
-V1 runner   drafting runs in the worker        `WorkerExtension`
-V2 runner   drafting runs beside the scheduler `scheduler`
+V1 runner   the worker drafts and decides what is verified     `WorkerExtension`
+V2 runner   the worker drafts, and the scheduler reserves room `WorkerExtension`, `scheduler`
 """
 
 from typing import Any
@@ -24,25 +24,23 @@ class DraftingCalls:
         given = config.model_dump_json(), setup.model_dump_json()
         await self._llm.collective_rpc("install_drafting", args=(*given, engine))
         if self._is_v2:
-            await self._call("begin_drafting", *given)
+            await self._call_scheduler("reserve_room", *given)
 
     async def expect(self, prompt_keys: list[str]) -> None:
         """Prepare for requests for these prompts, which are on their way."""
         if self._is_on:
-            await self._call("expect_requests", prompt_keys)
+            await self._llm.collective_rpc("expect_requests", args=(prompt_keys,))
 
     async def take_counts(self) -> DraftingCounts:
         """Return the counts since the last call."""
         if not self._is_on:
             return DraftingCounts()
-        counts = await self._call("take_drafting_counts")
+        counts, *_ = await self._llm.collective_rpc("take_drafting_counts")
+        if self._is_v2:
+            counts |= await self._call_scheduler("take_room_counts")
         # vLLM's channel has turned the tuple into a list.
         return DraftingCounts(**counts | {"step_costs": tuple(counts.get("step_costs", ()))})
 
-    async def _call(self, name: str, *args: Any) -> Any:
-        """Return the answer of the scheduler, or of the first rank."""
-        if self._is_v2:
-            core = self._llm.engine_core
-            return await core.call_utility_async("call_scheduler", name, list(args))
-        first, *_ = await self._llm.collective_rpc(name, args=args)
-        return first
+    async def _call_scheduler(self, name: str, *args: Any) -> Any:
+        core = self._llm.engine_core
+        return await core.call_utility_async("call_scheduler", name, list(args))

@@ -27,7 +27,7 @@ from schemas.config import EngineConfig
 from schemas.engine import EngineSetup
 
 if TYPE_CHECKING:
-    from engines.inference.drafting.ahead import AheadProposer
+    from engines.inference.drafting.room import DraftRoom
 
 SCORED_TOKENS = 256
 """Most tokens of a step that scores prompt tokens.
@@ -52,26 +52,21 @@ class _Holding(DecodeSteps):
         """Those of them whose next tokens need vLLM only if they end the request."""
         self._arrivals = Arrivals()
         self._stop_strings = cache(self._stop_strings_of)
-        self.drafting: AheadProposer | None = None
-        """Drafting for the V2 runner. On V1 the worker drafts."""
+        self.room: DraftRoom | None = None
+        """Room for drafts on the V2 runner. On V1 the worker decides."""
 
-    def begin_drafting(self, config_json: str, setup_json: str) -> None:
-        """Draft with a new proposer. Call between two stages."""
-        from engines.inference.drafting.ahead import AheadProposer
+    def reserve_room(self, config_json: str, setup_json: str) -> None:
+        """Reserve room for drafts. Call before the first request."""
+        from engines.inference.drafting.room import DraftRoom
 
         config = EngineConfig.model_validate_json(config_json)
         setup = EngineSetup.model_validate_json(setup_json)
-        self.drafting = AheadProposer(self.requests, self.vllm_config, config, setup)
+        self.room = DraftRoom(self.requests, self.vllm_config, config, setup)
 
-    def expect_requests(self, prompt_keys: list[str]) -> None:
-        """Prepare for requests for these prompts, which are on their way."""
-        assert self.drafting is not None
-        self.drafting.expect(prompt_keys)
-
-    def take_drafting_counts(self) -> dict[str, Any]:
-        """Return the fields of `schemas.counts.DraftingCounts` since the last call."""
-        assert self.drafting is not None
-        return self.drafting.take_counts()
+    def take_room_counts(self) -> dict[str, Any]:
+        """Return fields of `schemas.counts.DraftingCounts` since the last call."""
+        assert self.room is not None
+        return self.room.take_counts()
 
     def add_request(self, request: Any) -> None:
         batch = (request.sampling_params.extra_args or {}).get(BATCH)
@@ -80,6 +75,8 @@ class _Holding(DecodeSteps):
     def _begin(self, requests: Sequence[Any]) -> None:
         for request in requests:
             super().add_request(request)
+            if self.room is not None:
+                self.room.begin(request)
             if request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY:
                 self._streamed.add(request.request_id)
             elif rollout := Decoding.of(request, self._stops_of(request), self.max_model_len):
@@ -93,14 +90,14 @@ class _Holding(DecodeSteps):
         whole = self.max_num_scheduled_tokens
         if self._scored:
             self.max_num_scheduled_tokens = min(whole, SCORED_TOKENS)
-        if self.drafting is not None:
-            self.drafting.reserve(self.running)
+        if self.room is not None:
+            self.room.reserve(self.running)
         try:
             step = self._decode_step() or super().schedule(throttle_prefills)
         finally:
             self.max_num_scheduled_tokens = whole
-        if self.drafting is not None:
-            self.drafting.scheduled(step)
+        if self.room is not None:
+            self.room.scheduled(step)
         return step
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
@@ -108,8 +105,9 @@ class _Holding(DecodeSteps):
         rest = replace(scheduler_output, num_scheduled_tokens=others)
         steps = super().update_from_output(rest, model_runner_output)
         self._sort(others)
-        if self.drafting is not None:
-            self.drafting.updated(scheduler_output)
+        if self.room is not None:
+            sampled = model_runner_output.sampled_token_ids
+            self.room.updated(scheduler_output, sampled, model_runner_output.req_id_to_index)
         for front_end in self._buffers.keys() | steps.keys():
             step = steps.setdefault(front_end, EngineCoreOutputs())
             step.outputs = self._buffers[front_end].outputs_after(step.outputs, self._streamed)

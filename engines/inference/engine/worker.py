@@ -28,7 +28,7 @@ class WorkerExtension:
     @property
     def _drafts(self) -> bool:
         """Whether this rank drafts: on the V1 runner, vLLM sends the drafts of the first rank to
-        all. On V2 they come with each step (`drafting.ahead`)."""
+        all. V2 has `drafting.device_drafter`."""
         return self.rank == 0 and not self.use_v2_model_runner
 
     def install_exact_sampling(self) -> None:
@@ -40,9 +40,10 @@ class WorkerExtension:
     def install_drafting(self, config_json: str, setup_json: str, engine: int) -> None:
         """Replace the runner's speculator. Call once, before the first request."""
         if self.use_v2_model_runner:
-            from engines.inference.drafting import placing
+            from engines.inference.drafting import device_drafter
 
-            placing.install(self.model_runner)
+            config = EngineConfig.model_validate_json(config_json)
+            device_drafter.install(self.model_runner, config)
             return
         self._sample_without_drafts()
         self.begin_drafting(config_json, setup_json, engine)
@@ -122,7 +123,9 @@ class WorkerExtension:
 
     def expect_requests(self, prompt_keys: list[str]) -> None:
         """Prepare for requests for these prompts, which are on their way."""
-        if self._drafts:
+        if self.use_v2_model_runner:
+            self.model_runner.speculator.expect(prompt_keys)
+        elif self._drafts:
             self.model_runner.drafter.expect(prompt_keys)
 
     def redraft(self, settings: dict[str, tuple[str, int, bool]]) -> None:
@@ -136,6 +139,8 @@ class WorkerExtension:
 
     def take_drafting_counts(self) -> dict[str, Any]:
         """Return the fields of `schemas.counts.DraftingCounts` since the last call."""
+        if self.use_v2_model_runner:
+            return self.model_runner.speculator.take_counts()
         return self.model_runner.drafter.take_counts() if self._drafts else {}
 
     def save_kv_ahead(self, directory: str, num_tokens: dict[str, int], policy_version: int) -> str:

@@ -1,0 +1,231 @@
+"""Drafts from history on the device, after each step of vLLM's V2 runner (vLLM 0.32).
+
+With asynchronous scheduling the host learns the tokens of a step when the next one runs already. So
+the device drafts: it has the tokens of all requests, and here the indexes of their prompts too.
+
+    index file ─thread─► device        a slot of the table ─► requests of the prompt
+    step ends: last tokens of each request ─► longest match in its indexes ─► draft of the next step
+
+How many tokens of a draft are verified was decided before (`room`). Deviations from RhymeRL 5.3:
+occurrences count, rewards do not; a draft takes the middle of its matches (`histospec.refill`).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.distributed import get_tp_group
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from engines.histospec.index import HistoryIndex
+from engines.histospec.matching import MAX, MIN, NO_INDEX, IndexTable
+from engines.histospec.refill import refill
+from engines.histospec.request_indexes import RequestIndexes
+from engines.inference.drafting.engine_drafting import PROMPT_KEY
+from schemas.config import EngineConfig
+
+
+def install(runner: Any, config: EngineConfig) -> None:
+    """Replace a V2 runner's speculator. Call once, after the exact samplers were installed and
+    before the first request."""
+    drafter = runner.speculator = DeviceDrafter(runner, config)
+    add, remove = runner.sampler.add_request, runner.req_states.remove_request
+
+    def add_request(slot: int, params: Any) -> None:
+        add(slot, params)
+        drafter.begin(slot, (params.extra_args or {}).get(PROMPT_KEY, ""))
+
+    def remove_request(id: str) -> int | None:
+        if (slot := remove(id)) is not None:
+            drafter.end(slot)
+        return slot
+
+    runner.sampler.add_request, runner.req_states.remove_request = add_request, remove_request
+
+
+class DeviceIndex(NamedTuple):
+    index: HistoryIndex
+    on_device: Tensor
+    """int32 [2 tokens]: text and order."""
+
+
+class DeviceTable(IndexTable):
+    """Indexes on a GPU, by slot."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.base = torch.zeros(1, dtype=torch.int32, device=device)
+        """Places in memory are given by their distance from here, in int32."""
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._tensors: dict[int, Tensor] = {}
+        self._places = np.zeros((0, 3), np.int64)
+        self._on_device: Tensor | None = None
+
+    def load(self, index: HistoryIndex) -> DeviceIndex:
+        """Copy an index to the device, in a thread of its own."""
+        on_host = torch.from_numpy(np.concatenate([index.text, index.order])).pin_memory()
+        with torch.cuda.stream(self._stream):
+            on_device = on_host.to(self._device, non_blocking=True)
+        self._stream.synchronize()
+        return DeviceIndex(index, on_device)
+
+    def add(self, index: DeviceIndex) -> int:  # ty: ignore[invalid-method-override]
+        slot = super().add(index.index)
+        if len(self._places) < len(self.rows):
+            self._places = np.pad(self._places, ((0, len(self.rows) - len(self._places)), (0, 0)))
+        tensor, num = index.on_device, len(index.index.text)
+        # The memory may be used again only after the steps that read it.
+        tensor.record_stream(torch.cuda.current_stream(self._device))
+        at = (tensor.data_ptr() - self.base.data_ptr()) // tensor.element_size()
+        self._tensors[slot], self._places[slot] = tensor, (at, at + num, num)
+        self._on_device = None
+        return slot
+
+    def remove(self, slot: int) -> None:
+        super().remove(slot)
+        del self._tensors[slot]
+        self._places[slot] = 0
+        self._on_device = None
+
+    @property
+    def on_device(self) -> Tensor:
+        """int64 [slots, 3]: where the text and the order of each index begin, and its tokens."""
+        if self._on_device is None:
+            self._on_device = async_tensor_h2d(self._places.copy(), device=self._device)
+        return self._on_device
+
+
+class DeviceDrafter:
+    """Speculator of a V2 runner. On more than one rank, the first one drafts for all."""
+
+    supports_mm_inputs = False
+    draft_logits = None
+    num_query_per_req = 1
+    num_extra_query_per_req = 0
+
+    def __init__(self, runner: Any, config: EngineConfig) -> None:
+        self._states = runner.req_states
+        self._device = torch.device(runner.device)
+        self._on_cpu = self._device.type == "cpu"
+        self._drafts = torch.zeros_like(self._states.draft_tokens)
+        self._ranks = get_tp_group()
+        self._is_on = config.drafting.enabled and self._ranks.rank_in_group == 0
+        table = IndexTable() if self._on_cpu else DeviceTable(self._device)
+        self._indexes = RequestIndexes(
+            Path(config.history_dir),
+            len(self._drafts),
+            shares=config.drafting.shared_tokens > 0,
+            table=table,
+            load=None if self._on_cpu else table.load,
+        )
+        self._keys: dict[int, str] = {}
+        self._slots_known: np.ndarray | None = None
+        self._slots_on_device: Tensor | None = None
+
+    def expect(self, prompt_keys: Sequence[str]) -> None:
+        """Load the indexes of these prompts in a thread: requests for them are on their way."""
+        if self._is_on:
+            self._indexes.expect(prompt_keys)
+
+    def take_counts(self) -> dict[str, int]:
+        """Return the counts of indexes since the last call."""
+        names = ("num_damaged", "num_with_index", "num_without_index")
+        counts = {name: int(getattr(self._indexes, name)) for name in names}
+        for name in names:
+            setattr(self._indexes, name, 0)
+        return counts
+
+    def begin(self, slot: int, key: str) -> None:
+        if self._is_on:
+            self._keys[slot] = key
+            self._indexes.begin(slot, key)
+
+    def end(self, slot: int) -> None:
+        if (key := self._keys.pop(slot, None)) is not None:
+            self._indexes.end(slot, key)
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Do nothing: there is no draft model."""
+
+    def capture(self) -> None:
+        """Do nothing: there is no draft model."""
+
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: Tensor,
+        *_: Any,
+        dummy_run: bool = False,
+        **__: Any,
+    ) -> Tensor:
+        """Return drafts for the next step, int64 [rows, window]. Where there is nothing to draft,
+        token 0 stands in, which is verified like any other."""
+        del attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states
+        drafts = self._drafts[: input_batch.num_reqs]
+        if dummy_run:
+            return drafts
+        if self._is_on:
+            self._indexes.follow()
+            slots = self._slots()
+            if (slots == NO_INDEX).all():
+                drafts.zero_()
+            elif self._on_cpu:
+                self._draft_on_cpu(slots, input_batch.idx_mapping.numpy(), num_sampled, drafts)
+            else:
+                self._draft_on_gpu(slots, input_batch.idx_mapping, num_sampled, drafts)
+        if self._ranks.world_size > 1:
+            self._ranks.broadcast(drafts, src=0)
+        return drafts
+
+    def _slots(self) -> np.ndarray:
+        """Return the indexes of each request; int32 [requests, indexes]."""
+        own, shared = self._indexes.slots, self._indexes.shared_slots
+        return np.column_stack([own, np.broadcast_to(shared, (len(own), len(shared)))])
+
+    def _draft_on_cpu(
+        self, slots: np.ndarray, requests: np.ndarray, num_sampled: Tensor, drafts: Tensor
+    ) -> None:
+        window = drafts.shape[1]
+        found = np.zeros(drafts.shape, np.int32)
+        refill(
+            self._indexes.table.rows,
+            np.ascontiguousarray(slots[requests]),
+            self._states.all_token_ids.gpu.numpy()[requests],
+            self._states.total_len.gpu.numpy()[requests],
+            np.where(num_sampled.numpy() > 0, window, 0).astype(np.int32),
+            found,
+        )
+        drafts.copy_(torch.from_numpy(found))
+
+    def _draft_on_gpu(
+        self, slots: np.ndarray, requests: Tensor, num_sampled: Tensor, drafts: Tensor
+    ) -> None:
+        from engines.inference.drafting.refill_kernel import refill_on_device
+
+        table = self._indexes.table
+        assert isinstance(table, DeviceTable)
+        if self._slots_known is None or not np.array_equal(slots, self._slots_known):
+            self._slots_known = slots
+            self._slots_on_device = async_tensor_h2d(slots, device=self._device)
+        assert self._slots_on_device is not None
+        used = table.rows[:, [MIN, MAX]].max(axis=0)
+        refill_on_device(
+            table.base,
+            table.on_device,
+            self._slots_on_device,
+            requests,
+            num_sampled,
+            self._states.all_token_ids.gpu,
+            self._states.total_len.gpu,
+            drafts,
+            int(used[0]),
+            int(used[1]),
+        )
