@@ -18,6 +18,7 @@ from engines.histospec.index import HistoryIndex, build_index
 from engines.histospec.index_file import index_path, write_index
 from engines.histospec.library import PromptHistory
 from engines.histospec.matching import NO_INDEX, IndexTable
+from engines.histospec.refill import refill
 from engines.histospec.shared import SharedLibrary
 from engines.histospec.window import WindowPolicy, window_policy
 from engines.histospec.workers import BUILD_PROMPTS
@@ -171,6 +172,23 @@ class Shipped(LockstepDrafter):
 
     def observe(self, rows: Rows, num_accepted: np.ndarray) -> None:
         self._num_sampled[rows.live] = num_accepted + 1
+
+
+class OnDevice(Shipped):
+    """The drafter of vLLM's V2 runner, with the same indexes. It always drafts all it can."""
+
+    def draft(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        indexes = self._drafter.indexes
+        indexes.follow()
+        own, shared = indexes.slots[self._places[rows.live]], indexes.shared_slots
+        slots = np.column_stack([own, np.broadcast_to(shared, (len(own), len(shared)))])
+        drafts = np.zeros((len(own), self.cap), np.int32)
+        windows = np.minimum(rows.room, self.cap).astype(np.int32)
+        text = rows.token_ids, rows.num_tokens, windows
+        return drafts, refill(indexes.table.rows, slots, *text, drafts)
+
+    def observe(self, rows: Rows, num_accepted: np.ndarray) -> None:
+        """Learn nothing: what was accepted does not change the next draft."""
 
 
 class Arctic(LockstepDrafter):

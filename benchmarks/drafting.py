@@ -14,6 +14,7 @@ rewards. A step's rollouts go in batches, in the order of the trace. The drafter
     histospec_own        as shipped, but only from a prompt's own history
     histospec_blind      as shipped, but without knowing each sample's noise
     histospec_counts     as blind, but from counts alone: rewards do not matter
+    histospec_device     as on vLLM's V2 runner, where the device drafts; always the longest draft
     histospec            as shipped, with the index that all prompts share; with a profile its gate
                          keeps the drafts that pay
 
@@ -33,7 +34,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.arctic import PACKAGE, find_cache_class
-from benchmarks.drafters import Arctic, NGram, Shipped, Windows
+from benchmarks.drafters import Arctic, NGram, OnDevice, Shipped, Windows
 from benchmarks.laps import Measured, Row, check_counts
 from benchmarks.lockstep import (
     Batch,
@@ -67,6 +68,7 @@ VARIANTS = {
     "histospec_own": {"shared_tokens": 0},
     "histospec_blind": {"look_ahead": False},
     "histospec_counts": {"look_ahead": False},
+    "histospec_device": {},
     "histospec": {},
 }
 """Settings of `DraftingConfig` that differ from the defaults, for drafters that lack a part."""
@@ -227,7 +229,7 @@ def _drafters(
         "histospec_doubling": Windows(Doubling(), PAPER),
         "histospec_fixed": Windows(Fixed(config.max_draft), config),
         **{
-            name: Shipped(
+            name: (OnDevice if name == "histospec_device" else Shipped)(
                 config.model_copy(update=update),
                 step_times,
                 max_rows,

@@ -113,7 +113,7 @@ class HistoryDrafter:
         self.gate = gate
         self.acceptance = Acceptance()
         self._counts: defaultdict[str, Any] = defaultdict(int)
-        self._indexes = RequestIndexes(directory, max_num_requests, shares=shares)
+        self.indexes = RequestIndexes(directory, max_num_requests, shares=shares)
         self._asking = Backoff()
         self._windows = windows
         self._siblings = siblings
@@ -132,16 +132,16 @@ class HistoryDrafter:
 
     def expect(self, keys: Iterable[str]) -> None:
         """Start to open the indexes of these prompts, whose requests were submitted."""
-        self._indexes.expect(keys)
+        self.indexes.expect(keys)
 
     def settle(self) -> None:
         """Wait until all indexes are open that are being opened."""
-        self._indexes.settle()
+        self.indexes.settle()
 
     def begin(self, request: DraftedRequest) -> None:
         place = self._free.pop()
         self._requests[request.id] = (place, request.prompt_key)
-        self._indexes.begin(place, request.prompt_key)
+        self.indexes.begin(place, request.prompt_key)
         if self._siblings:
             slot = self._siblings.add(request.prompt_key, request.num_prompt_tokens)
             self._sibling_slots[place] = slot
@@ -157,7 +157,7 @@ class HistoryDrafter:
             self._free.append(place)
             if self._siblings:
                 self._siblings.remove(int(self._sibling_slots[place]))
-            self._indexes.end(place, key)
+            self.indexes.end(place, key)
 
     def places(self, ids: Sequence[str]) -> np.ndarray:
         """Return where the state of each request is; int64 [rows]."""
@@ -185,7 +185,7 @@ class HistoryDrafter:
             expected to be accepted, and those that they extend.
         """
         self._observe(places, num_sampled)
-        self._indexes.follow()
+        self.indexes.follow()
         self._counts["num_steps"] += 1
         drafts = self._draft(places, num_sampled, token_ids, num_tokens, max_draft_tokens)
         num_own = self._take_others(drafts, others, max_draft_tokens) if others else drafts.num
@@ -214,8 +214,8 @@ class HistoryDrafter:
     def take_counts(self) -> DraftingCounts:
         counts, self._counts = self._counts, defaultdict(int)
         for name in ("num_damaged", "num_with_index", "num_without_index"):
-            counts[name] = getattr(self._indexes, name)
-            setattr(self._indexes, name, 0)
+            counts[name] = getattr(self.indexes, name)
+            setattr(self.indexes, name, 0)
         return DraftingCounts(**counts)
 
     def _observe(self, places: np.ndarray, num_sampled: np.ndarray) -> None:
@@ -244,8 +244,8 @@ class HistoryDrafter:
     ) -> Drafts:
         """Return the tokens to verify."""
         drafts = Drafts.none(len(places), self._windows.cap)
-        own_slots = self._indexes.slots[places]
-        shared_slots = self._indexes.shared_slots
+        own_slots = self.indexes.slots[places]
+        shared_slots = self.indexes.shared_slots
         nothing = (own_slots == NO_INDEX).all() and not len(shared_slots)
         nothing = (nothing and self._siblings is None) or not max_draft_tokens
         if nothing or not self.gate.looks(len(places)):
@@ -255,7 +255,7 @@ class HistoryDrafter:
         windows = np.where(num_sampled > 0, np.clip(room, 0, self._window[places]), 0)
         text = (token_ids, num_tokens, windows.astype(np.int32), self._keys[places])
         drafts.num = draft_batch(
-            self._indexes.table.rows,
+            self.indexes.table.rows,
             own_slots,
             *text,
             self.acceptance.worth,
@@ -290,8 +290,8 @@ class HistoryDrafter:
         if not num_asking:
             return
         others.num = draft_batch_of_any(
-            self._indexes.table.rows,
-            self._indexes.shared_slots,
+            self.indexes.table.rows,
+            self.indexes.shared_slots,
             token_ids,
             num_tokens,
             windows,

@@ -335,7 +335,7 @@ def test_a_request_begins_before_its_index_is_open(tmp_path):
     write_index(build_index(PROMPT, OLD, [1.0, 0.5]), KEYS[1], index_path(tmp_path, KEYS[1]))
     drafter = HistoryDrafter(tmp_path, AIMD(), Gate(None), 4)
     busy = threading.Event()
-    loader = drafter._indexes._loader
+    loader = drafter.indexes._loader
     loader._thread.submit(busy.wait, 60)
     drafter.expect([KEYS[1]])
     engine = Engine(drafter, {"x": NEW[0]})
@@ -393,4 +393,4 @@ def test_samples_submitted_later_draft_from_what_is_open(tmp_path):
         drafter.expect([KEYS[1]])
         drafter.settle()
         drafter.begin(DraftedRequest(id, KEYS[1], 50))
-    assert not drafter._indexes._loader._ahead
+    assert not drafter.indexes._loader._ahead

@@ -114,13 +114,13 @@ class DeviceDrafter:
         self._drafts = torch.zeros_like(self._states.draft_tokens)
         self._ranks = get_tp_group()
         self._is_on = config.drafting.enabled and self._ranks.rank_in_group == 0
-        table = IndexTable() if self._on_cpu else DeviceTable(self._device)
+        table = None if self._on_cpu else DeviceTable(self._device)
         self._indexes = RequestIndexes(
             Path(config.history_dir),
             len(self._drafts),
             shares=config.drafting.shared_tokens > 0,
             table=table,
-            load=None if self._on_cpu else table.load,
+            load=table and table.load,
         )
         self._keys: dict[int, str] = {}
         self._slots_known: np.ndarray | None = None
