@@ -43,7 +43,7 @@ class IndexLoader:
         load: Callable[[HistoryIndex], Any] | None = None,
     ) -> None:
         """`shares`: whether to read the shared indexes too. `load`: what to make of each index, in
-        the thread."""
+        the thread; None if it cannot be used."""
         self._directory = directory
         self._load = load or (lambda index: index)
         self._reader = SharedReader(directory) if shares else None
@@ -110,5 +110,7 @@ class IndexLoader:
         indexes, num_damaged = self._reader.read()
         known, self._loaded = self._loaded, {}
         for name, index in indexes.items():
-            self._loaded[name] = known[name] if name in known else self._load(index)
+            loaded = known.get(name) or self._load(index)
+            if loaded is not None:
+                self._loaded[name] = loaded
         return SharedIndexes(self._loaded, num_damaged)

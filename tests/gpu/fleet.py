@@ -3,9 +3,15 @@
 stock    unchanged vLLM: its own runner, asynchronous scheduling
 off      refrain without drafts; takes turns with the trainer
 on       refrain with drafts
-slow     as `off`, but vLLM schedules each step (see `decode_steps`)
-mp       as `off`, but the worker has a process of its own; only on cards with much memory
+v2_on    as `on`, on vLLM's V2 runner
+v2       as `off`, on vLLM's V2 runner; only on cards with much memory
+slow     as `off`, but vLLM schedules each step (see `decode_steps`); only on such cards
+
+A rehearsal has no engines on the V2 runner, unless Triton's interpreter is on (`tests.inference.
+interpreted_env`).
 """
+
+import os
 
 import statistics
 from collections import defaultdict
@@ -79,6 +85,11 @@ class Fleet:
     def __contains__(self, name: str) -> bool:
         return name in self._engines
 
+    @property
+    def drafting(self) -> list[str]:
+        """Names of the engines that draft."""
+        return [name for name in ("on", "v2_on") if name in self]
+
     @contextmanager
     def started(self) -> Iterator["Fleet"]:
         from tests.gpu.local_engine import all_started
@@ -87,10 +98,14 @@ class Fleet:
             "off": (_other(**SAMPLED), self._config(False, takes_turns=True)),
             "on": (_other(**SAMPLED), self._config(True, history_dir=self.history)),
             "stock": (_stock(), self._config(False)),
+            "v2_on": (_other(), self._config(True, "v2", history_dir=self.history)),
+            "v2": (_other(), self._config(False, "v2")),
             "slow": (_other(**SLOW), self._config(False)),
         }
-        if _card_bytes() >= MUCH_MEMORY:
-            kinds["mp"] = (_other(distributed_executor_backend="mp"), self._config(False))
+        if not REHEARSAL and _card_bytes() < MUCH_MEMORY:
+            del kinds["slow"], kinds["v2"]
+        if REHEARSAL and os.environ.get("TRITON_INTERPRET") != "1":
+            del kinds["v2"], kinds["v2_on"]
         with all_started(list(kinds.values())) as engines:
             self._engines = dict(zip(kinds, engines, strict=True))
             self.first_sync_s = {name: self.load(name, self.weights) for name in kinds}
@@ -104,11 +119,14 @@ class Fleet:
         _, seconds = self[name].timed(self[name].engine.load_weights(given))
         return seconds
 
-    def _config(self, drafts: bool, **changes: Any) -> Any:
+    def _config(self, drafts: bool, runner: str = "v1", **changes: Any) -> Any:
         from schemas.drafting import DraftingConfig
 
-        way = "ipc" if changes.get("takes_turns") else "file"
-        rollout = self.config.rollout.model_copy(update={"weight_sync": way})
+        of_rollout = {
+            "weight_sync": "ipc" if changes.get("takes_turns") else "file",
+            "model_runner": runner,
+        }
+        rollout = self.config.rollout.model_copy(update=of_rollout)
         drafting = DraftingConfig(enabled=drafts)
         return self.config.engine.model_copy(
             update={"rollout": rollout, "drafting": drafting, **changes}
@@ -127,7 +145,7 @@ def _other(**args: Any) -> Any:
 
 
 def _card_bytes() -> int:
-    return 0 if REHEARSAL else torch.cuda.mem_get_info()[1]
+    return torch.cuda.mem_get_info()[1]
 
 
 def _stock() -> Any:

@@ -35,7 +35,7 @@ def test_decoding_in_turn(num_rows: int, fleet: Fleet, figures: Callable) -> Non
         "stock": fleet["stock"].roll_out,
         "stock_batch": in_batches(fleet["stock"]),
         "off": fleet["off"].roll_out,
-        "on": fleet["on"].roll_out,
+        **{name: fleet[name].roll_out for name in fleet.drafting},
     }
     speeds = in_turn(ways, lambda lap: fleet.requests(100 + lap)[:num_rows])
     best = max(speeds["stock"], speeds["stock_batch"])
@@ -44,6 +44,8 @@ def test_decoding_in_turn(num_rows: int, fleet: Fleet, figures: Callable) -> Non
         figures(**{f"engine_{name}_{num_rows}_rows_step_ms": 1e3 * num_rows / speed})
     figures(**{f"engine_off_over_stock_{num_rows}_rows": speeds["off"] / best})
     figures(**{f"engine_first_epoch_over_stock_{num_rows}_rows": speeds["on"] / best})
+    if "v2_on" in fleet:
+        figures(**{f"engine_v2_first_epoch_over_stock_{num_rows}_rows": speeds["v2_on"] / best})
 
 
 @needs("cuda", "vllm", "transformers", "numba", seconds=60)
@@ -57,31 +59,31 @@ def test_drafts_that_are_right(num_rows: int, fleet: Fleet, figures: Callable) -
     from tests.gpu.local_engine import num_tokens, parted, write_history
 
     requests = fleet.requests(1)[:num_rows]
-    for name in ("off", "on"):
+    for name in ("off", *fleet.drafting):
         fleet.load(name, fleet.echo)
     expected, _ = fleet["off"].roll_out(requests)
     again, off_s = fleet["off"].roll_out(requests)
     write_history(fleet.history, expected.values())
-    # The gate learns that these drafts pay.
-    fleet["on"].roll_out(requests)
-    drafted, on_s = fleet["on"].roll_out(requests)
-    sums = {
-        name: sum(row[name] for row in drafted.values())
-        for name in ("num_draft_tokens", "num_accepted_tokens")
-    }
-    assert sums["num_accepted_tokens"] > num_tokens(drafted) / 2
-    figures(
-        **{
-            f"engine_right_drafts_{num_rows}_rows_tokens_per_s": num_tokens(drafted) / on_s,
-            f"engine_right_drafts_{num_rows}_rows_over_off": off_s / on_s,
-            f"engine_right_drafts_{num_rows}_rows_acceptance": (
-                sums["num_accepted_tokens"] / max(1, sums["num_draft_tokens"])
-            ),
+    drafted = {}
+    for name in fleet.drafting:
+        # The gate learns that these drafts pay.
+        fleet[name].roll_out(requests)
+        drafted[name], on_s = fleet[name].roll_out(requests)
+        num, right = (
+            sum(row[column] for row in drafted[name].values())
+            for column in ("num_draft_tokens", "num_accepted_tokens")
+        )
+        told = {
+            "tokens_per_s": num_tokens(drafted[name]) / on_s,
+            "over_off": off_s / on_s,
+            "acceptance": right / max(1, num),
         }
-    )
-    for name in ("off", "on"):
+        kind = "right_drafts" if name == "on" else "v2_right_drafts"
+        figures(**{f"engine_{kind}_{num_rows}_rows_{key}": value for key, value in told.items()})
+        assert right > num_tokens(drafted[name]) / 2
+    for name in ("off", *fleet.drafting):
         fleet.load(name, fleet.weights)
-    for rows in (again, drafted):
+    for rows in (again, *drafted.values()):
         num_flips, _ = parted(rows, expected)
         assert not num_flips
 
@@ -93,6 +95,9 @@ def test_drafts_that_are_wrong(num_rows: int, fleet: Fleet, figures: Callable) -
 
     The gate should notice this and stop verifying drafts.
     """
-    ways = {name: fleet[name].roll_out for name in ("off", "on")}
+    ways = {name: fleet[name].roll_out for name in ("off", *fleet.drafting)}
     speeds = in_turn(ways, lambda lap: fleet.requests(200 + lap)[:num_rows])
     figures(**{f"engine_wrong_drafts_{num_rows}_rows_over_off": speeds["on"] / speeds["off"]})
+    if "v2_on" in fleet:
+        over_off = speeds["v2_on"] / speeds["off"]
+        figures(**{f"engine_v2_wrong_drafts_{num_rows}_rows_over_off": over_off})

@@ -16,9 +16,10 @@ SHORT_TOKENS = RESPONSE_TOKENS // 4
 def test_a_step(num_rows: int, fleet: Fleet, figures: Callable) -> None:
     """A step of each engine, without the start and the end of its requests.
 
-    `step_slow` against `step_off` is what our scheduling brings.
+    `step_slow` against `step_off` is what our scheduling brings, and `step_v2` what the V2 runner
+    does.
     """
-    names = [name for name in ("off", "on", "slow", "mp", "stock") if name in fleet]
+    names = [name for name in ("off", "on", "v2", "v2_on", "slow", "stock") if name in fleet]
     steps: dict[str, list[float]] = {name: [] for name in names}
     for lap in range(LAPS + 1):
         for name in names:
@@ -58,7 +59,9 @@ def test_flips(fleet: Fleet, figures: Callable) -> None:
 
     requests = fleet.requests(500)[:FEW]
     expected, _ = fleet["off"].roll_out(requests)
-    for name in ("off", "on", "slow"):
+    for name in ("off", "on", "slow", "v2", "v2_on"):
+        if name not in fleet:
+            continue
         num_flips, num = parted(fleet[name].roll_out(requests)[0], expected)
         figures(**{f"flips_engine_{name}_per_million": 1e6 * num_flips / num})
         assert num_flips <= (0 if REHEARSAL else 2 * MOST_FLIPS * num)

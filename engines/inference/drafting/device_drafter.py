@@ -10,6 +10,7 @@ How many tokens of a draft are verified was decided before (`room`). Deviations 
 occurrences count, rewards do not; a draft takes the middle of its matches (`histospec.refill`).
 """
 
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +47,11 @@ def install(runner: Any, config: EngineConfig) -> None:
     runner.sampler.add_request, runner.req_states.remove_request = add_request, remove_request
 
 
+MOST_BYTES = 2**29
+"""Bytes of indexes on a GPU, beside the share of its memory that vLLM takes. Prompts whose index
+has no room get no drafts from it."""
+
+
 class DeviceIndex(NamedTuple):
     index: HistoryIndex
     on_device: Tensor
@@ -64,14 +70,23 @@ class DeviceTable(IndexTable):
         self._tensors: dict[int, Tensor] = {}
         self._places = np.zeros((0, 3), np.int64)
         self._on_device: Tensor | None = None
+        self._num_bytes = 0
 
-    def load(self, index: HistoryIndex) -> DeviceIndex:
-        """Copy an index to the device, in a thread of its own."""
+    def load(self, index: HistoryIndex) -> DeviceIndex | None:
+        """Copy an index to the device, in a thread of its own. Return None if there is no room."""
+        num_bytes = index.text.nbytes + index.order.nbytes
+        if self._num_bytes + num_bytes > MOST_BYTES:
+            return None
         on_host = torch.from_numpy(np.concatenate([index.text, index.order])).pin_memory()
         with torch.cuda.stream(self._stream):
             on_device = on_host.to(self._device, non_blocking=True)
         self._stream.synchronize()
+        self._num_bytes += num_bytes
+        weakref.finalize(on_device, self._freed, num_bytes)
         return DeviceIndex(index, on_device)
+
+    def _freed(self, num_bytes: int) -> None:
+        self._num_bytes -= num_bytes
 
     def add(self, index: DeviceIndex) -> int:  # ty: ignore[invalid-method-override]
         slot = super().add(index.index)
