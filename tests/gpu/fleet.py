@@ -12,7 +12,6 @@ interpreted_env`).
 """
 
 import os
-
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
