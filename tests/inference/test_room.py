@@ -31,6 +31,7 @@ def request_of(name: str, prompt: int | None, max_tokens: int = 100) -> SimpleNa
         sampling_params=SimpleNamespace(extra_args=extra),
         num_prompt_tokens=10,
         num_output_tokens=1,
+        is_prefill_chunk=False,
         num_tokens=11,
         num_output_placeholders=1,
         num_computed_tokens=11,
@@ -116,8 +117,9 @@ def test_drafts_end_where_the_response_must(history: Path) -> None:
 
 def test_a_prompt_in_prefill_gets_no_room(history: Path) -> None:
     engine = Engine(history)
-    engine.add("prefill", 0).num_output_tokens = 0
-    assert engine.step() == {"prefill": 0}
+    engine.add("new", 0).num_output_tokens = 0
+    engine.add("preempted", 0).is_prefill_chunk = True
+    assert engine.step() == {"new": 0, "preempted": 0}
 
 
 def test_room_goes_to_requests_whose_drafts_are_right(history: Path) -> None:

@@ -68,6 +68,11 @@ class _Kind:
         return min(0.98, mean + sqrt(mean * (1.0 - mean) / num))
 
 
+def _decodes(request: Any) -> bool:
+    """Whether the next step of a request draws a token after one that was drawn before."""
+    return request.num_output_tokens > 0 and not request.is_prefill_chunk
+
+
 OWN, SHARED, NONE = "own", "shared", ""
 
 
@@ -116,7 +121,7 @@ class DraftRoom:
 
     def reserve(self, running: Sequence[Any]) -> None:
         """Before a step is scheduled: reserve room for drafts in vLLM's running requests."""
-        rows = [r for r in running if r.request_id in self._records and r.num_output_tokens]
+        rows = [r for r in running if r.request_id in self._records and _decodes(r)]
         room = dict.fromkeys((r.request_id for r in running), 0)
         if rows and not self._measured.plain_is_due(time.perf_counter()):
             num = self._num_paying(rows, len(running)).tolist()
