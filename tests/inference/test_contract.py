@@ -381,6 +381,7 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         supported.check_version()
 
 
-def test_another_runner_is_refused() -> None:
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_another_runner_is_refused(is_v2: bool) -> None:
     with pytest.raises(RuntimeError, match=r"with builtins\.object, but .*GPUModelRunner"):
-        supported.check_runner(object())
+        supported.check_runner(object(), is_v2)
