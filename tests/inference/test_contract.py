@@ -11,7 +11,7 @@ import pytest
 
 from engines.inference.engine import supported
 from engines.inference.engine.plugin import NoDrafts
-from tests.inference import live_contract, scheduler_contract
+from tests.inference import live_contract, scheduler_contract, v2_contract
 from tests.inference.vllm_source import (
     BATCH,
     CONNECTOR,
@@ -26,6 +26,9 @@ from tests.inference.vllm_source import (
 )
 
 T = TypeVar("T")
+
+TABLES = live_contract, scheduler_contract, v2_contract
+"""Modules with tables like those of this one."""
 
 ATTRIBUTES = {
     RUNNER: {
@@ -254,7 +257,7 @@ def of_all(*tables: Mapping[str, T]) -> list[tuple[str, T]]:
 
 
 @pytest.mark.parametrize(
-    ("place", "names"), of_all(ATTRIBUTES, live_contract.ATTRIBUTES, scheduler_contract.ATTRIBUTES)
+    ("place", "names"), of_all(ATTRIBUTES, *(other.ATTRIBUTES for other in TABLES))
 )
 def test_vllm_classes_have_the_used_attributes(place: str, names: set[str]) -> None:
     source = Source.of(place)
@@ -262,7 +265,7 @@ def test_vllm_classes_have_the_used_attributes(place: str, names: set[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("place", "known"), of_all(FUNCTIONS, live_contract.FUNCTIONS, scheduler_contract.FUNCTIONS)
+    ("place", "known"), of_all(FUNCTIONS, *(other.FUNCTIONS for other in TABLES))
 )
 def test_vllm_functions_take_the_given_arguments(place: str, known: dict[str, list[str]]) -> None:
     functions = Source.of(place).functions
@@ -270,9 +273,7 @@ def test_vllm_functions_take_the_given_arguments(place: str, known: dict[str, li
         assert functions[name][: len(arguments)] == arguments, name
 
 
-@pytest.mark.parametrize(
-    ("file", "names"), of_all(NAMES, live_contract.NAMES, scheduler_contract.NAMES)
-)
+@pytest.mark.parametrize(("file", "names"), of_all(NAMES, *(other.NAMES for other in TABLES)))
 def test_vllm_modules_have_the_used_names(file: str, names: set[str]) -> None:
     assert names <= names_in(file)
 
@@ -381,6 +382,7 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         supported.check_version()
 
 
-def test_another_runner_is_refused() -> None:
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_another_runner_is_refused(is_v2: bool) -> None:
     with pytest.raises(RuntimeError, match=r"with builtins\.object, but .*GPUModelRunner"):
-        supported.check_runner(object(), is_v2=False)
+        supported.check_runner(object(), is_v2)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import engines.inference.engine.worker
 from engines.inference.engine.worker import WorkerExtension
@@ -65,7 +66,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, connector: Connector) -> WorkerExten
     assert WorkerExtension._kv_connector is connector
     monkeypatch.setattr(engines.inference.engine.worker, "submitted_as", lambda name: name)
     worker = WorkerExtension()
-    worker.model_runner = Runner()
+    worker.model_runner, worker.use_v2_model_runner = Runner(), False
     worker.install_kv_saving()
     return worker
 
@@ -73,7 +74,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, connector: Connector) -> WorkerExten
 def step(worker: WorkerExtension, **tokens: int) -> dict[str, tuple[int, list[int]]]:
     """Run a step. Return the requests that could be saved after it."""
     worker.model_runner._update_states(step_of(tokens))
-    return worker._savable()
+    return worker._kv.held()
 
 
 def step_of(tokens: dict[str, int], finished=(), preempted=None, resumed=()) -> SimpleNamespace:
@@ -149,3 +150,47 @@ def test_lost_blocks_are_reported_before_their_reuse(worker, connector, lost):
     update = worker.model_runner._update_states
     update(step_of({"b": 1}, **lost))
     assert connector.lost == {"a"}
+
+
+class SlotRunner:
+    """Fake of vLLM's V2 runner: each request has a slot until it ends or is preempted."""
+
+    def __init__(self):
+        self.req_states = SimpleNamespace(
+            req_id_to_index={"a": 2, "b": 0},
+            num_computed_tokens=SimpleNamespace(gpu=torch.tensor([3, 9, 5])),
+        )
+        table = torch.tensor([[7, 99, 99], [8, 8, 8], [4, 6, 99]])
+        self.block_tables = SimpleNamespace(
+            num_blocks=SimpleNamespace(np=np.array([[1, 3, 2]])),
+            block_tables=[SimpleNamespace(gpu=table)],
+        )
+        self.lost_before: list[set[str]] = []
+
+    def finish_requests(self, step):
+        self.lost_before.append(set(WorkerExtension._kv_connector.lost))
+        for id in step.finished_req_ids | (step.preempted_req_ids or set()):
+            del self.req_states.req_id_to_index[id]
+
+
+@pytest.fixture
+def slot_worker(worker) -> WorkerExtension:
+    worker.model_runner, worker.use_v2_model_runner = SlotRunner(), True
+    worker.install_kv_saving()
+    return worker
+
+
+def test_requests_in_slots_can_be_saved(slot_worker):
+    assert slot_worker._kv.held() == {"a": (5, [4, 6]), "b": (3, [7])}
+    assert slot_worker.save_kv("there", {"a": 5, "b": 4}, 7, True) == (["a"], 1, "")
+
+
+@pytest.mark.parametrize("lost", [{"finished": {"a"}}, {"preempted": {"a"}}])
+def test_lost_slots_are_reported_before_their_reuse(slot_worker, connector, lost):
+    runner = slot_worker.model_runner
+    runner.finish_requests(step_of({}, **lost))
+    assert connector.lost == {"a"}
+    assert runner.lost_before == [{"a"}]
+    assert slot_worker._kv.held().keys() == {"b"}
+    runner.finish_requests(step_of({}, finished={"b"}))
+    assert slot_worker._kv.held() == {}

@@ -5,8 +5,10 @@
 - Outputs are buffered (`output_buffer`).
 - Steps that only decode take a short way (`decode_steps`).
 - Long canaries are scored in chunks.
+- Requests whose keys and values could not be loaded begin anew.
 """
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -136,6 +138,31 @@ class _Holding(DecodeSteps):
                 self._decoding[id] = rollout
             else:
                 self._decoding.pop(id, None)
+
+    def _handle_invalid_blocks(
+        self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
+    ) -> set[str]:
+        """Begin the requests anew whose keys and values could not be loaded, and return them.
+
+        vLLM would only reduce their number of computed tokens. The V2 runner does not notice that,
+        and with asynchronous scheduling the next step already builds on the wrong blocks.
+        """
+        del num_scheduled_tokens
+        connector: Any = self.connector
+        self.kv_cache_manager.evict_blocks(invalid_block_ids)
+        failed = []
+        for request in self.running:
+            (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
+            wrong = [i for i, block in enumerate(blocks) if block in invalid_block_ids]
+            if wrong:
+                # The blocks after a wrong one were computed from it.
+                self.kv_cache_manager.evict_blocks(set(blocks[wrong[0] :]))
+                failed.append(request)
+        for request in reversed(failed):
+            connector.recompute(request.request_id)
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        return {request.request_id for request in failed}
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)

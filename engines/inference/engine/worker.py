@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from engines.inference.engine.kv_of_runner import KVOfRunner, kv_of
 from engines.inference.engine.process import submitted_as
 from engines.inference.engine.supported import check_runner
 from engines.inference.kv.pages import release_pages
@@ -22,8 +23,7 @@ class WorkerExtension:
     finish_weight_update: Callable[[], None]
     weight_transfer_engine: Any
     _weight_update_active: bool
-    _left_out: dict[str, tuple[int, list[int]]]
-    """Requests that an empty step has removed from the batch, in the form of `_with_kv`."""
+    _kv: KVOfRunner
 
     @property
     def _drafts(self) -> bool:
@@ -80,25 +80,9 @@ class WorkerExtension:
         runner._prepare_inputs = plainly
 
     def install_kv_saving(self) -> None:
-        """Remember requests that an empty step removes from the batch, and track lost blocks.
-
-        vLLM runs an empty step to report ended requests, even while the engine is paused. The
-        other requests still have their keys and values then. Call once, before the first request.
-        """
-        runner, self._left_out = self.model_runner, {}
-        update, connector = runner._update_states, self._kv_connector
-
-        def remember(scheduler_output: Any) -> Any:
-            connector.forget(scheduler_output.finished_req_ids)
-            connector.forget(scheduler_output.preempted_req_ids or ())
-            connector.forget(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
-            if scheduler_output.total_num_scheduled_tokens:
-                self._left_out = {}
-            elif runner.input_batch.req_id_to_index:
-                self._left_out = self._with_kv()
-            return update(scheduler_output)
-
-        runner._update_states = remember
+        """Track which requests have keys and values. Call once, before the first request."""
+        forget = self._kv_connector.forget
+        self._kv = kv_of(self.model_runner, self.use_v2_model_runner, forget)
 
     def release_kv_cache(self) -> None:
         """Return the memory of the KV cache to the host. All keys and values become zero."""
@@ -201,26 +185,7 @@ class WorkerExtension:
         Leave out requests that have fewer tokens than `num_tokens` here.
         """
         blocks, num_of, names = {}, {}, {}
-        for id, (num, own) in self._savable().items():
+        for id, (num, own) in self._kv.held().items():
             if num >= num_tokens.get(name := submitted_as(id), sys.maxsize):
                 blocks[id], num_of[id], names[id] = own, num_tokens[name], name
         return blocks, num_of, names
-
-    def _savable(self) -> dict[str, tuple[int, list[int]]]:
-        return self._with_kv() or self._left_out
-
-    def _with_kv(self) -> dict[str, tuple[int, list[int]]]:
-        """Return (tokens with keys and values, block ids) of each request of the last step.
-
-        The names are vLLM's. Requests that the step left out were preempted and have no blocks.
-        """
-        runner = self.model_runner
-        batch, starts = runner.input_batch, runner.query_start_loc.np
-        computed = batch.num_computed_tokens_cpu
-        return {
-            id: (
-                int(computed[row] + starts[row + 1] - starts[row]),
-                list(runner.requests[id].block_ids[0]),
-            )
-            for id, row in batch.req_id_to_index.items()
-        }

@@ -74,7 +74,7 @@ class KVConnector(KVConnectorBase_V1):
         self._tp_degree = parallel.tensor_parallel_size
         self._block_size = vllm_config.cache_config.block_size
         # If only one token remains after the loaded ones, vLLM pads it with drafts that do not
-        # exist. So compute two.
+        # exist, which take time to verify. So compute two.
         self._num_computed_anew = 1 if vllm_config.speculative_config is None else 2
         self._caches: dict[str, Tensor] = {}
         self._precopies = PreCopies()
@@ -264,6 +264,10 @@ class KVConnector(KVConnectorBase_V1):
         if not loads.loads:
             self._files.close()
         return loads
+
+    def recompute(self, request_id: str) -> None:
+        """Load nothing more for a request: a rank could not."""
+        self._sources[request_id] = None
 
     def request_finished(
         self, request: Any, block_ids: list[int]
