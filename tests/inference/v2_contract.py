@@ -143,5 +143,5 @@ NAMES = {
     f"{GPU}/sample/output.py": {"SamplerOutput"},
     "v1/core/sched/async_scheduler.py": {"AsyncScheduler"},
     "utils/torch_utils.py": {"async_tensor_h2d"},
-    "distributed/__init__.py": {"get_tp_group"},
+    "distributed/parallel_state.py": {"get_tp_group"},
 }
