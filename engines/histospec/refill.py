@@ -8,6 +8,9 @@ drafts what most often followed:
     that token        the part of the interval that has it, and so on
 
 A kernel does this (`engines.inference.drafting.refill_kernel`). This is what it computes.
+
+Tokens of a row are not negative, so a match never crosses the end of a response, and the text ends
+with one. Should a row have a negative token, nothing is read after the end of the text.
 """
 
 import numpy as np
@@ -16,11 +19,19 @@ from numba import int32, int64, njit
 from engines.histospec.index import END
 from engines.histospec.matching import MAX, MIN, N, arrays_of
 
+MISSING = END - 1
+
+
+@njit(inline="always")
+def _token(text, position):
+    """Return a token of the text. After its end, return one that is smaller than all."""
+    return text[position] if position < len(text) else MISSING
+
 
 @njit
 def _compare(text, position, context, first, length):
     for k in range(length):
-        token, wanted = text[position + k], context[first + k]
+        token, wanted = _token(text, position + k), context[first + k]
         if token != wanted:
             return -1 if token < wanted else 1
     return 0
@@ -53,20 +64,20 @@ def _descend(text, order, low, high, depth, window, draft):
     num = 0
     while num < window:
         middle = (low + high) // 2
-        token = text[order[middle] + depth]
-        if token == END:
+        token = _token(text, order[middle] + depth)
+        if token <= END:
             break
         first, last = low, middle
         while first < last:
             half = (first + last) // 2
-            if text[order[half] + depth] < token:
+            if _token(text, order[half] + depth) < token:
                 first = half + 1
             else:
                 last = half
         low, first, last = first, middle, high
         while first < last:
             half = (first + last) // 2
-            if text[order[half] + depth] <= token:
+            if _token(text, order[half] + depth) <= token:
                 first = half + 1
             else:
                 last = half
@@ -84,7 +95,8 @@ def refill(table, slots, token_ids, num_tokens, windows, drafts):
     `slots`: int32 [rows, any], indexes of each row; negative ones are left out.
     `token_ids`: int32 [rows, any], prompt and response so far.
     `num_tokens`: int32 [rows], how many of `token_ids` are valid.
-    `windows`: int32 [rows], most tokens to draft; 0 drafts nothing.
+    `windows`: int32 [rows], most tokens to draft; 0 drafts nothing. At most the indexes'
+    `max_draft`, because they are sorted no deeper.
     `drafts`: int32 [rows, largest window], filled from the left.
     """
     num_drafts = np.zeros(len(windows), np.int32)

@@ -23,7 +23,6 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from engines.histospec.index import HistoryIndex
 from engines.histospec.matching import MAX, MIN, NO_INDEX, IndexTable
-from engines.histospec.refill import refill
 from engines.histospec.request_indexes import RequestIndexes
 from engines.inference.drafting.engine_drafting import PROMPT_KEY
 from schemas.config import EngineConfig
@@ -127,19 +126,27 @@ class DeviceDrafter:
         self._device = torch.device(runner.device)
         self._on_cpu = self._device.type == "cpu"
         self._drafts = torch.zeros_like(self._states.draft_tokens)
+        self._window = min(self._drafts.shape[1], config.drafting.max_draft)
         self._ranks = get_tp_group()
         self._is_on = config.drafting.enabled and self._ranks.rank_in_group == 0
-        table = None if self._on_cpu else DeviceTable(self._device)
+        self._table = None if self._on_cpu else DeviceTable(self._device)
         self._indexes = RequestIndexes(
             Path(config.history_dir),
             len(self._drafts),
             shares=config.drafting.shared_tokens > 0,
-            table=table,
-            load=table and table.load,
+            table=self._table,
+            load=self._load,
         )
         self._keys: dict[int, str] = {}
         self._slots_known: np.ndarray | None = None
         self._slots_on_device: Tensor | None = None
+
+    def _load(self, index: HistoryIndex) -> Any:
+        """Return what the table takes, or None if the index cannot be used."""
+        # An index is sorted no deeper than its longest draft.
+        if index.max_draft < self._window:
+            return None
+        return self._table.load(index) if self._table else index
 
     def expect(self, prompt_keys: Sequence[str]) -> None:
         """Load the indexes of these prompts in a thread: requests for them are on their way."""
@@ -189,13 +196,13 @@ class DeviceDrafter:
             return drafts
         if self._is_on:
             self._indexes.follow()
-            slots = self._slots()
+            slots, window = self._slots(), drafts[:, : self._window]
             if (slots == NO_INDEX).all():
-                drafts.zero_()
+                window.zero_()
             elif self._on_cpu:
-                self._draft_on_cpu(slots, input_batch.idx_mapping.numpy(), num_sampled, drafts)
+                self._draft_on_cpu(slots, input_batch.idx_mapping.numpy(), num_sampled, window)
             else:
-                self._draft_on_gpu(slots, input_batch.idx_mapping, num_sampled, drafts)
+                self._draft_on_gpu(slots, input_batch.idx_mapping, num_sampled, window)
         if self._ranks.world_size > 1:
             self._ranks.broadcast(drafts, src=0)
         return drafts
@@ -208,6 +215,8 @@ class DeviceDrafter:
     def _draft_on_cpu(
         self, slots: np.ndarray, requests: np.ndarray, num_sampled: Tensor, drafts: Tensor
     ) -> None:
+        from engines.histospec.refill import refill
+
         window = drafts.shape[1]
         found = np.zeros(drafts.shape, np.int32)
         refill(
@@ -225,8 +234,8 @@ class DeviceDrafter:
     ) -> None:
         from engines.inference.drafting.refill_kernel import refill_on_device
 
-        table = self._indexes.table
-        assert isinstance(table, DeviceTable)
+        table = self._table
+        assert table is not None
         if self._slots_known is None or not np.array_equal(slots, self._slots_known):
             self._slots_known = slots
             self._slots_on_device = async_tensor_h2d(slots, device=self._device)
