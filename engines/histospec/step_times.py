@@ -34,6 +34,9 @@ weigh a third. Passes that happen to have no drafts must not outweigh those of m
 PLAIN_PERIOD_S = 1.0
 """Seconds from one slot without drafts to the next. A rollout stage of seconds has several slots,
 with a few passes each."""
+PLAIN_SHARE = 1 / 16
+"""Share of the time in which engines without a profile draft nothing: it shows how long a pass
+without drafts takes, and so what drafting saves."""
 MODEL_ERROR = 0.03
 """Relative error of the formula for passes without drafts."""
 PRIOR_S = 0.1

@@ -24,7 +24,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from engines.histospec.index import HistoryIndex
 from engines.histospec.matching import MAX, MIN, NO_INDEX, IndexTable
 from engines.histospec.request_indexes import RequestIndexes
-from engines.inference.drafting.engine_drafting import PROMPT_KEY
+from engines.inference.engine.extra_args import PROMPT_KEY
 from schemas.config import EngineConfig
 
 
@@ -87,7 +87,7 @@ class DeviceTable(IndexTable):
     def _freed(self, num_bytes: int) -> None:
         self._num_bytes -= num_bytes
 
-    def add(self, index: DeviceIndex) -> int:  # ty: ignore[invalid-method-override]
+    def add(self, index: DeviceIndex) -> int:  # ty: ignore[incompatible-method-override]
         slot = super().add(index.index)
         if len(self._places) < len(self.rows):
             self._places = np.pad(self._places, ((0, len(self.rows) - len(self._places)), (0, 0)))

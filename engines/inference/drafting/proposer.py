@@ -3,50 +3,96 @@
     row without a draft setting, or with `histospec`   HistoryDrafter
     row with another draft setting                     both; the better draft is verified
 
-vLLM calls `propose` without request ids, so the proposer reads them from the runner. Import this
-module only after vLLM has started (see `engine_drafting`).
+vLLM calls `propose` without request ids, so the proposer reads them from the runner. Other facts
+about a request travel in `SamplingParams.extra_args`. Import this module only after vLLM has
+started, because it uses numba (see `NoDrafts`).
 """
 
+import contextlib
+import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from engines.histospec.budget import max_draft_tokens
-from engines.histospec.step_times import pass_content
-from engines.inference.drafting.engine_drafting import EngineDrafting
+from engines.histospec.drafter import DraftedRequest, HistoryDrafter
+from engines.histospec.drafting import NO_KEY
+from engines.histospec.gate import Gate, ProfiledStepTimes, StepTimes
+from engines.histospec.siblings import SiblingIndex
+from engines.histospec.step_times import PLAIN_SHARE, MeasuredStepTimes, pass_content
+from engines.histospec.window import window_policy
 from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
+from engines.inference.engine.extra_args import DRAFTING, PROMPT_KEY, SAMPLE_KEY
 from engines.inference.engine.process import submitted_as
-from engines.inference.sampling.drawing import SAMPLE_KEY
+from engines.inference.sampling.step_rows import GREEDY_BELOW
+from engines.latency.fitted import FittedLatency
 from schemas.config import EngineConfig
 from schemas.drafting import HISTORY
 from schemas.engine import EngineSetup
+from schemas.latency import Profile
 from schemas.rollout import DraftSetting
 
-DRAFTING = "drafting"
-"""Key of the fields of a request's `DraftSetting` in `SamplingParams.extra_args`, if it has one."""
+_SIBLING_BYTES = 2**28
 
 
-class Proposer(EngineDrafting):
+class Proposer:
     """The proposer of one engine. It runs on the engine's first rank."""
 
     def __init__(self, runner: Any, config: EngineConfig, setup: EngineSetup, engine: int) -> None:
-        super().__init__(runner.requests, runner.vllm_config, config, setup)
+        scheduler, drafting = runner.vllm_config.scheduler_config, config.drafting
         self._runner = runner
         # Otherwise vLLM skips all drafts while one request nears the end of its context.
         runner.effective_drafter_max_model_len = sys.maxsize
+        self._max_step_tokens = (
+            scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+        )
+        profile = setup.profile_json
+        self._measured = MeasuredStepTimes(0.0 if profile else PLAIN_SHARE)
+        times: StepTimes = self._measured
+        if profile:
+            latency = FittedLatency(Profile.model_validate_json(profile))
+            times = ProfiledStepTimes(latency, config.rollout.tp_degree)
+        self._history_is_on, self._foresees = drafting.enabled, drafting.look_ahead
+        self._history = HistoryDrafter(
+            Path(config.history_dir),
+            window_policy(drafting.window, drafting.max_draft),
+            Gate(times if drafting.gate else None),
+            scheduler.max_num_seqs,
+            SiblingIndex(max_bytes=_SIBLING_BYTES) if drafting.siblings else None,
+            shares=drafting.shared_tokens > 0,
+        )
         vocab_size = runner.model_config.get_vocab_size()
         self._own = RequestDrafting(engine, vocab_size, self._history.acceptance)
         """Drafting for requests that have their own draft setting."""
+        self._draft_s = 0.0
         self._ids: list[str] = []
         self._places = np.zeros(0, np.int64)
         self._own_rows: list[tuple[int, str]] = []
         """(row, id) of the requests that have their own draft setting."""
+        self._restore(setup.learnt)
+
+    def take_counts(self) -> dict[str, Any]:
+        """Return the counts since the last call, and the learnt state for a successor."""
+        counts = asdict(self._history.take_counts())
+        counts["draft_s"] = self._draft_s
+        counts |= self._measured.take()
+        counts |= {"step_costs": self._measured.costs, "plain_error": self._measured.plain_error}
+        counts["learnt"] = self._learnt()
+        self._draft_s = 0.0
+        return counts
 
     def connect(self, addresses: Mapping[str, str]) -> None:
         self._own.connect(addresses)
+
+    def expect(self, prompt_keys: Sequence[str]) -> None:
+        """Open the indexes of these prompts in a thread: requests for them are on their way."""
+        if self._history_is_on:
+            self._history.expect(prompt_keys)
 
     def redraft(self, settings: Mapping[str, tuple[str, int, bool]]) -> None:
         """Change the draft settings of requests, by the names they were submitted with."""
@@ -127,3 +173,33 @@ class Proposer(EngineDrafting):
         if setting and setting.drafter != HISTORY:
             sample_key = self._extra_args(id)[SAMPLE_KEY]
             self._own.begin(id, setting, sample_key, request.max_tokens)
+
+    def _restore(self, learnt: str) -> None:
+        # The learnt state saves a few seconds only. If it is absent or from another version of
+        # refrain, start without it.
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            state = json.loads(learnt)
+            self._history.restore(state["history"])
+            self._measured.restore(state["step_times"])
+
+    def _learnt(self) -> str:
+        state = {"history": self._history.state(), "step_times": self._measured.state()}
+        return json.dumps(state)
+
+    def _extra_args(self, id: str) -> dict[str, Any]:
+        return self._runner.requests[id].sampling_params.extra_args or {}
+
+    def _describe(self, id: str) -> DraftedRequest:
+        """Describe a request for the history drafter. A canary has no prompt key."""
+        state = self._runner.requests[id]
+        key = self._extra_args(id).get(PROMPT_KEY, "") if self._history_is_on else ""
+        max_tokens = state.num_prompt_tokens + (state.sampling_params.max_tokens or 0)
+        return DraftedRequest(
+            id, key, max_tokens, state.num_prompt_tokens, self._foreseen_key(id) if key else NO_KEY
+        )
+
+    def _foreseen_key(self, id: str) -> int:
+        """Return the sample key, or NO_KEY if noise must not guide the request's drafts."""
+        params = self._runner.requests[id].sampling_params
+        drawn = self._foresees and params.temperature >= GREEDY_BELOW
+        return self._extra_args(id)[SAMPLE_KEY] if drawn else NO_KEY

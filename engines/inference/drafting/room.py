@@ -25,8 +25,8 @@ import numpy as np
 from engines.histospec.budget import keep_likeliest, max_draft_tokens
 from engines.histospec.gate import Gate, ProfiledStepTimes, StepTimes
 from engines.histospec.index_file import index_path, shared_dir
-from engines.histospec.step_times import MeasuredStepTimes, pass_content
-from engines.inference.drafting.engine_drafting import PLAIN_SHARE, PROMPT_KEY
+from engines.histospec.step_times import PLAIN_SHARE, MeasuredStepTimes, pass_content
+from engines.inference.engine.extra_args import PROMPT_KEY
 from engines.latency.fitted import FittedLatency
 from schemas.config import EngineConfig
 from schemas.engine import EngineSetup

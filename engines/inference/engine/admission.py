@@ -9,6 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from engines.inference.engine.arrivals import BATCH
+from engines.inference.engine.extra_args import DRAFTING, PROMPT_KEY, SAMPLE_KEY
 from engines.inference.engine.process import final_params
 from engines.inference.engine.running import Running
 from engines.inference.engine.stopping import STOP
@@ -36,9 +37,9 @@ def admitted(running: Running, config: EngineConfig, put: Callable[[Any], None])
     kv = _kv_source(running) if config.moves_kv else None
     stop = config.rollout.stop
     extra_args = {
-        "sample_key": request.sample_key,
-        "prompt_key": request.id.prompt_key,
-        "drafting": astuple(request.drafting) if request.drafting else None,
+        SAMPLE_KEY: request.sample_key,
+        PROMPT_KEY: request.id.prompt_key,
+        DRAFTING: astuple(request.drafting) if request.drafting else None,
         "kv": astuple(kv) if kv else None,
         STOP: (len(request.prompt_token_ids), *stop) if stop else None,
     }

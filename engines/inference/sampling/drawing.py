@@ -18,10 +18,8 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from engines.inference.engine.extra_args import SAMPLE_KEY
 from engines.inference.sampling.step_rows import GREEDY_BELOW, Sample, StepRows
-
-SAMPLE_KEY = "sample_key"
-"""Key of the sample key in `SamplingParams.extra_args`."""
 
 
 class Drawing:
