@@ -23,8 +23,9 @@ import pytest
 
 from tests.gpu.needs import LIMIT_S, REHEARSAL, REHEARSED_TEST_S, lacking
 
-if REHEARSAL and find_spec("triton"):
-    # Triton reads this when it is imported. Processes that vLLM starts must not see it.
+if REHEARSAL and find_spec("triton") and "TRITON_INTERPRET" not in os.environ:
+    # Triton reads this when it is imported. Processes that vLLM starts must not see it, unless you
+    # have set it to rehearse engines on the V2 runner.
     os.environ["TRITON_INTERPRET"] = "1"
     import engines.inference.sampling.gpu  # noqa: F401
 

@@ -104,6 +104,7 @@ class VLLMEngine:
             AsyncEngineArgs(**self._engine_args(on_cpu)),
             stat_loggers=stat_loggers(self._setup.exports_metrics),
         )
+        self._drafting = DraftingCalls(self._llm, self._config)
         await self._install()
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
         clear_dead()
@@ -114,7 +115,6 @@ class VLLMEngine:
 
     async def _install(self) -> None:
         await self._llm.collective_rpc("install_exact_sampling")
-        self._drafting = DraftingCalls(self._llm, self._config)
         await self._drafting.install(self._config, self._setup, self.index)
         if self._config.moves_kv:
             await self._llm.collective_rpc("install_kv_saving")
