@@ -12,15 +12,14 @@ from schemas.engine import EngineSetup
 
 
 class DraftingCalls:
+    """Of an engine that drafts."""
+
     def __init__(self, llm: Any, config: EngineConfig) -> None:
         """`llm`: vLLM's `AsyncLLM`."""
         self._llm = llm
-        self._is_on = config.speculates
         self._is_v2 = config.rollout.model_runner == "v2"
 
     async def install(self, config: EngineConfig, setup: EngineSetup, engine: int) -> None:
-        if not self._is_on:
-            return
         given = config.model_dump_json(), setup.model_dump_json()
         await self._llm.collective_rpc("install_drafting", args=(*given, engine))
         if self._is_v2:
@@ -28,13 +27,10 @@ class DraftingCalls:
 
     async def expect(self, prompt_keys: list[str]) -> None:
         """Prepare for requests for these prompts, which are on their way."""
-        if self._is_on:
-            await self._llm.collective_rpc("expect_requests", args=(prompt_keys,))
+        await self._llm.collective_rpc("expect_requests", args=(prompt_keys,))
 
     async def take_counts(self) -> DraftingCounts:
         """Return the counts since the last call."""
-        if not self._is_on:
-            return DraftingCounts()
         counts, *_ = await self._llm.collective_rpc("take_drafting_counts")
         if self._is_v2:
             counts |= await self._call_scheduler("take_room_counts")

@@ -115,14 +115,16 @@ class VLLMEngine:
 
     async def _install(self) -> None:
         await self._llm.collective_rpc("install_exact_sampling")
-        await self._drafting.install(self._config, self._setup, self.index)
+        if self._config.speculates:
+            await self._drafting.install(self._config, self._setup, self.index)
         if self._config.moves_kv:
             await self._llm.collective_rpc("install_kv_saving")
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         assert self._policy_version is not None, "no weights loaded"
         assert not self._is_parked, "it is parked"
-        await self._drafting.expect(list({request.id.prompt_key for request in requests}))
+        if self._config.speculates:
+            await self._drafting.expect(list({request.id.prompt_key for request in requests}))
         began = self._begin(requests)
         self._saving.note(requests)
         submitted = [admitted(r, self._config, partial(self._end, r)) for r in began]
@@ -268,7 +270,7 @@ class VLLMEngine:
         return await self._saving.take_counts()
 
     async def take_drafting_counts(self) -> DraftingCounts:
-        return await self._drafting.take_counts()
+        return await self._drafting.take_counts() if self._config.speculates else DraftingCounts()
 
     async def next_events(self, num_received: int) -> tuple[EngineEvents, pa.Table | None]:
         """Return events, and the rows of the finished rollouts, as two replies.
