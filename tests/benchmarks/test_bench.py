@@ -149,10 +149,11 @@ def test_the_report_is_one_shape(directory):
     assert report.command == "refrain bench drafting t.parquet"
     assert report.versions["numba"] == version("numba")
     names = ["none", "ngram", "histospec_paper", "histospec_doubling", "histospec_fixed"]
+    kinds = ["own", "blind", "counts", "device"]
     assert [(row["drafter"], row["epoch"]) for row in report.rows] == [
         (name, epoch)
         for epoch in (2, 3)
-        for name in (*names, "histospec_own", "histospec_blind", "histospec_counts", "histospec")
+        for name in (*names, *(f"histospec_{kind}" for kind in kinds), "histospec")
     ]
 
 
