@@ -58,6 +58,9 @@ class Configuration:
     """Steps between a step and its policy version: 2, or 1 on-policy."""
     apart: bool = False
     """Whether samples go to engines round-robin, one by one, and not with their prompt."""
+    queue: Callable[[StepScript, int], Policy] | None = None
+    """(step, number of engines) -> the policy that starts its samples from one queue. None: engines
+    have their samples when the step begins."""
     policies: Callable[[StepPlan], Sequence[Policy]] | None = None
     report_s: float | None = None
     """Seconds between two reports of an engine. None: it reports finished rollouts only."""
@@ -177,7 +180,7 @@ class _Step:
     def num_migrated(self) -> int:
         """Own rollouts that finished on another engine than planned."""
         own = (r for r in self.finished if r.request.deferred_from is None)
-        return sum(r.engine != self.planned_at[r.request.origin] for r in own)
+        return sum(r.engine != self.planned_at.get(r.request.origin, r.engine) for r in own)
 
     def stalenesses(self, *, deferred: bool) -> list[int]:
         """Return the staleness of each of its own samples, or of each deferred to it."""
@@ -223,8 +226,12 @@ class _PipelineRun:
         ]
         if self.configuration.apart:
             placed = [(at % self.num_engines, r) for at, (_, r) in enumerate(placed)]
-        record.planned_at = {request.id: engine for engine, request in placed}
-        oversample, policies = self.configuration.oversample, self.configuration.policies
+        oversample, queue = self.configuration.oversample, self.configuration.queue
+        policies = self.configuration.policies(plan) if self.configuration.policies else ()
+        if queue:
+            placed = [(None, request) for _, request in placed]
+            policies = (queue(step, self.num_engines), *policies)
+        record.planned_at = {request.id: engine for engine, request in placed if engine is not None}
 
         async def note(rollouts: Sequence[Rollout]) -> None:
             record.finished += rollouts
@@ -233,7 +240,7 @@ class _PipelineRun:
             placed,
             note,
             weights=PolicyWeights(version_of(record.place, self.configuration.lag), b"", ()),
-            policies=policies(plan) if policies else (),
+            policies=policies,
             min_rollouts=None if oversample is None else round(len(placed) / (1 + oversample)),
             label=f"{Split.TRAIN}/{step.step}",
         )
