@@ -156,11 +156,9 @@ class SampleQueue:
     def _plan(self, view: RolloutView, waiting: _Waiting) -> None:
         now_s = view.now_s
         prompt_tokens = float(np.mean(list(self._prompts.values())))
-        if self._end_s is None:
-            self._end_s = self._pace.plan(waiting.lengths(), prompt_tokens, now_s)
-        elif DELAY:
-            self._end_s = self._pace.delay(self._to_come(view, waiting), prompt_tokens, now_s)
-        self._next_s = now_s + 1.0
+        self._rollout_s = self._pace.rollout_s(waiting.lengths(), prompt_tokens)
+        self._ends = {}
+        self._next_s = np.inf
 
     def decide(self, view: RolloutView) -> Sequence[Start | Migrate]:
         self._learn(view)
@@ -249,6 +247,8 @@ class SampleQueue:
     def _take(self, load: _Load, waiting: _Waiting, now_s: float) -> list[RolloutRequest]:
         """Take what the engine has room for."""
         taken: list[RolloutRequest] = []
+        if not len(load) or load.engine not in self._ends:
+            self._ends[load.engine] = now_s + self._rollout_s
         if not self._refills(load, now_s):
             return taken
         while len(waiting) and (key := self._next(load, waiting, now_s)):
@@ -263,15 +263,16 @@ class SampleQueue:
 
     def _places(self, load: _Load, now_s: float) -> float:
         """Return how many requests the engine may have so that its longest ends in time."""
-        return self._batch(load.longest, load.context_each(), now_s)
+        return self._batch(load, load.context_each(), now_s)
 
-    def _batch(self, longest: float, context: float, now_s: float) -> float:
+    def _batch(self, load: _Load, context: float, now_s: float) -> float:
+        longest = load.longest
         limits = self._limits
         if not longest:
             return limits.max_num_seqs
         longest *= self.margin
         alone_s = limits.times.token_s(1, context)
-        limit_s = max((self._end_s - now_s) / longest, LATE_FACTOR * alone_s)
+        limit_s = max((self._ends[load.engine] - now_s) / longest, LATE_FACTOR * alone_s)
         return limits.times.batch_within(limit_s, context)
 
     def _next(self, load: _Load, waiting: _Waiting, now_s: float) -> str | None:
@@ -281,7 +282,7 @@ class SampleQueue:
         if len(load) + 1 > self._places(load, now_s):
             return None
         times, context = self._limits.times, load.context_each()
-        left_s = self._end_s - now_s
+        left_s = self._ends[load.engine] - now_s
         longest = max(load.longest, left_s / self.margin / times.token_s(len(load) + 1, context))
         return self._fitting(load, waiting, longest)
 
