@@ -9,8 +9,9 @@ step old (RhymeRL 3.2: "the off-policyness is 1"): training s turns version s - 
 `roll_out(s)` starts when that of step s - 1 has started and its version exists. An engine begins it
 when it has nothing left of step s - 1. Version s exists `train_s` after the last rollout of step s
 and after version s - 1. With a barrier, as in veRL with stale weights (one step off), `roll_out(s)`
-also waits for the last rollout of step s - 1. On-policy (a lag of 1, not 2) step s rolls out with
-version s - 1, so it waits for the training of step s - 1.
+also waits for the last rollout of step s - 1. On-policy (a staleness of 0, not 1) step s rolls out with
+version s - 1, so it waits for the training of step s - 1. With a staleness of k it rolls out with
+version max(0, s - 1 - k).
 
 Deviations: reward takes no time, and training takes the same time at every step.
 """
@@ -35,8 +36,6 @@ from schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
 from schemas.step import StepPlan
 from schemas.weights import PolicyWeights
 
-LAG = 2
-"""Step s rolls out with version s - 2, s counted from the first; on-policy with s - 1."""
 WARM_UP = 2
 """Steps left out at the beginning, when all engines begin together. One of either parity."""
 COOL_DOWN = 2
@@ -54,8 +53,9 @@ class Configuration:
     plan: Planner
     barrier: bool = False
     """Whether the next step waits for the last rollout of this one."""
-    lag: int = LAG
-    """Steps between a step and its policy version: 2, or 1 on-policy."""
+    staleness: int = 1
+    """Versions between the one that generates and the one that is trained. 0: on-policy. A step may
+    begin when it is trained at most so many versions later."""
     apart: bool = False
     """Whether samples go to engines round-robin, one by one, and not with their prompt."""
     queue: Callable[[StepScript, int], Policy] | None = None
@@ -69,6 +69,11 @@ class Configuration:
     oversample: float | None = None
     """Samples of a step beyond those it needs, as a share of these. So many may be deferred. None:
     none may. Deviation: a run draws more prompts for it; here the trace's steps include them."""
+
+    @property
+    def lag(self) -> int:
+        """Steps between a step and its policy version: 2 with a staleness of 1."""
+        return self.staleness + 1
 
 
 def simulate_pipeline(

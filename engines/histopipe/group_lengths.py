@@ -10,7 +10,7 @@ A prompt without history has the median of the others, and their spread in place
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, median, pstdev
 
@@ -18,6 +18,9 @@ from schemas.rollout import LengthHistory
 
 LEAST_SPREAD = 0.05
 """Least standard deviation of log lengths, so that no evidence counts as certain."""
+MARGIN_SPREADS = 0.5
+"""Standard deviations within a group by which an engine's longest sample may exceed the
+expectation. Few samples of a batch are so long, and the others end before them."""
 UNKNOWN_SPREAD = 0.5
 """Standard deviations of log lengths where the history has none."""
 
@@ -47,7 +50,11 @@ class GroupLengths:
     """Expected response tokens of each group of a step."""
 
     def __init__(
-        self, prompt_keys: list[str], history: Mapping[str, LengthHistory], group_size: int
+        self,
+        prompt_keys: Sequence[str],
+        history: Mapping[str, LengthHistory],
+        group_size: int,
+        max_response_tokens: int,
     ) -> None:
         known = [history[key] for key in prompt_keys if key in history]
         logs = [math.log(max(1.0, of.median_tokens)) for of in known]
@@ -63,12 +70,16 @@ class GroupLengths:
         """Standard deviation of the growth over groups."""
         self.noise = _noise(known, group_size)
         """Standard deviation of log lengths within a group."""
+        self.margin = math.exp(MARGIN_SPREADS * self.noise)
+        """Factor of the longest of some samples over the expectation."""
+        self._max_tokens = float(max_response_tokens)
         weights = {True: (self.noise / self.drift) ** 2, False: (self.noise / _spread(logs)) ** 2}
         self._groups = {}
         for key in prompt_keys:
             of = history.get(key)
             prior = math.log(max(1.0, of.median_tokens)) if of else typical
-            self._groups[key] = _Group(prior + self.growth, weights[of is not None])
+            prior = min(prior + self.growth, math.log(self._max_tokens))
+            self._groups[key] = _Group(prior, weights[of is not None])
 
     def tokens(self, prompt_key: str) -> float:
         """Return the expected response tokens of one more sample."""
@@ -83,7 +94,13 @@ class GroupLengths:
         group = self._groups[prompt_key]
         spread = self.noise if group.num_seen else math.hypot(self.noise, self.drift)
         # Of the samples that get this far, half end within about so much more.
-        return max(group.tokens - num_tokens, spread * num_tokens, 1.0)
+        to_come = max(group.tokens - num_tokens, spread * num_tokens, 1.0)
+        return max(1.0, min(to_come, self._max_tokens - num_tokens))
+
+    def most_remaining(self, prompt_key: str, num_tokens: int) -> float:
+        """Return the tokens to come of a sample if it is rather long for its group."""
+        expected = self.remaining(prompt_key, num_tokens)
+        return min(self.margin * expected, max(1.0, self._max_tokens - num_tokens))
 
 
 def _spread(values: list[float]) -> float:

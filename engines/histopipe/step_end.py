@@ -1,7 +1,7 @@
-"""When a step should end whose samples wait in one queue. Pure.
+"""How long an engine should take for its part of a step. Pure.
 
-    end early     the longest samples need engines almost alone: engines do less in a second
-    end late      large batches: engines do more in a second, but later steps wait longer
+    short     the longest samples need engines almost alone: engines do less in a second
+    long      large batches: engines do more in a second, but later steps wait longer
 
 A step may begin when the version `staleness` before its own is trained. So with period P
 
@@ -21,12 +21,9 @@ from engines.latency.interface import Latency
 
 CONTEXTS = (0.0, 1024.0, 4096.0, 16384.0, 65536.0)
 """Context tokens of a request between which times are interpolated."""
-REGULAR = True
-EFFICIENCY = 0.85
+EFFICIENCY = 0.9
 """Share of an engine's time in which it does as forecast. In the rest it prefills, loads weights,
 waits, or runs fewer requests than it has room for."""
-LEAST_SHARE = 0.8
-"""Least share of the planned seconds that a step gets when it begins late."""
 _HALVINGS = 24
 
 
@@ -34,6 +31,7 @@ class TokenTimes:
     """Seconds in which every request of a batch gains a token, from a latency model."""
 
     def __init__(self, latency: Latency, tp_degree: int, max_num_seqs: int) -> None:
+        self.max_num_seqs = max_num_seqs
         sizes = {1, max_num_seqs, *(int(1.25**n) for n in range(1, 64) if 1.25**n < max_num_seqs)}
         self._batches = np.array(sorted(sizes), dtype=float)
         self._table_BC = np.array(
@@ -82,9 +80,9 @@ def busy_s(times: TokenTimes, lengths: np.ndarray, rollout_s: float, prompt_toke
     return busy
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Pace:
-    """Ends of a run's steps. One object serves all of them."""
+    """How a run's steps follow each other."""
 
     times: TokenTimes
     num_engines: int
@@ -92,44 +90,19 @@ class Pace:
     """Versions between the one that generates and the one that is trained. 0: on-policy."""
     train_s: float
     """Expected seconds in which a step is trained."""
-    last_end_s: float = -math.inf
-    """When the step before should end."""
 
-    def plan(self, lengths: Sequence[float], prompt_tokens: float, now_s: float) -> float:
-        """Return when a step that begins now should end, and note it.
+    def rollout_s(self, lengths: Sequence[float], prompt_tokens: float) -> float:
+        """Return the seconds that an engine should take for its part of each step.
 
-        Steps end at equal distances. Otherwise the rollouts of two steps may run at the same time,
-        and engines idle while both are trained.
+        `lengths`: expected response tokens of every sample. `prompt_tokens`: mean of a prompt.
         """
         ordered = np.sort(np.asarray(lengths, dtype=float))[::-1]
-        seconds = self.rollout_s(ordered, prompt_tokens)
-        period = self.period_s(seconds)
-        if not REGULAR or self.last_end_s == -math.inf:
-            self.last_end_s = now_s + seconds
-            return self.last_end_s
-        self.last_end_s = max(now_s + LEAST_SHARE * seconds, min(now_s + 1.5*seconds,self.last_end_s + period))
-        return self.last_end_s
-
-    def delay(self, lengths: np.ndarray, prompt_tokens: float, now_s: float) -> float:
-        """Return the earliest end of waiting samples, at least the planned one, and note it.
-        `lengths`: longest first."""
-        seconds = max(0.1, self.last_end_s - now_s)
-        while not self._fits(lengths, prompt_tokens, seconds, seconds):
-            seconds *= 1.05
-        self.last_end_s = max(self.last_end_s, now_s + seconds)
-        return self.last_end_s
-
-    def period_s(self, rollout_s: float) -> float:
-        """Return the seconds from the end of a step to the next."""
-        return (rollout_s + self.train_s) / (self.staleness + 1)
-
-    def rollout_s(self, lengths: np.ndarray, prompt_tokens: float) -> float:
-        """Return the seconds that the rollouts of each step should take in the long run."""
 
         def fits(seconds: float) -> bool:
             # On-policy, engines have nothing to do while the trainer trains.
-            period = self.period_s(seconds) if self.staleness else seconds
-            return self._fits(lengths, prompt_tokens, seconds, period)
+            period = (seconds + self.train_s) / (self.staleness + 1) if self.staleness else seconds
+            busy = busy_s(self.times, ordered, seconds, prompt_tokens)
+            return busy <= EFFICIENCY * self.num_engines * period
 
         low, high = 0.0, 1.0
         while not fits(high):
@@ -137,11 +110,5 @@ class Pace:
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             low, high = (low, middle) if fits(middle) else (middle, high)
-        # The trainer takes no more than one step in `train_s`.
+        # The trainer takes at most one step in `train_s`, so an earlier end gains nothing.
         return max(high, self.staleness * self.train_s)
-
-    def _fits(
-        self, lengths: np.ndarray, prompt_tokens: float, seconds: float, period: float
-    ) -> bool:
-        busy = busy_s(self.times, lengths, seconds, prompt_tokens)
-        return busy <= EFFICIENCY * self.num_engines * period

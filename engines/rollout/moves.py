@@ -36,7 +36,7 @@ class RolloutView:
     not queued. The other requests fill the batch."""
     waiting: Mapping[RequestId, RolloutRequest] = field(default_factory=dict)
     """Requests in the stage's queue, in order of submission. No engine has them yet."""
-    finished: Mapping[RequestId, int] = field(default_factory=dict)
+    finished: dict[RequestId, int] = field(default_factory=dict)
     """Response tokens of the stage's finished rollouts, in order of their end."""
     goes_on: bool = False
     """Whether the next step is queued, so that engines which end their part can begin it."""

@@ -20,9 +20,7 @@ def queued_view(fleet: Fleet, stage: GenerationStage) -> RolloutView:
     return RolloutView(0.0, tuple(engines), 0, stage.num_rollouts, waiting=stage.waiting)
 
 
-def stage_view(
-    fleet: Fleet, stage: GenerationStage, later: GenerationStage | None
-) -> RolloutView:
+def stage_view(fleet: Fleet, stage: GenerationStage, later: GenerationStage | None) -> RolloutView:
     """Return the view of a stage under way. `later`: the next stage, if it is queued."""
     return RolloutView(
         elapsed_s=now_s() - min(stage.began_s, now_s()),
