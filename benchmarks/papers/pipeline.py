@@ -9,9 +9,8 @@ step old (RhymeRL 3.2: "the off-policyness is 1"): training s turns version s - 
 `roll_out(s)` starts when that of step s - 1 has started and its version exists. An engine begins it
 when it has nothing left of step s - 1. Version s exists `train_s` after the last rollout of step s
 and after version s - 1. With a barrier, as in veRL with stale weights (one step off), `roll_out(s)`
-also waits for the last rollout of step s - 1. On-policy (a staleness of 0, not 1) step s rolls out with
-version s - 1, so it waits for the training of step s - 1. With a staleness of k it rolls out with
-version max(0, s - 1 - k).
+also waits for the last rollout of step s - 1. With a staleness of k (here 1), step s rolls out with
+version max(0, s - 1 - k). On-policy, k is 0 and it waits for the training of step s - 1.
 
 Deviations: reward takes no time, and training takes the same time at every step.
 """
