@@ -7,7 +7,7 @@ from benchmarks.papers.script import StepScript
 from benchmarks.papers.windows import GatedHistory, TokenLatency
 from engines.histopipe.group_lengths import GroupLengths
 from engines.histopipe.sample_queue import EngineLimits, SampleQueue
-from engines.histopipe.step_end import Pace, TokenTimes
+from engines.histopipe.step_end import StepPace, TokenTimes
 from engines.latency.interface import Latency
 from schemas.simulate import ClusterLayout
 
@@ -38,7 +38,7 @@ def queued(
     limits = EngineLimits(decoding, times, cluster.tp_degree, held)
 
     def queue(step: StepScript, num_engines: int) -> SampleQueue:
-        pace = Pace(times, num_engines, staleness, train_s)
+        pace = StepPace(times, num_engines, staleness, train_s)
         return SampleQueue(lengths(step), limits, pace)
 
     return Configuration(name=name, plan=plan, staleness=staleness, queue=queue, drafting=drafting)

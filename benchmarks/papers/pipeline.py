@@ -182,7 +182,9 @@ class _Step:
 
     @property
     def num_migrated(self) -> int:
-        """Own rollouts that finished on another engine than planned."""
+        """Own rollouts that finished on another engine than planned. From a queue: moves."""
+        if not self.planned_at and self.outcome:
+            return self.outcome.moves.num_migrated
         own = (r for r in self.finished if r.request.deferred_from is None)
         return sum(r.engine != self.planned_at.get(r.request.origin, r.engine) for r in own)
 

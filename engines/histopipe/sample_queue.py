@@ -28,7 +28,7 @@ import numpy as np
 
 from engines.histopipe.engine_load import EngineLoad, WaitingSamples, peak_tokens
 from engines.histopipe.group_lengths import GroupLengths
-from engines.histopipe.step_end import Pace, TokenTimes
+from engines.histopipe.step_end import StepPace, TokenTimes
 from engines.latency.interface import Latency
 from engines.rollout.moves import EngineView, Migrate, RolloutView, Start
 from schemas.rollout import RequestId, RolloutRequest
@@ -58,7 +58,7 @@ class EngineLimits:
 class SampleQueue:
     """The policy of one step."""
 
-    def __init__(self, lengths: GroupLengths, limits: EngineLimits, pace: Pace) -> None:
+    def __init__(self, lengths: GroupLengths, limits: EngineLimits, pace: StepPace) -> None:
         self._lengths = lengths
         self._limits = limits
         self._pace = pace

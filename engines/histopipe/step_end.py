@@ -81,7 +81,7 @@ def busy_s(times: TokenTimes, lengths: np.ndarray, rollout_s: float, prompt_toke
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StepPace:
     """How a run's steps follow each other."""
 
     times: TokenTimes

@@ -138,18 +138,12 @@ class Coordinator:
             raise RuntimeError("the trainer has the GPUs: take the engines' turn to roll out")
         begin = self._fleet.remaining()
         lost = self._fleet.take_lost()
-        queues: dict[int, list[RolloutRequest]] = {tracked.index: [] for tracked in begin}
-        others = cycle(list(queues))
         waiting = {request.id: request for index, request in assignments if index is None}
         placed = [(index, request) for index, request in assignments if index is not None]
-        seats = {index: in_turn(self._reshaper.seats(index)) for index, _ in placed}
-        for index, request in placed:
-            seat = seats[index](request.id.prompt_key)
-            queues[next(others) if seat.gone else seat.index].append(request)
         stage = GenerationStage(
             label=label,
             weights=weights,
-            queues=queues,
+            queues=self._queues(placed, begin),
             on_finished=on_finished,
             on_progress=on_progress,
             policies=self._policies if policies is None else policies,
@@ -170,6 +164,18 @@ class Coordinator:
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
         return stage.done
+
+    def _queues(
+        self, placed: Sequence[tuple[int, RolloutRequest]], begin: Sequence[TrackedEngine]
+    ) -> dict[int, list[RolloutRequest]]:
+        """Return the requests with which each engine begins a stage."""
+        queues: dict[int, list[RolloutRequest]] = {tracked.index: [] for tracked in begin}
+        others = cycle(list(queues))
+        seats = {index: in_turn(self._reshaper.seats(index)) for index, _ in placed}
+        for index, request in placed:
+            seat = seats[index](request.id.prompt_key)
+            queues[next(others) if seat.gone else seat.index].append(request)
+        return queues
 
     def timeline(self, start_s: float, end_s: float) -> Timeline:
         """Return the engines' timeline between two times of the event loop's clock. Delete earlier

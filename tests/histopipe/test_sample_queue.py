@@ -7,7 +7,7 @@ import pytest
 from engines.histopipe.engine_load import peak_tokens
 from engines.histopipe.group_lengths import GroupLengths
 from engines.histopipe.sample_queue import EngineLimits, SampleQueue
-from engines.histopipe.step_end import Pace, TokenTimes
+from engines.histopipe.step_end import StepPace, TokenTimes
 from engines.rollout.moves import EngineView, Migrate, RolloutView, Start
 from schemas.rollout import LengthHistory, RequestId, RolloutRequest, Split
 from tests.simulate.latencies import LinearLatency
@@ -31,7 +31,7 @@ def lengths_of(known, group_size=GROUP, limit=LIMIT):
 
 def queue_of(known, num_engines=2, max_num_seqs=64, held=math.inf, staleness=1):
     times = TokenTimes(LATENCY, 1, max_num_seqs)
-    pace = Pace(times, num_engines, staleness, train_s=0.0)
+    pace = StepPace(times, num_engines, staleness, train_s=0.0)
     return SampleQueue(lengths_of(known), EngineLimits(LATENCY, times, 1, held), pace)
 
 
@@ -141,7 +141,7 @@ def test_a_longer_staleness_gives_engines_more_time():
     lengths = [10000.0] * 4 + [500.0] * 200
 
     def seconds(staleness, train_s=10.0):
-        return Pace(times, 4, staleness, train_s).rollout_s(lengths, 100.0)
+        return StepPace(times, 4, staleness, train_s).rollout_s(lengths, 100.0)
 
     assert seconds(0) < seconds(1) < seconds(2)
     assert seconds(1, train_s=1000.0) == 1000.0
