@@ -1,6 +1,7 @@
 """A step's samples in one queue (`engines.histopipe.sample_queue`), in a paper's setting."""
 
 from collections.abc import Callable
+from functools import cache
 
 from benchmarks.papers.pipeline import Configuration, Planner
 from benchmarks.papers.script import StepScript
@@ -33,12 +34,15 @@ def queued(
 ) -> Configuration:
     """Return a pipeline whose engines take samples from a queue. `plan`: names the prompts."""
     decoding = TokenLatency(drafting) if drafting else latency
-    times = TokenTimes(decoding, cluster.tp_degree, cluster.max_num_seqs)
     held = cluster.max_context_tokens or float("inf")
-    limits = EngineLimits(decoding, times, cluster.tp_degree, held)
+
+    @cache
+    def limits() -> EngineLimits:
+        times = TokenTimes(decoding, cluster.tp_degree, cluster.max_num_seqs)
+        return EngineLimits(decoding, times, cluster.tp_degree, held)
 
     def queue(step: StepScript, num_engines: int) -> SampleQueue:
-        pace = StepPace(times, num_engines, staleness, train_s)
-        return SampleQueue(lengths(step), limits, pace)
+        pace = StepPace(limits().times, num_engines, staleness, train_s)
+        return SampleQueue(lengths(step), limits(), pace)
 
     return Configuration(name=name, plan=plan, staleness=staleness, queue=queue, drafting=drafting)
