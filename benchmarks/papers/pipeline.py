@@ -9,8 +9,8 @@ step old (RhymeRL 3.2: "the off-policyness is 1"): training s turns version s - 
 `roll_out(s)` starts when that of step s - 1 has started and its version exists. An engine begins it
 when it has nothing left of step s - 1. Version s exists `train_s` after the last rollout of step s
 and after version s - 1. With a barrier, as in veRL with stale weights (one step off), `roll_out(s)`
-also waits for the last rollout of step s - 1. On-policy (a lag of 1, not 2) step s rolls out with
-version s - 1, so it waits for the training of step s - 1.
+also waits for the last rollout of step s - 1. With a staleness of k (here 1), step s rolls out with
+version max(0, s - 1 - k). On-policy, k is 0 and it waits for the training of step s - 1.
 
 Deviations: reward takes no time, and training takes the same time at every step.
 """
@@ -35,8 +35,6 @@ from schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
 from schemas.step import StepPlan
 from schemas.weights import PolicyWeights
 
-LAG = 2
-"""Step s rolls out with version s - 2, s counted from the first; on-policy with s - 1."""
 WARM_UP = 2
 """Steps left out at the beginning, when all engines begin together. One of either parity."""
 COOL_DOWN = 2
@@ -54,10 +52,14 @@ class Configuration:
     plan: Planner
     barrier: bool = False
     """Whether the next step waits for the last rollout of this one."""
-    lag: int = LAG
-    """Steps between a step and its policy version: 2, or 1 on-policy."""
+    staleness: int = 1
+    """Versions between the one that generates and the one that is trained. 0: on-policy. A step may
+    begin when it is trained at most so many versions later."""
     apart: bool = False
     """Whether samples go to engines round-robin, one by one, and not with their prompt."""
+    queue: Callable[[StepScript, int], Policy] | None = None
+    """(step, number of engines) -> the policy that starts its samples from one queue. None: engines
+    have their samples when the step begins."""
     policies: Callable[[StepPlan], Sequence[Policy]] | None = None
     report_s: float | None = None
     """Seconds between two reports of an engine. None: it reports finished rollouts only."""
@@ -66,6 +68,11 @@ class Configuration:
     oversample: float | None = None
     """Samples of a step beyond those it needs, as a share of these. So many may be deferred. None:
     none may. Deviation: a run draws more prompts for it; here the trace's steps include them."""
+
+    @property
+    def lag(self) -> int:
+        """Steps between a step and its policy version: 2 with a staleness of 1."""
+        return self.staleness + 1
 
 
 def simulate_pipeline(
@@ -175,9 +182,11 @@ class _Step:
 
     @property
     def num_migrated(self) -> int:
-        """Own rollouts that finished on another engine than planned."""
+        """Own rollouts that finished on another engine than planned. From a queue: moves."""
+        if not self.planned_at and self.outcome:
+            return self.outcome.moves.num_migrated
         own = (r for r in self.finished if r.request.deferred_from is None)
-        return sum(r.engine != self.planned_at[r.request.origin] for r in own)
+        return sum(r.engine != self.planned_at.get(r.request.origin, r.engine) for r in own)
 
     def stalenesses(self, *, deferred: bool) -> list[int]:
         """Return the staleness of each of its own samples, or of each deferred to it."""
@@ -223,8 +232,12 @@ class _PipelineRun:
         ]
         if self.configuration.apart:
             placed = [(at % self.num_engines, r) for at, (_, r) in enumerate(placed)]
-        record.planned_at = {request.id: engine for engine, request in placed}
-        oversample, policies = self.configuration.oversample, self.configuration.policies
+        oversample, queue = self.configuration.oversample, self.configuration.queue
+        policies = self.configuration.policies(plan) if self.configuration.policies else ()
+        if queue:
+            placed = [(None, request) for _, request in placed]
+            policies = (queue(step, self.num_engines), *policies)
+        record.planned_at = {request.id: engine for engine, request in placed if engine is not None}
 
         async def note(rollouts: Sequence[Rollout]) -> None:
             record.finished += rollouts
@@ -233,7 +246,7 @@ class _PipelineRun:
             placed,
             note,
             weights=PolicyWeights(version_of(record.place, self.configuration.lag), b"", ()),
-            policies=policies(plan) if policies else (),
+            policies=policies,
             min_rollouts=None if oversample is None else round(len(placed) / (1 + oversample)),
             label=f"{Split.TRAIN}/{step.step}",
         )

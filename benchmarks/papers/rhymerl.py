@@ -6,6 +6,7 @@
     overlapping    refrain's `histopipe.enabled=false`: no barrier, prompts dealt round-robin;
                    also with drafts from history
     AReaL          no steps (`benchmarks.papers.areal`)
+    queue          a step's samples in one queue (`benchmarks.papers.one_queue`)
     alternation    ranking groups ascending and descending in turn (6.2), outliers moved (6.3)
     two-tier       engines of each ranking group by its expected time (6.4)
     HistoSpec      drafts from history (5), as in a run (`benchmarks.papers.history_drafting`)
@@ -20,6 +21,7 @@ from functools import partial
 from benchmarks.papers.areal import Asynchronous, measured_steps, simulate_asynchronous
 from benchmarks.papers.generate import K
 from benchmarks.papers.history_drafting import drafted_levels
+from benchmarks.papers.one_queue import queued
 from benchmarks.papers.pipeline import Configuration, Planner, simulate_pipeline
 from benchmarks.papers.real_run import step_plan, throttled
 from benchmarks.papers.script import StepScript, read_script
@@ -147,7 +149,7 @@ def _simulate_maximum(
     train_s = alone.step_s * overlap.train_share / (1.0 - overlap.train_share)
     times = {"train_s": train_s, "sync_s": overlap.sync_s}
     rates: dict[str, float] = {}
-    for variant in variants(*cluster, overlap.num_groups, drafting):
+    for variant in variants(*cluster, overlap.num_groups, drafting, train_s):
         progress(f"{maximum // K}K, {variant.name}")
         way = variant.configuration
         if isinstance(way, Asynchronous):
@@ -162,15 +164,23 @@ def _simulate_maximum(
 
 
 def variants(
-    cluster: ClusterLayout, latency: Latency, num_groups: int, drafting: GatedHistory
+    cluster: ClusterLayout,
+    latency: Latency,
+    num_groups: int,
+    drafting: GatedHistory,
+    train_s: float = 0.0,
 ) -> list[PipelineVariant]:
     """Return the baseline, the systems beside RhymeRL, and its parts."""
-    return [*_systems(drafting), *_parts(cluster, latency, num_groups, drafting)]
+    return [
+        *_systems(drafting),
+        *_queues(cluster, latency, drafting, train_s),
+        *_parts(cluster, latency, num_groups, drafting),
+    ]
 
 
 def on_policy(*, apart: bool = False) -> Configuration:
     """Return veRL's on-policy mode: the next step begins when this one is trained."""
-    return Configuration(name="veRL, on-policy", plan=dealt, barrier=True, lag=1, apart=apart)
+    return Configuration(name="veRL, on-policy", plan=dealt, barrier=True, staleness=0, apart=apart)
 
 
 def _systems(drafting: GatedHistory) -> Iterator[PipelineVariant]:
@@ -189,6 +199,18 @@ def _systems(drafting: GatedHistory) -> Iterator[PipelineVariant]:
     yield PipelineVariant(drafted, BASELINE, system="overlapping_drafting")
     kept = Asynchronous(name="AReaL, 1 stale, kept", staleness=1, keeps_bound=True)
     yield PipelineVariant(kept, BASELINE, system="areal_1_kept")
+
+
+def _queues(
+    cluster: ClusterLayout, latency: Latency, drafting: GatedHistory, train_s: float
+) -> Iterator[PipelineVariant]:
+    """Yield the queue with each staleness."""
+    of = partial(queued, plan=dealt, cluster=cluster, latency=latency, train_s=train_s)
+    for staleness, system in enumerate(("queue_0", "queue_total", "queue_2")):
+        way = of(f"queue, {staleness} stale", staleness=staleness, drafting=drafting)
+        yield PipelineVariant(way, BASELINE, system=system)
+    plain = of("queue, 2 stale, no drafts", staleness=2)
+    yield PipelineVariant(plain, BASELINE, system="queue_2_plain")
 
 
 def _parts(

@@ -33,11 +33,12 @@ from engines.rollout.engine_reports import Copied, EngineReport, Fatal, Refreshe
 from engines.rollout.fleet import Fleet
 from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone, Finished
 from engines.rollout.mover import Mover
-from engines.rollout.moves import EngineView, Policy, RolloutView
+from engines.rollout.moves import Policy
 from engines.rollout.reassign import Reassigner
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome, Tally
-from engines.rollout.tracked_engine import TrackedEngine, now_s, num_response_tokens
+from engines.rollout.tracked_engine import TrackedEngine, now_s
+from engines.rollout.views import queued_view, stage_view
 from schemas.layout import Pool
 from schemas.rollout import RolloutRequest
 from schemas.timeline import Timeline
@@ -108,7 +109,7 @@ class Coordinator:
 
     def roll_out(
         self,
-        assignments: Sequence[tuple[int, RolloutRequest]],
+        assignments: Sequence[tuple[int | None, RolloutRequest]],
         on_finished: OnFinished,
         on_progress: OnProgress | None = None,
         *,
@@ -120,7 +121,8 @@ class Coordinator:
         """Queue a stage that generates every request, and return the future of its outcome.
 
         A request starts on its assigned engine. If that engine is gone, or its GPUs are in another
-        layout, the request starts on another one. Stages that are under way go first.
+        layout, the request starts on another one. Without an engine it waits in the stage's queue
+        until a policy starts it (`moves.Start`). Stages that are under way go first.
         `weights`: policy version to generate with; default: that of `load_weights`.
         `min_rollouts`: requests that must finish in this stage. The rest may be deferred to the
         next stage, if that one sets `min_rollouts` too. None: no request is deferred from or to
@@ -136,16 +138,12 @@ class Coordinator:
             raise RuntimeError("the trainer has the GPUs: take the engines' turn to roll out")
         begin = self._fleet.remaining()
         lost = self._fleet.take_lost()
-        queues: dict[int, list[RolloutRequest]] = {tracked.index: [] for tracked in begin}
-        others = cycle(list(queues))
-        seats = {index: in_turn(self._reshaper.seats(index)) for index, _ in assignments}
-        for index, request in assignments:
-            seat = seats[index](request.id.prompt_key)
-            queues[next(others) if seat.gone else seat.index].append(request)
+        waiting = {request.id: request for index, request in assignments if index is None}
+        placed = [(index, request) for index, request in assignments if index is not None]
         stage = GenerationStage(
             label=label,
             weights=weights,
-            queues=queues,
+            queues=self._queues(placed, begin),
             on_finished=on_finished,
             on_progress=on_progress,
             policies=self._policies if policies is None else policies,
@@ -157,6 +155,7 @@ class Coordinator:
                 if i in lost or not tracked.gone
             },
             num_rollouts=len(assignments),
+            waiting=waiting,
         )
         self._stages.append(stage)
         for tracked in begin:
@@ -165,6 +164,18 @@ class Coordinator:
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
         return stage.done
+
+    def _queues(
+        self, placed: Sequence[tuple[int, RolloutRequest]], begin: Sequence[TrackedEngine]
+    ) -> dict[int, list[RolloutRequest]]:
+        """Return the requests with which each engine begins a stage."""
+        queues: dict[int, list[RolloutRequest]] = {tracked.index: [] for tracked in begin}
+        others = cycle(list(queues))
+        seats = {index: in_turn(self._reshaper.seats(index)) for index, _ in placed}
+        for index, request in placed:
+            seat = seats[index](request.id.prompt_key)
+            queues[next(others) if seat.gone else seat.index].append(request)
+        return queues
 
     def timeline(self, start_s: float, end_s: float) -> Timeline:
         """Return the engines' timeline between two times of the event loop's clock. Delete earlier
@@ -231,6 +242,7 @@ class Coordinator:
         for stage in self._stages:
             if not stage.done.done():
                 stage.done.set_exception(error)
+            stage.waiting.clear()
         self._stages.clear()
         for tracked in self._engines.values():
             tracked.waiting.clear()
@@ -243,7 +255,7 @@ class Coordinator:
         if stage is None or stage.opened or others:
             return
         stage.opened = True
-        view = self._queued_view(stage)
+        view = queued_view(self._fleet, stage)
         for policy in stage.policies:
             for move in await slow_policy.begin(policy, view, in_thread=self._decide_in_thread):
                 await self._reshaper.begin(stage, move)
@@ -295,11 +307,13 @@ class Coordinator:
         tracked.serve()
         stage.began_s = min(stage.began_s, now_s())
         await tracked.submit(tracked.pending)
+        if stage.waiting:
+            await self._decide(stage)
 
     def _lacks_weights(self, tracked: TrackedEngine, stage: GenerationStage) -> bool:
         """Whether the engine must load the stage's weights. Not if it has finished its part and can
         begin the next stage. Until it can, other requests may still move to it."""
-        goes_on = tracked.waiting and not tracked.unfinished and not tracked.waits_for_sharers
+        goes_on = tracked.waiting and tracked.has_finished_part
         needed = stage in self._stages and not goes_on
         return needed and tracked.version != stage.weights.policy_version
 
@@ -334,13 +348,20 @@ class Coordinator:
             except EngineDied as death:
                 tracked.expect(requests)
                 await self._reassigner.on_death(tracked, death)
-        if (stage.on_progress or stage.policies) and stage in self._stages:
-            view = self._view(stage)
-            if stage.on_progress:
-                stage.on_progress(view)
+        if stage in self._stages:
+            await self._decide(stage, stage.on_progress)
+
+    async def _decide(self, stage: GenerationStage, on_progress: OnProgress | None = None) -> None:
+        """Report progress, and make the moves that the stage's policies decide on."""
+        if on_progress or stage.policies:
+            view = stage_view(self._fleet, stage, self._after(stage))
+            if on_progress:
+                on_progress(view)
             for policy in stage.policies:
                 moves = await slow_policy.decide(policy, view, in_thread=self._decide_in_thread)
                 await self._mover.make(stage, self._after(stage), moves)
+        if stage.waiting:
+            await self._mover.occupy(stage)
 
     async def _on_finished(
         self, tracked: TrackedEngine, stage: GenerationStage, finished: list[Finished]
@@ -351,35 +372,13 @@ class Coordinator:
         tracked.tally.num_rollouts += len(finished)
         tracked.tally.num_tokens += sum(rollout.num_tokens for rollout in finished)
         stage.num_finished += len(finished)
+        stage.finished.update((rollout.id, rollout.num_tokens) for rollout in finished)
         await self._mover.end_races(stage, finished)
 
-    def _queued_view(self, stage: GenerationStage) -> RolloutView:
-        """Return the view of a stage as if its engines had all their queued requests."""
-        engines = (
-            EngineView(
-                tracked.index,
-                {r.id: num_response_tokens(r) for r in stage.queues[tracked.index]},
-                tp_degree=tracked.engine.tp_degree,
-            )
-            for tracked in self._fleet.base
-            if tracked.index in stage.queues
-        )
-        return RolloutView(0.0, tuple(engines), 0, stage.num_rollouts)
-
-    def _view(self, stage: GenerationStage) -> RolloutView:
-        return RolloutView(
-            elapsed_s=now_s() - min(stage.began_s, now_s()),
-            engines=tuple(tracked.view() for tracked in self._fleet.at(stage)),
-            num_finished=stage.num_finished,
-            num_rollouts=stage.num_rollouts,
-            num_deferrable=stage.num_deferrable if self._after(stage) else 0,
-        )
-
     def _after(self, stage: GenerationStage) -> GenerationStage | None:
-        """Return the next stage, if requests can be deferred to it."""
+        """Return the next stage, if it is queued."""
         at = self._stages.index(stage) + 1
-        later = self._stages[at] if at < len(self._stages) else None
-        return later if later and later.min_rollouts is not None else None
+        return self._stages[at] if at < len(self._stages) else None
 
     # Restarts
 

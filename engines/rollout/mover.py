@@ -1,5 +1,6 @@
 """The mover makes the moves that policies decide on, if they are still possible.
 
+    Start      the stage's queue ─► give ─ target
     Migrate    origin ─ take ─► give ─ target
     Defer      origin ─ take ─► the next stage
     Race       origin ─ copy ─► give ─ target; the first to finish ─► take from the others
@@ -22,7 +23,7 @@ from itertools import groupby
 from engines.bounded import gather_all
 from engines.rollout.fleet import Fleet
 from engines.rollout.interface import Finished
-from engines.rollout.moves import Concede, Defer, Migrate, Move, Race, Redraft, Reshape
+from engines.rollout.moves import Concede, Defer, Migrate, Move, Race, Redraft, Reshape, Start
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage
 from engines.rollout.tracked_engine import TrackedEngine, num_response_tokens
@@ -40,10 +41,13 @@ class Mover:
     async def make(
         self, stage: GenerationStage, later: GenerationStage | None, moves: Sequence[Move]
     ) -> None:
-        """Make moves, and skip those that are no longer possible. `later`: stage to which requests
-        may be deferred, if any."""
+        """Make moves, and skip those that are no longer possible. `later`: the next stage, if it
+        is queued."""
         await self._redraft(stage, [move for move in moves if isinstance(move, Redraft)])
         for kind, some in groupby(moves, type):
+            if kind is Start:
+                await self._start(stage, [move for move in some if isinstance(move, Start)])
+                continue
             if kind is Race:
                 await self._race(stage, [move for move in some if isinstance(move, Race)])
                 continue
@@ -60,6 +64,13 @@ class Mover:
                 await self._transfer(stage, later, move)
             case Concede():
                 await self._concede(stage, move)
+
+    async def occupy(self, stage: GenerationStage) -> None:
+        """Start a waiting request on each engine of the stage that has none, so that the stage
+        ends whatever its policies decide."""
+        empty = (tracked for tracked in self._fleet.at(stage) if not tracked.unfinished)
+        pairs = zip(list(stage.waiting), empty, strict=False)
+        await self._start(stage, [Start(id, tracked.index) for id, tracked in pairs])
 
     async def end_races(self, stage: GenerationStage, finished: Sequence[Finished]) -> None:
         """Withdraw the losing copies of these rollouts, from all engines in parallel."""
@@ -104,6 +115,16 @@ class Mover:
                 settings[move.engine][move.id] = move.drafting
         await gather_all(self._fleet.engines[i].redraft(own) for i, own in settings.items())
 
+    async def _start(self, stage: GenerationStage, moves: Sequence[Start]) -> None:
+        """Start waiting requests, with one call to each engine, which then prefills them
+        together."""
+        started: dict[int, list[RolloutRequest]] = defaultdict(list)
+        for move in moves:
+            there = self._fleet.engines[move.to_engine].is_at(stage)
+            if there and (request := stage.waiting.pop(move.id, None)):
+                started[move.to_engine].append(request)
+        await gather_all(self._fleet.engines[i].add(own) for i, own in started.items())
+
     async def _transfer(
         self, stage: GenerationStage, later: GenerationStage | None, move: Migrate | Defer
     ) -> None:
@@ -114,7 +135,7 @@ class Mover:
         match move:
             case Migrate() if target.is_at(stage) and target is not origin:
                 await self._migrate(stage, origin, target, move.id)
-            case Defer() if later and stage.num_deferrable:
+            case Defer() if later and later.takes_deferred and stage.num_deferrable:
                 await self._defer(stage, later, origin, target, move.id)
 
     async def _race(self, stage: GenerationStage, moves: Sequence[Race]) -> None:

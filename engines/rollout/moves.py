@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from schemas.rollout import DraftProgress, DraftSetting, RequestId
+from schemas.rollout import DraftProgress, DraftSetting, RequestId, RolloutRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,14 @@ class RolloutView:
     num_deferrable: int = 0
     """Number of requests that may still be deferred to the next step. Zero while the next step is
     not queued. The other requests fill the batch."""
+    waiting: Mapping[RequestId, RolloutRequest] = field(default_factory=dict)
+    """Requests in the stage's queue, in order of submission. No engine has them yet."""
+    finished: dict[RequestId, int] = field(default_factory=dict)
+    """Response tokens of the stage's finished rollouts, in order of their end."""
+    goes_on: bool = False
+    """Whether the next step is queued, so that engines which end their part can begin it."""
+    now_s: float = 0.0
+    """Time of the view. The clock is the same for all stages of a run."""
 
     @property
     def num_tokens(self) -> int:
@@ -43,6 +51,15 @@ class RolloutView:
             for id, num_tokens in engine.progress.items():
                 longest[id] = max(num_tokens, longest.get(id, 0))
         return sum(longest.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Give a waiting request to an engine. Ignored when it waits no longer, and when the engine is
+    not at this stage."""
+
+    id: RequestId
+    to_engine: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +120,7 @@ class Concede:
     engine: int
 
 
-Move = Migrate | Defer | Race | Redraft | Reshape | Concede
+Move = Start | Migrate | Defer | Race | Redraft | Reshape | Concede
 
 
 class Policy(Protocol):

@@ -79,7 +79,7 @@ def _joined_share(first: EngineShare, later: EngineShare) -> EngineShare:
 
 @dataclass(slots=True, eq=False)
 class GenerationStage:
-    """Requests of one step: queued, running, finished or deferred to the next step."""
+    """Requests of one step: waiting, queued, running, finished or deferred to the next step."""
 
     label: str
     """Display name of the step: `split/step`."""
@@ -95,6 +95,10 @@ class GenerationStage:
     done: asyncio.Future[Outcome]
     tallies: dict[int, Tally]
     num_rollouts: int
+    waiting: dict[RequestId, RolloutRequest] = field(default_factory=dict)
+    """Requests that no engine has yet. Policies start them (`moves.Start`)."""
+    finished: dict[RequestId, int] = field(default_factory=dict)
+    """Response tokens of finished rollouts."""
     num_finished: int = 0
     num_migrated: int = 0
     num_switches: int = 0
@@ -119,6 +123,11 @@ class GenerationStage:
     @property
     def num_deferrable(self) -> int:
         return 0 if self.min_rollouts is None else max(0, self.num_rollouts - self.min_rollouts)
+
+    @property
+    def takes_deferred(self) -> bool:
+        """Whether requests of the stage before may be deferred to this one."""
+        return self.min_rollouts is not None
 
     def defer_to(self, later: "GenerationStage", request: RolloutRequest) -> RolloutRequest:
         """Defer the request to a later stage, and return it as that stage's request."""

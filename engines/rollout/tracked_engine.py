@@ -125,7 +125,13 @@ class TrackedEngine:
     @property
     def free(self) -> bool:
         """Whether the engine can begin the next stage."""
-        return self.takes_requests and not self.unfinished and not self.waits_for_sharers
+        return self.takes_requests and self.has_finished_part
+
+    @property
+    def has_finished_part(self) -> bool:
+        """Whether the engine has none of its stage's requests, and none of them waits."""
+        waits = self.stage is not None and self.stage.waiting
+        return not (self.unfinished or waits or self.waits_for_sharers)
 
     @property
     def waits_for_sharers(self) -> bool:

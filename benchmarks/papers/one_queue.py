@@ -1,0 +1,48 @@
+"""A step's samples in one queue (`engines.histopipe.sample_queue`), in a paper's setting."""
+
+from collections.abc import Callable
+from functools import cache
+
+from benchmarks.papers.pipeline import Configuration, Planner
+from benchmarks.papers.script import StepScript
+from benchmarks.papers.windows import GatedHistory, TokenLatency
+from engines.histopipe.group_lengths import GroupLengths
+from engines.histopipe.sample_queue import EngineLimits, SampleQueue
+from engines.histopipe.step_end import StepPace, TokenTimes
+from engines.latency.interface import Latency
+from schemas.simulate import ClusterLayout
+
+Lengths = Callable[[StepScript], GroupLengths]
+
+
+def by_history(step: StepScript) -> GroupLengths:
+    """Return what a run expects when the step begins."""
+    limit = max(r.max_response_tokens for group in step.requests.values() for r in group)
+    return GroupLengths(list(step.requests), step.history, step.group_size, limit)
+
+
+def queued(
+    name: str,
+    plan: Planner,
+    cluster: ClusterLayout,
+    latency: Latency,
+    *,
+    staleness: int,
+    train_s: float,
+    drafting: GatedHistory | None = None,
+    lengths: Lengths = by_history,
+) -> Configuration:
+    """Return a pipeline whose engines take samples from a queue. `plan`: names the prompts."""
+    decoding = TokenLatency(drafting) if drafting else latency
+    held = cluster.max_context_tokens or float("inf")
+
+    @cache
+    def limits() -> EngineLimits:
+        times = TokenTimes(decoding, cluster.tp_degree, cluster.max_num_seqs)
+        return EngineLimits(decoding, times, cluster.tp_degree, held)
+
+    def queue(step: StepScript, num_engines: int) -> SampleQueue:
+        pace = StepPace(limits().times, num_engines, staleness, train_s)
+        return SampleQueue(lengths(step), limits(), pace)
+
+    return Configuration(name=name, plan=plan, staleness=staleness, queue=queue, drafting=drafting)

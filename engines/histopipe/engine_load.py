@@ -1,0 +1,97 @@
+"""What waits in the queue of samples, and what engines have to do, by forecast. Pure."""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from engines.histopipe.group_lengths import GroupLengths
+from engines.rollout.moves import EngineView
+from schemas.rollout import RequestId, RolloutRequest
+
+
+class WaitingSamples:
+    """Groups with waiting samples, in order of expected length."""
+
+    def __init__(self, requests: Mapping[RequestId, RolloutRequest], lengths: GroupLengths) -> None:
+        self._lengths = lengths
+        self._requests: dict[str, list[RolloutRequest]] = {}
+        for request in reversed(list(requests.values())):
+            self._requests.setdefault(request.id.prompt_key, []).append(request)
+        self._at = {key: lengths.tokens(key) for key in self._requests}
+        self._order = sorted((tokens, key) for key, tokens in self._at.items())
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def lengths(self) -> list[float]:
+        """Return the expected tokens of every waiting sample."""
+        return [tokens for tokens, key in self._order for _ in self._requests[key]]
+
+    def refresh(self, prompt_key: str) -> None:
+        """Move a group whose expected length has changed."""
+        if prompt_key in self._requests:
+            self._remove(prompt_key)
+            self._at[prompt_key] = self._lengths.tokens(prompt_key)
+            insort(self._order, (self._at[prompt_key], prompt_key))
+
+    def longest(self, limit: float) -> tuple[float, str] | None:
+        """Return the longest group of at most so many expected tokens."""
+        place = bisect_left(self._order, (limit, "\U0010ffff"))
+        return self._order[place - 1] if place else None
+
+    def expected(self, prompt_key: str) -> float | None:
+        """Return the expected tokens of a waiting sample. None if the group has none."""
+        return self._at[prompt_key] if prompt_key in self._requests else None
+
+    def pop(self, prompt_key: str) -> RolloutRequest:
+        """Take a sample out of the queue."""
+        group = self._requests[prompt_key]
+        request = group.pop()
+        if not group:
+            self._remove(prompt_key)
+            del self._requests[prompt_key]
+        return request
+
+    def _remove(self, prompt_key: str) -> None:
+        del self._order[bisect_left(self._order, (self._at[prompt_key], prompt_key))]
+
+
+class EngineLoad:
+    """Requests of one engine, by forecast."""
+
+    def __init__(self, view: EngineView, lengths: GroupLengths, prompts: Mapping[str, int]) -> None:
+        self.engine = view.engine
+        self.ids = list(view.progress)
+        self.groups = Counter(id.prompt_key for id in view.progress)
+        self.remaining = [
+            lengths.remaining(id.prompt_key, num) for id, num in view.progress.items()
+        ]
+        self.context = [prompts[id.prompt_key] + num for id, num in view.progress.items()]
+        most = (lengths.most_remaining(id.prompt_key, num) for id, num in view.progress.items())
+        self.longest = max(most, default=0.0)
+        """Tokens to come of the longest request, with a margin."""
+
+    def __len__(self) -> int:
+        return len(self.remaining)
+
+    def add(self, id: RequestId, prompt_tokens: int, lengths: GroupLengths) -> None:
+        """Add a request without response tokens."""
+        self.ids.append(id)
+        self.groups[id.prompt_key] += 1
+        self.remaining.append(lengths.remaining(id.prompt_key, 0))
+        self.context.append(prompt_tokens)
+        self.longest = max(self.longest, lengths.most_remaining(id.prompt_key, 0))
+
+    def context_each(self) -> float:
+        """Return the mean context of a request, halfway to its end."""
+        return float(np.mean(self.context) + np.mean(self.remaining) / 2) if self.context else 0.0
+
+
+def peak_tokens(context: Sequence[float], remaining: Sequence[float]) -> float:
+    """Return the most tokens that requests will have together if each gains one at a time."""
+    order = np.argsort(remaining)
+    to_come = np.asarray(remaining, dtype=float)[order]
+    from_here = np.cumsum(np.asarray(context, dtype=float)[order][::-1])[::-1]
+    return float((from_here + to_come * np.arange(len(order), 0, -1)).max(initial=0.0))

@@ -1,0 +1,29 @@
+"""A step's samples in one queue, in small simulated pipelines."""
+
+import pytest
+
+from benchmarks.papers.one_queue import queued
+from benchmarks.papers.pipeline import Configuration, simulate_pipeline
+from benchmarks.papers.rhymerl import dealt
+from tests.benchmarks.papers.test_pipeline import EIGHT, LATENCY, small_script
+
+TRAIN_S = 5.0
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_samples_are_as_stale_as_the_number_says(staleness):
+    way = queued("q", dealt, EIGHT, LATENCY, staleness=staleness, train_s=TRAIN_S)
+    found = simulate_pipeline(small_script(0), EIGHT, LATENCY, way, train_s=TRAIN_S)
+    assert found.largest_staleness == staleness
+    assert found.mean_staleness == staleness
+
+
+def test_the_queue_is_faster_than_prompts_dealt_and_a_longer_staleness_faster_still():
+    script = small_script(1)
+    plain = Configuration(name="x", plan=dealt)
+    before = simulate_pipeline(script, EIGHT, LATENCY, plain, train_s=TRAIN_S).samples_per_s
+    for staleness in (1, 2):
+        way = queued("q", dealt, EIGHT, LATENCY, staleness=staleness, train_s=TRAIN_S)
+        rate = simulate_pipeline(script, EIGHT, LATENCY, way, train_s=TRAIN_S).samples_per_s
+        assert rate > before
+        before = rate

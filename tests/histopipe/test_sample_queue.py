@@ -1,0 +1,148 @@
+"""Which waiting samples engines take, and what they expect of them."""
+
+import math
+
+import pytest
+
+from engines.histopipe.engine_load import peak_tokens
+from engines.histopipe.group_lengths import GroupLengths
+from engines.histopipe.sample_queue import EngineLimits, SampleQueue
+from engines.histopipe.step_end import StepPace, TokenTimes
+from engines.rollout.moves import EngineView, Migrate, RolloutView, Start
+from schemas.rollout import LengthHistory, RequestId, RolloutRequest, Split
+from tests.simulate.latencies import LinearLatency
+
+LATENCY = LinearLatency(0.010, 1e-4, 0.0, prefill_step_s=0.0)
+"""A token takes 10 ms, and 0.1 ms more for each request."""
+LIMIT = 16384
+GROUP = 4
+
+
+def requests(**prompts):
+    """{prompt: samples}, with prompts of 100 tokens."""
+    ids = [RequestId(Split.TRAIN, 1, key, i) for key, num in prompts.items() for i in range(num)]
+    return {id: RolloutRequest(id, (0,) * 100, 0, LIMIT) for id in ids}
+
+
+def lengths_of(known, group_size=GROUP, limit=LIMIT):
+    history = {key: LengthHistory(n, round(1.1 * n), n) for key, n in known.items() if n}
+    return GroupLengths(list(known), history, group_size, limit)
+
+
+def queue_of(known, num_engines=2, max_num_seqs=64, held=math.inf, staleness=1):
+    times = TokenTimes(LATENCY, 1, max_num_seqs)
+    pace = StepPace(times, num_engines, staleness, train_s=0.0)
+    return SampleQueue(lengths_of(known), EngineLimits(LATENCY, times, 1, held), pace)
+
+
+def view_of(waiting, *progress, finished=(), now_s=0.0):
+    engines = tuple(EngineView(i, own) for i, own in enumerate(progress))
+    return RolloutView(0.0, engines, 0, 0, waiting=waiting, finished=dict(finished), now_s=now_s)
+
+
+def started(moves, engine):
+    return [m.id.prompt_key for m in moves if isinstance(m, Start) and m.to_engine == engine]
+
+
+def test_longest_go_first_and_have_few_beside_them():
+    known = {"long": 10000, "short": 100, "middle": 1000}
+    waiting = requests(short=60, long=4, middle=20)
+    moves = queue_of(known, num_engines=3, max_num_seqs=32).decide(view_of(waiting, {}, {}, {}))
+    first, second = started(moves, 0), started(moves, 1)
+    assert first[:4] == ["long"] * 4
+    assert set(second) == {"short"}
+    assert len(first) < len(second) <= 32
+
+
+def test_an_engine_takes_no_more_than_its_kv_cache_will_hold():
+    waiting = requests(a=8)
+    queue = queue_of({"a": 1000}, num_engines=1, held=3 * 1110)
+    assert started(queue.decide(view_of(waiting, {})), 0) == ["a"] * 3
+
+
+def test_a_sample_that_fits_nowhere_starts_on_an_empty_engine():
+    queue = queue_of({"a": 1000}, num_engines=1, held=10)
+    assert started(queue.decide(view_of(requests(a=2), {})), 0) == ["a"]
+
+
+def test_the_forecast_of_the_kv_cache_counts_requests_until_they_end():
+    assert peak_tokens([100, 50], [10, 1000]) == 50 + 1000
+    assert peak_tokens([100, 50], [10, 10]) == 100 + 50 + 2 * 10
+    assert peak_tokens([], []) == 0.0
+
+
+def test_places_that_are_free_are_filled_together():
+    waiting = requests(a=50)
+    queue = queue_of({"a": 1000}, num_engines=1, max_num_seqs=32)
+    ids = [move.id for move in queue.decide(view_of(waiting, {}))]
+    assert len(ids) == 32
+    left = {id: r for id, r in waiting.items() if id not in ids}
+    running = dict.fromkeys(ids[1:], 500)
+    assert queue.decide(view_of(left, running, finished={ids[0]: 1000})) == []
+    running = dict.fromkeys(ids[2:], 500)
+    ended = dict.fromkeys(ids[:2], 1000)
+    assert len(queue.decide(view_of(left, running, finished=ended))) == 2
+
+
+def test_siblings_go_where_their_prefix_is_if_that_costs_less_than_the_prefill(monkeypatch):
+    known = {"a": 1000, "b": 1001}
+    waiting = requests(a=2, b=2)
+    running = {RequestId(Split.TRAIN, 1, "a", 9): 0}
+
+    def first(prefill_s):
+        monkeypatch.setattr(LinearLatency, "prefill_s", lambda *_: prefill_s)
+        queue = queue_of(known, num_engines=1)
+        queue._prompts["a"] = 100
+        return started(queue.decide(view_of(waiting, running)), 0)[0]
+
+    assert first(prefill_s=1.0) == "a"
+    assert first(prefill_s=0.001) == "b"
+
+
+def test_finished_siblings_move_a_group_forward():
+    known = {"a": 500, "b": 1000, "c": 700}
+    lengths = lengths_of(known)
+    lengths.drift = 0.3
+    ended = {RequestId(Split.TRAIN, 1, "a", i): 8000 for i in range(8, 16)}
+    queue = queue_of(known, num_engines=1, max_num_seqs=4)
+    moves = queue.decide(view_of(requests(a=4, b=4), {}, finished=ended))
+    assert started(moves, 0)[0] == "a"
+    assert started(queue_of(known).decide(view_of(requests(a=4, b=4), {})), 0)[0] == "b"
+
+
+def test_unknown_groups_count_as_the_typical_one_and_trust_siblings_sooner():
+    lengths = lengths_of({"a": 100, "b": 1000, "c": 10000, "new": None})
+    assert lengths.tokens("new") == pytest.approx(1000, rel=0.01)
+    for key in ("b", "new"):
+        lengths.add(key, 4000)
+    assert lengths.tokens("b") < lengths.tokens("new") < 4000
+
+
+def test_nothing_is_expected_beyond_the_maximum():
+    lengths = lengths_of({"a": 900, "b": 10}, limit=1000)
+    assert lengths.tokens("a") <= 1000
+    assert lengths.most_remaining("a", 990) == 10
+    assert lengths.remaining("a", 995) == 5
+    assert lengths.remaining("b", 500) > 1
+
+
+def test_requests_that_end_last_move_to_an_empty_engine():
+    queue = queue_of({"a": 100, "b": 4000}, num_engines=2)
+    queue._prompts |= {"a": 100, "b": 100}
+    short = {RequestId(Split.TRAIN, 1, "a", i): 50 for i in range(50)}
+    long = {RequestId(Split.TRAIN, 1, "b", i): 0 for i in range(2)}
+    moves = queue.decide(view_of({}, short | long, {}))
+    assert set(moves) == {Migrate(id, 1) for id in long}
+    assert queue.decide(view_of({}, long, short)) == []
+
+
+def test_a_longer_staleness_gives_engines_more_time():
+    times = TokenTimes(LATENCY, 1, 64)
+    lengths = [10000.0] * 4 + [500.0] * 200
+
+    def seconds(staleness, train_s=10.0):
+        return StepPace(times, 4, staleness, train_s).rollout_s(lengths, 100.0)
+
+    assert seconds(0) < seconds(1) < seconds(2)
+    assert seconds(1, train_s=1000.0) == 1000.0
+    assert seconds(0) > 10000 * 0.010
