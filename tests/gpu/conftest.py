@@ -27,11 +27,15 @@ if REHEARSAL and find_spec("triton") and "TRITON_INTERPRET" not in os.environ:
     # Triton reads this when it is imported. Processes that vLLM starts must not see it, unless you
     # have set it to rehearse engines on the V2 runner.
     os.environ["TRITON_INTERPRET"] = "1"
+    import engines.inference.drafting.refill_kernel
     import engines.inference.sampling.gpu  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
 
-ORDER = ("step", "engines", "turns", "run", "trainer", "sampling", "batch_invariance", "two_gpus")
+ORDER = (
+    *("step", "engines", "refill", "turns", "run", "trainer", "sampling", "batch_invariance"),
+    "two_gpus",
+)
 """Test files, the most important first."""
 RECORDED = pytest.StashKey[dict[str, float]]()
 TOLD = pytest.StashKey[dict[str, str]]()

@@ -21,7 +21,7 @@ from torch import Tensor
 from vllm.distributed import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from engines.histospec.index import HistoryIndex
+from engines.histospec.index import HistoryIndex, build_index
 from engines.histospec.matching import MAX, MIN, NO_INDEX, IndexTable
 from engines.histospec.request_indexes import RequestIndexes
 from engines.inference.engine.extra_args import PROMPT_KEY
@@ -32,6 +32,7 @@ def install(runner: Any, config: EngineConfig) -> None:
     """Replace a V2 runner's speculator. Call once, after the exact samplers were installed and
     before the first request."""
     drafter = runner.speculator = DeviceDrafter(runner, config)
+    drafter.warm()
     add, remove = runner.sampler.add_request, runner.req_states.remove_request
 
     def add_request(slot: int, params: Any) -> None:
@@ -140,6 +141,17 @@ class DeviceDrafter:
         self._keys: dict[int, str] = {}
         self._slots_known: np.ndarray | None = None
         self._slots_on_device: Tensor | None = None
+
+    def warm(self) -> None:
+        """Compile the kernels, for which the first step with a history would wait otherwise."""
+        if self._table is None:
+            return
+        index = build_index([], [[1, 2, 3, 4, 5]], [1.0], max_draft=self._window)
+        slot = self._table.add(self._table.load(index))
+        slots = np.full((len(self._drafts), 1), slot, np.int32)
+        one = torch.ones(1, dtype=torch.int32, device=self._device)
+        self._draft_on_gpu(slots, one.long() - 1, one, self._drafts[:1, : self._window])
+        self._table.remove(slot)
 
     def _load(self, index: HistoryIndex) -> Any:
         """Return what the table takes, or None if the index cannot be used."""
