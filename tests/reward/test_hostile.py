@@ -1,6 +1,7 @@
 """Hostile scorers that fork, forge replies, flood the socket or return bad values. They must not
 harm or fool refrain's process, and the error names the fault."""
 
+import contextlib
 import json
 import os
 import socket
@@ -64,7 +65,11 @@ def score(config: FunctionReward, num: int) -> list[tuple[float, dict]]:
 
 def holding(pid: int, target: str) -> list[str]:
     """Return the open files of a process whose names begin with `target`."""
-    links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    links = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        # The process may close a file meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            links.append(str(link.readlink()))
     return [link for link in links if link.startswith(target)]
 
 

@@ -147,7 +147,9 @@ class DeviceDrafter:
         if self._table is None:
             return
         index = build_index([], [[1, 2, 3, 4, 5]], [1.0], max_draft=self._window)
-        slot = self._table.add(self._table.load(index))
+        loaded = self._table.load(index)
+        assert loaded is not None
+        slot = self._table.add(loaded)
         slots = np.full((len(self._drafts), 1), slot, np.int32)
         one = torch.ones(1, dtype=torch.int32, device=self._device)
         self._draft_on_gpu(slots, one.long() - 1, one, self._drafts[:1, : self._window])
