@@ -21,7 +21,7 @@ from tests.inference.real import CONFIG, key, requests, weights_of
 
 REFERENCE = "REFRAIN_REFERENCE"
 """Environment variable with a file of the expected rollouts."""
-NUM_PROMPTS = 6
+NUM_PROMPTS = 3
 pytestmark = [
     pytest.mark.skipif(REFERENCE not in os.environ, reason="run by test_v2"),
     pytest.mark.asyncio(loop_scope="module"),
@@ -154,7 +154,7 @@ async def test_preempted_requests_continue(history_dir, weights, prompts, refere
     model = json.loads((CONFIG.model.path / "config.json").read_text())
     token_bytes = 2 * 4 * model["num_hidden_layers"] * model["num_key_value_heads"]
     token_bytes *= model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-    engine = await started(history_dir, weights, kv_cache_bytes=32 * 26 * token_bytes)
+    engine = await started(history_dir, weights, kv_cache_bytes=32 * 16 * token_bytes)
     try:
         drafted, accepted = check(await engine.generate(requests(prompts)), reference)
         assert drafted >= accepted > 0
