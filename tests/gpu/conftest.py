@@ -33,10 +33,10 @@ if REHEARSAL and find_spec("triton") and "TRITON_INTERPRET" not in os.environ:
     del os.environ["TRITON_INTERPRET"]
 
 ORDER = (
-    *("step", "engines", "refill", "turns", "run", "trainer", "sampling", "batch_invariance"),
+    *("step", "engines", "turns", "refill", "run", "trainer", "sampling", "batch_invariance"),
     "two_gpus",
 )
-"""Test files, the most important first."""
+"""Test files, the most important first. The first test without the shared engines ends them."""
 RECORDED = pytest.StashKey[dict[str, float]]()
 TOLD = pytest.StashKey[dict[str, str]]()
 BEGUN_S = pytest.StashKey[float]()
