@@ -1,6 +1,6 @@
 """Engines on vLLM's V2 runner without a GPU: Triton's interpreter runs its kernels.
 
-Start Python with the environment `ENV`; the actors of the engines inherit it.
+Start Python with `interpreted_env`; the actors of the engines inherit it.
 """
 
 import hashlib
@@ -12,14 +12,11 @@ from typing import Any
 
 from engines.inference.engine.ray_engine import RayEngine
 from schemas.drafting import DraftingConfig, SpecActorConfig
-from tests.conftest import REPOSITORY
+from tests.inference.interpreted.interpreted_triton.asynchronous import ASYNCHRONOUS
 from tests.inference.pace import PacedEngine
 from tests.inference.paced_worker import PacedWorker
 from tests.inference.real import CONFIG
 
-INTERPRETED = REPOSITORY / "tests" / "inference" / "interpreted"
-ENV = {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{REPOSITORY}:{INTERPRETED}"}
-ASYNCHRONOUS = "INTERPRETED_ASYNCHRONOUSLY"
 MAX_DRAFT = 6
 OFF = {"drafting": DraftingConfig(enabled=False), "specactor": SpecActorConfig()}
 

@@ -22,19 +22,17 @@ import numpy as np
 from engines.histospec.budget import max_draft_tokens
 from engines.histospec.drafter import DraftedRequest, HistoryDrafter
 from engines.histospec.drafting import NO_KEY
-from engines.histospec.gate import Gate, ProfiledStepTimes, StepTimes
 from engines.histospec.siblings import SiblingIndex
-from engines.histospec.step_times import PLAIN_SHARE, MeasuredStepTimes, pass_content
+from engines.histospec.step_times import pass_content
 from engines.histospec.window import window_policy
+from engines.inference.drafting.gating import max_step_tokens, times_and_gate
 from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
 from engines.inference.engine.extra_args import DRAFTING, PROMPT_KEY, SAMPLE_KEY
 from engines.inference.engine.process import submitted_as
 from engines.inference.sampling.step_rows import GREEDY_BELOW
-from engines.latency.fitted import FittedLatency
 from schemas.config import EngineConfig
 from schemas.drafting import HISTORY
 from schemas.engine import EngineSetup
-from schemas.latency import Profile
 from schemas.rollout import DraftSetting
 
 _SIBLING_BYTES = 2**28
@@ -44,25 +42,18 @@ class Proposer:
     """The proposer of one engine. It runs on the engine's first rank."""
 
     def __init__(self, runner: Any, config: EngineConfig, setup: EngineSetup, engine: int) -> None:
-        scheduler, drafting = runner.vllm_config.scheduler_config, config.drafting
+        drafting = config.drafting
         self._runner = runner
         # Otherwise vLLM skips all drafts while one request nears the end of its context.
         runner.effective_drafter_max_model_len = sys.maxsize
-        self._max_step_tokens = (
-            scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-        )
-        profile = setup.profile_json
-        self._measured = MeasuredStepTimes(0.0 if profile else PLAIN_SHARE)
-        times: StepTimes = self._measured
-        if profile:
-            latency = FittedLatency(Profile.model_validate_json(profile))
-            times = ProfiledStepTimes(latency, config.rollout.tp_degree)
+        self._max_step_tokens = max_step_tokens(runner.vllm_config)
+        self._measured, gate = times_and_gate(config, setup)
         self._history_is_on, self._foresees = drafting.enabled, drafting.look_ahead
         self._history = HistoryDrafter(
             Path(config.history_dir),
             window_policy(drafting.window, drafting.max_draft),
-            Gate(times if drafting.gate else None),
-            scheduler.max_num_seqs,
+            gate,
+            runner.vllm_config.scheduler_config.max_num_seqs,
             SiblingIndex(max_bytes=_SIBLING_BYTES) if drafting.siblings else None,
             shares=drafting.shared_tokens > 0,
         )

@@ -23,14 +23,12 @@ from typing import Any
 import numpy as np
 
 from engines.histospec.budget import keep_likeliest, max_draft_tokens
-from engines.histospec.gate import Gate, ProfiledStepTimes, StepTimes
 from engines.histospec.index_file import index_path, shared_dir
-from engines.histospec.step_times import PLAIN_SHARE, MeasuredStepTimes, pass_content
+from engines.histospec.step_times import pass_content
+from engines.inference.drafting.gating import max_step_tokens, times_and_gate
 from engines.inference.engine.extra_args import PROMPT_KEY
-from engines.latency.fitted import FittedLatency
 from schemas.config import EngineConfig
 from schemas.engine import EngineSetup
-from schemas.latency import Profile
 
 RECORD_TOKENS, KIND_TOKENS = 64, 1024
 """Draft tokens that the record of a request and that of a kind cover."""
@@ -87,20 +85,12 @@ class DraftRoom:
         setup: EngineSetup,
     ) -> None:
         """`requests`: vLLM's state of each request by its id there. It changes while they run."""
-        scheduler, drafting = vllm_config.scheduler_config, config.drafting
+        drafting = config.drafting
         self._requests = requests
         self._directory = Path(config.history_dir)
         self._is_on, self._shares = drafting.enabled, drafting.shared_tokens > 0
-        self._max_step_tokens = (
-            scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-        )
-        profile = setup.profile_json
-        self._measured = MeasuredStepTimes(0.0 if profile else PLAIN_SHARE)
-        times: StepTimes = self._measured
-        if profile:
-            latency = FittedLatency(Profile.model_validate_json(profile))
-            times = ProfiledStepTimes(latency, config.rollout.tp_degree)
-        self._gate = Gate(times if drafting.gate else None)
+        self._max_step_tokens = max_step_tokens(vllm_config)
+        self._measured, self._gate = times_and_gate(config, setup)
         self._window = vllm_config.num_speculative_tokens
         self._rooms = [[-1] * num for num in range(self._window + 1)]
         """Placeholders for each number of tokens to verify."""
