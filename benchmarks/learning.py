@@ -30,7 +30,7 @@ from tasks.run.run_dir import STORE_FILE
 
 COMPARED = "grpo"
 """The algorithm whose synchronous and pipelined runs are compared."""
-MODES = ("sync", "pipelined")
+MODES = {"sync": 0, "pipelined": 1}
 CLIPPED = """
     SELECT max(coalesce((report -> 'metrics' ->> 'actor/pg_clipfrac')::DOUBLE, 0)) AS clipped
     FROM steps
@@ -122,7 +122,11 @@ def _row(args: Namespace, algorithm: str, mode: str, seed: int, console: Console
     name = f"{algorithm}-{mode}-{seed}"
     summary_file = args.runs_dir / name / "summary.json"
     if not summary_file.exists():
-        overrides = [f"num_epochs={args.epochs}", f"mode={mode}", f"algorithm.type={algorithm}"]
+        overrides = [
+            f"num_epochs={args.epochs}",
+            f"staleness={MODES[mode]}",
+            f"algorithm.type={algorithm}",
+        ]
         run_training(CONFIG, name, seed, args.runs_dir, overrides, console.file)
     summary = json.loads(summary_file.read_text())
     (clipped,) = query_all(args.runs_dir / name / STORE_FILE, CLIPPED).to_pylist()

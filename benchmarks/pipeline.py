@@ -63,9 +63,13 @@ from schemas.step import RunSummary, StepReport
 from tasks.run.run_dir import STORE_FILE, SUMMARY_FILE
 
 MODES = {
-    "sync": ("mode=sync",),
-    "pipelined": ("mode=pipelined", "histopipe.enabled=false"),
-    "histopipe": ("mode=pipelined", "histopipe.enabled=true"),
+    "sync": ("staleness=0", "rollout.placement=histopipe"),
+    "pipelined": ("staleness=1", "rollout.placement=even"),
+    "histopipe": ("staleness=1", "rollout.placement=histopipe"),
+    "queue": ("staleness=1", "rollout.placement=queue"),
+    "queue_0": ("staleness=0", "rollout.placement=queue"),
+    "queue_2": ("staleness=2", "rollout.placement=queue"),
+    "queue_4": ("staleness=4", "rollout.placement=queue"),
 }
 ONE_THREAD = ("trainer.num_threads=1",)
 """Override for the trainer of a pipelined run if CONFIG sets its threads, which is on a CPU. There

@@ -191,7 +191,7 @@ async def hollow_run(
     coordinator = Coordinator(engines, log=progress.phase)
     made = Engines(coordinator, drafters, 0)
     weights = PolicyWeights(0, b"", ())
-    milestones = Milestones(weights, config.max_staleness, num_steps, made.queued)
+    milestones = Milestones(weights, config.staleness, num_steps, made.queued)
     await coordinator.start()
     try:
         with attached(run):

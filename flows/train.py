@@ -1,4 +1,4 @@
-"""A training run: RL steps one after the other (`sync`) or overlapping (`pipelined`)."""
+"""A training run: RL steps one after the other or overlapping (`staleness`)."""
 
 import time
 from typing import Any
@@ -66,10 +66,10 @@ async def _train(plan: RunPlan, started: float, goes_on: str) -> RunSummary:
 
 
 async def take_steps(live: LiveRun) -> None:
-    """Start each step when the mode admits it: in `sync` after the step before, in `pipelined` as
-    soon as that step's rollouts are queued. Validate a policy version before a step uses it."""
+    """Start each step when `staleness` admits it: with 0 after the step before, else as soon as that
+    step's rollouts are queued. Validate a policy version before a step uses it."""
     run, reached = live.run, live.milestones
-    first, last, lag = run.ref.first_version, run.inputs.loader.num_steps, run.config.max_staleness
+    first, last, lag = run.ref.first_version, run.inputs.loader.num_steps, run.config.staleness
     async with together() as steps:
         for step in range(first + 1, last + 1):
             await reached.admits(step)

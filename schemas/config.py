@@ -32,6 +32,12 @@ class RolloutConfig(Frozen):
     tp_degree: Free[PositiveInt] = 1
     """Tensor parallelism: GPUs (or CPU processes) of one engine, for example `2`. It must divide
     the model's attention heads. Raise it if one GPU cannot hold the model and its KV cache."""
+    placement: Kept[Literal["histopipe", "queue", "even"]] = "histopipe"
+    """Which engine generates a response. `histopipe`: ranking groups of prompts by the lengths of
+    their last epoch, placed before the step begins. `queue`: responses wait in one queue, longest
+    expected first, and an engine takes the next when it has room. `even`: prompts are dealt by
+    expected work. Choose `even` if lengths do not repeat from epoch to epoch (`refrain report
+    RUN`)."""
     group_size: Kept[int] = Field(default=8, ge=2)
     """Responses sampled for each prompt: at least two, as their rewards are compared. For example,
     `16`. Raise it if too many groups have equal rewards (`critic/zero_variance_share`)."""
@@ -107,14 +113,12 @@ class RolloutConfig(Frozen):
 
 class HistoPipeConfig(Frozen):
     """Rank prompts by the lengths of their last epoch and give every engine long and short ones, so
-    that none waits (RhymeRL, section 6). Needs `mode: pipelined`, except for `two_tier`."""
+    that none waits (RhymeRL, section 6). Needs `rollout.placement: histopipe` and `staleness`,
+    except for `two_tier`."""
 
-    enabled: bool = True
-    """Rank prompts by expected length. Off: deal each step's prompts evenly by expected work.
-    Switch it off if lengths do not repeat from epoch to epoch (`refrain report RUN`)."""
     two_tier: Free[bool] = True
-    """Place prompts by predicted times, from `profile` or from engines that draft. `mode:
-    pipelined`: ranking groups with long responses get more engines. `mode: sync` with
+    """Place prompts by predicted times, from `profile` or from engines that draft. With
+    `staleness`: ranking groups with long responses get more engines. With `staleness: 0` and
     `specactor.race`: engines end together, where this shortens the step. Off, for comparison: the
     same number of engines for every group, and the same work for every engine."""
     last_share: float = Field(default=0.1, ge=0.0, le=1.0)
@@ -141,10 +145,10 @@ class PatConfig(Frozen):
     switch."""
     rule: Literal["forecast", "paper"] = "forecast"
     """When GPUs switch. `forecast`: when the lengths of the last epoch predict an earlier end of
-    the step (`mode: pipelined`: fewer GPU seconds), and no later switch would be better. `paper`:
+    the step (with `staleness`: fewer GPU seconds), and no later switch would be better. `paper`:
     every response is expected to reach `data.max_response_tokens`, and a later switch is not
     considered. Steps begin in the degree that is predicted to end them soonest. With `paper`,
-    without lengths, in `mode: pipelined`, and with `rollout.weight_sync: ipc` on shared GPUs they
+    without lengths, with `staleness`, and with `rollout.weight_sync: ipc` on shared GPUs they
     begin in `rollout.tp_degree`. Choose `paper` only to compare."""
     gpus_per_node: PositiveInt = 8
     """Number of GPUs of a node, for example `4`. Set it to that of your nodes if you set
@@ -235,15 +239,14 @@ class TrainConfig(Frozen):
     seed: Kept[int] = Field(default=0, ge=0, lt=2**32)
     """Seed of sampling, data order and training. For example, `1`: other samples, in another order.
     Change it to repeat an experiment with other noise."""
-    mode: Kept[Literal["sync", "pipelined"]] = "sync"
-    """`sync`: one step at a time, strictly on-policy. `pipelined`: engines generate the next step
-    while this one is scored and trained on. Its policy is then one version old, or two for the
-    first tokens of a deferred response. Choose it if engines wait long for the trainer or for the
-    last responses."""
+    staleness: Kept[int] = Field(default=0, ge=0, le=16)
+    """Policy versions that a response may be behind the one that is trained. 0: one step at a time,
+    strictly on-policy. For example, `1`: engines generate the next step while this one is scored
+    and trained on, one version behind (RhymeRL's pipeline). Raise it if engines wait for the
+    trainer or for the last responses; learning needs more care then (`algorithm.tis_cap`)."""
     placement: Free[Literal["auto", "shared", "split"]] = "auto"
     """`shared`: engines and trainer take turns on the same GPUs; one GPU is enough. `split`: each
-    has GPUs of its own. `auto`: shared in `mode: sync`, split in `mode: pipelined`. Leave `auto`,
-    unless `refrain simulate --divide` finds the other one faster."""
+    has GPUs of its own. `auto`: shared with `staleness: 0`, split otherwise. Leave `auto`, unless `refrain simulate --divide` finds the other one faster."""
     num_epochs: Free[PositiveInt] = 1
     """Passes over the training prompts, for example `10`. Raise it if the reward still rises at the
     end. Drafts from a prompt's own history start in the second epoch."""
@@ -286,12 +289,7 @@ class TrainConfig(Frozen):
     @property
     def takes_turns(self) -> bool:
         """Whether engines and trainer take turns on the same GPUs."""
-        return self.placement == "shared" or (self.placement == "auto" and self.mode == "sync")
-
-    @property
-    def max_staleness(self) -> int:
-        """Policy versions that a token may be behind the one that is trained."""
-        return 1 if self.mode == "pipelined" else 0
+        return self.placement == "shared" or (self.placement == "auto" and not self.staleness)
 
     @property
     def num_minibatches(self) -> int:
@@ -301,7 +299,7 @@ class TrainConfig(Frozen):
 
     @property
     def ranks_prompts(self) -> bool:
-        return self.mode == "pipelined" and self.histopipe.enabled
+        return self.staleness > 0 and self.rollout.placement == "histopipe"
 
     @property
     def drawn_prompts_per_step(self) -> int:
@@ -380,10 +378,10 @@ class TrainConfig(Frozen):
                 "rollout.model_runner: v2 drafts from history only: remove specactor.draft_models "
                 "and specactor.drafter, or set model_runner: v1"
             )
-        if self.mode == "pipelined" and self.placement == "shared":
+        if self.staleness and self.placement == "shared":
             raise ValueError(
-                "placement is shared, and in mode=pipelined engines generate while the trainer "
-                "trains: set mode=sync, or placement=split with GPUs for both"
+                f"placement is shared, and with staleness={self.staleness} engines generate while "
+                "the trainer trains: set staleness=0, or placement=split with GPUs for both"
             )
         if self.validate_every_steps and not self.data.validation:
             raise ValueError(

@@ -27,8 +27,16 @@ class Removed(NamedTuple):
 RENAMED = {
     "rollout.weights": "rollout.weight_sync",
     "drafting.foresee": "drafting.look_ahead",
+    "mode": "staleness",
+    "histopipe.enabled": "rollout.placement",
 }
 """New name of each renamed setting, both dotted."""
+
+NEW_VALUES: dict[str, dict[JsonValue, JsonValue]] = {
+    "mode": {"sync": 0, "pipelined": 1},
+    "histopipe.enabled": {True: "histopipe", False: "even"},
+}
+"""New value of each value of a renamed setting, where they differ."""
 
 REMOVED: dict[str, Removed] = {
     f"{section}.profile": Removed(
@@ -77,7 +85,7 @@ REMOVED: dict[str, Removed] = {
 
 def refuse_removed(values: Mapping[str, Any]) -> None:
     """Raise ValueError, with a line for each old name, if the values of a config have any."""
-    lines = [f"{old} is now {new}: rename it" for old, new in RENAMED.items() if _has(values, old)]
+    lines = [_renamed(old, new) for old, new in RENAMED.items() if _has(values, old)]
     lines += [
         f"{name} is gone: {removed.advice}. Leave it out"
         for name, removed in REMOVED.items()
@@ -92,11 +100,19 @@ def current_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
     values = _copied(recorded)
     for old, new in RENAMED.items():
         if _has(values, old):
-            _section(values, new).setdefault(_last(new), _section(values, old).pop(_last(old)))
+            value = _section(values, old).pop(_last(old))
+            value = NEW_VALUES.get(old, {}).get(value, value)
+            _section(values, new).setdefault(_last(new), value)
     for name in REMOVED:
         if _has(values, name):
             del _section(values, name)[_last(name)]
     return values
+
+
+def _renamed(old: str, new: str) -> str:
+    new_values = NEW_VALUES.get(old, {}).items()
+    examples = ", ".join(f"{new}={value} for {str(before).lower()}" for before, value in new_values)
+    return f"{old} is now {new}: rename it" + (f", and set {examples}" if examples else "")
 
 
 def removed_changes(recorded: Mapping[str, Any]) -> Iterator[SettingChange]:
@@ -128,7 +144,7 @@ def _has(values: Mapping[str, Any], name: str) -> bool:
 
 def _section(values: Any, name: str) -> Any:
     for part in name.split(".")[:-1]:
-        values = values[part]
+        values = values.setdefault(part, {})
     return values
 
 

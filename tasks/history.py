@@ -35,9 +35,11 @@ def known_before(run: Run, step: int) -> int:
     """Return the first step that a plan of `step` must not use. All steps before it are trained
     whenever `step` is planned, so a resumed run makes the same plan.
 
-    In a pipelined run, the step before `step` is still running, and the one before that may be.
+    With `staleness`, a step is planned when the one before is queued, so that one's policy version
+    is published: the version that is `staleness` + 2 steps older than `step`.
     """
-    return max(1, step - 2 * run.config.max_staleness)
+    staleness = run.config.staleness
+    return max(1, step - 1 - staleness) if staleness else step
 
 
 async def last_known(run: Run, step: int) -> RolloutBatch | None:
@@ -49,7 +51,7 @@ async def index_drawn(run: Run, step: int, prompt_keys: Sequence[str]) -> int:
     """Index the prompts of a training step. Return the number of prompts with an index."""
     # Use the newest rollouts. A resumed run may find others than the first try, but drafts change
     # no token. (A plan must not depend on the newest rollouts: see `known_before`.)
-    newest = max(1, step - run.config.max_staleness)
+    newest = max(1, step - run.config.staleness)
     return await index_prompts(run, Split.TRAIN, newest, prompt_keys)
 
 

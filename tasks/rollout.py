@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from engines.accounting.metrics import SUMMARISED_COLUMNS, summarise_rollouts
 from engines.control.stage_end import StageEnd
+from engines.histopipe.sample_queue import SampleQueue
 from engines.rollout.moves import RolloutView
 from engines.rollout.stage import Outcome, joined
 from schemas.keys import sample_key, stage_name
@@ -132,7 +133,9 @@ class _Generation:
         """Queue the missing samples at the engines."""
         run, engines = self.run, self.engines
         policies = await step_policies(run, engines, plan)
-        requests = [*carried, *await asyncio.to_thread(_planned, run, plan)]
+        queued = any(isinstance(policy, SampleQueue) for policy in policies)
+        planned = await asyncio.to_thread(_planned, run, plan, queued=queued)
+        requests = [*carried, *planned]
         left = _left(requests, self.done)
         about = f"{plan.split} step {plan.step}: rollouts finished, in %"
         page = ProgressPage(run.config.name, about, run.failures)
@@ -221,7 +224,7 @@ def _versions(run: Run, plan: StepPlan) -> list[int]:
     process of the run."""
     if plan.split is Split.VALIDATION:
         return [plan.policy_version]
-    return list(range(max(0, plan.step - 1 - run.config.max_staleness), plan.step))
+    return list(range(max(0, plan.step - 1 - run.config.staleness), plan.step))
 
 
 def _min_rollouts(run: Run, plan: StepPlan, num_done: int) -> int | None:
@@ -235,12 +238,12 @@ def _min_rollouts(run: Run, plan: StepPlan, num_done: int) -> int | None:
     return max(0, min(full, plan.num_planned) - num_done)
 
 
-def _planned(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequest]]:
-    """Return (engine, request) for every sample of the plan."""
+def _planned(run: Run, plan: StepPlan, *, queued: bool) -> list[tuple[int | None, RolloutRequest]]:
+    """Return (engine, request) for every sample of the plan. `queued`: no engine yet."""
     samples = [(group, i) for group in plan.groups for i in range(plan.group_size)]
     return [
         (
-            group.engine,
+            None if queued else group.engine,
             _request(run, RequestId(plan.split, plan.step, group.prompt_key, i), drafting),
         )
         for (group, i), drafting in zip(samples, settings_of(run, plan), strict=True)
@@ -248,8 +251,8 @@ def _planned(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequest]]:
 
 
 def _left(
-    requests: Iterable[tuple[int, RolloutRequest]], done: Collection[RequestId]
-) -> list[tuple[int, RolloutRequest]]:
+    requests: Iterable[tuple[int | None, RolloutRequest]], done: Collection[RequestId]
+) -> list[tuple[int | None, RolloutRequest]]:
     """Return the requests that have no finished rollout."""
     return [(engine, request) for engine, request in requests if request.id not in done]
 

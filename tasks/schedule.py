@@ -35,7 +35,7 @@ async def rank_and_group(
     lengths: dict[str, LengthHistory] = {}
     if history.num_rollouts:
         lengths = await run.store("length_history", keys, known_before(run, step))
-    version, epoch = ref.version_of(step, config.max_staleness), loader.epoch_of(step)
+    version, epoch = ref.version_of(step, config.staleness), loader.epoch_of(step)
     last = await last_known(run, step)
     placement, growth = place_prompts(
         config,

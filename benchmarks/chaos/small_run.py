@@ -238,7 +238,11 @@ def _write_config(directory: Path, mode: RunMode, strikes: Sequence[Strike]) -> 
         file = directory / f"{split}.parquet"
         pq.write_table(pq.read_table(DEMO / "data" / f"{split}.parquet").slice(0, num_rows), file)
         values["data"][split] = [str(file)]
-    values |= {"name": NAME, "runs_dir": str(directory), "mode": str(mode)}
+    values |= {
+        "name": NAME,
+        "runs_dir": str(directory),
+        "staleness": int(mode is RunMode.PIPELINED),
+    }
     values |= {"num_epochs": NUM_EPOCHS, "prompts_per_step": PROMPTS_PER_STEP}
     values |= {"validation_samples": 1}
     values["model"]["path"] = str(DEMO / "model")

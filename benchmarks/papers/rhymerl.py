@@ -3,7 +3,7 @@
     baseline       veRL disaggregated, one step off: prompts dealt round-robin, a barrier after
                    every step; also with the samples of a prompt on different engines (apart)
     on-policy      veRL: the next step begins when this one is trained
-    overlapping    refrain's `histopipe.enabled=false`: no barrier, prompts dealt round-robin;
+    overlapping    refrain's `rollout.placement: even`: no barrier, prompts dealt round-robin;
                    also with drafts from history
     AReaL          no steps (`benchmarks.papers.areal`)
     queue          a step's samples in one queue (`benchmarks.papers.one_queue`)
@@ -222,7 +222,7 @@ def _parts(
         configuration = Configuration(
             name=part,
             plan=in_turn(config, rollout_time, num_groups),
-            policies=partial(migrating, run_config(16 * K, mode="pipelined", histopipe=config)),
+            policies=partial(migrating, run_config(16 * K, staleness=1, histopipe=config)),
             report_s=REPORT_S,
             drafting=drafts,
             oversample=config.oversample,

@@ -19,11 +19,15 @@ from engines.control.outlook import Outlook
 from engines.control.proposal import MoveTechnique, Outliers, Racing
 from engines.control.reshaping import WAIT_SHARES, MissedSavings, Reshaping
 from engines.control.state import Forecaster
+from engines.histopipe.group_lengths import GroupLengths
 from engines.histopipe.migration import DEFER_SHARE, Migration
+from engines.histopipe.sample_queue import EngineLimits, SampleQueue
+from engines.histopipe.step_end import StepPace, TokenTimes
+from engines.latency.drafted import DraftedLatency
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
 from engines.pat.remaining import FromHistory, Maximum, Remaining
-from engines.rollout.moves import Policy
+from engines.rollout.moves import Move, Policy, RolloutView
 from engines.specactor.best_of_n import BestOfN, TokensToCome
 from engines.specactor.ladder import Ladder, token_acceptance
 from engines.specactor.reconfigure import Reconfiguration
@@ -77,10 +81,29 @@ class StepInputs:
     """Expected remaining tokens of each response. None: unknown."""
     move_model: MoveModel | None = None
     """None: moves cannot be compared, and there is no controller."""
+    queue: SampleQueue | None = None
+    """Queue of the step's samples. None: they are placed before the step begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnceStarted:
+    """A policy that decides once no sample waits in the queue: before, no engine is free."""
+
+    policy: Policy
+
+    def decide(self, view: RolloutView) -> Sequence[Move]:
+        return () if view.waiting else self.policy.decide(view)
 
 
 def plan_policies(config: TrainConfig, inputs: StepInputs) -> tuple[Policy, ...]:
     """Return the policies of all techniques that are switched on."""
+    moving = _moving(config, inputs)
+    if inputs.queue is None:
+        return moving
+    return (inputs.queue, *map(OnceStarted, moving))
+
+
+def _moving(config: TrainConfig, inputs: StepInputs) -> tuple[Policy, ...]:
     outliers = _migration(config, inputs.plan)
     races = _best_of_n(config, inputs)
     redrafts = _reconfiguration(config, inputs)
@@ -89,6 +112,27 @@ def plan_policies(config: TrainConfig, inputs: StepInputs) -> tuple[Policy, ...]
     controller = _controller(config, inputs, inputs.move_model, outliers, races)
     # Redrafting needs no controller: each request gets the drafting that is best for itself.
     return (controller, redrafts) if redrafts else (controller,)
+
+
+def sample_queue(
+    config: TrainConfig,
+    lengths: GroupLengths,
+    latency: Latency,
+    speculation: tuple[float, int],
+    num_engines: int,
+    train_s: float,
+    max_context_tokens: float,
+) -> SampleQueue:
+    """Return the queue of a step. `speculation`: as in `MoveModel`. `train_s`: expected seconds of
+    training. `max_context_tokens`: tokens that an engine's KV cache holds."""
+    tp_degree = config.rollout.tp_degree
+    decoding = DraftedLatency(latency, *speculation)
+    times = TokenTimes(decoding, tp_degree, config.rollout.max_num_seqs)
+    return SampleQueue(
+        lengths,
+        EngineLimits(decoding, times, tp_degree, max_context_tokens),
+        StepPace(times, num_engines, config.staleness, train_s),
+    )
 
 
 def expected_lengths(config: TrainConfig, lengths: Mapping[str, LengthHistory]) -> Remaining:
@@ -128,7 +172,7 @@ def _controller(
     outliers: Migration | None,
     races: BestOfN | None,
 ) -> Controller:
-    objective = FewestGpuSeconds() if config.mode == "pipelined" else SoonestEnd()
+    objective = FewestGpuSeconds() if config.staleness else SoonestEnd()
     wait_shares = WAIT_SHARES if model.waits and config.pat.rule == "forecast" else ()
     reshaping = Reshaping(objective, wait_shares, model.missed_savings)
     techniques: list[MoveTechnique] = [reshaping]
@@ -145,7 +189,7 @@ def _controller(
         outlook,
         Effects(model.latency, pools, model.costs),
         objective,
-        shares_engines=bool(races) and config.mode == "sync",
+        shares_engines=bool(races) and not config.staleness,
         opening=reshaping if model.opens and _opens(config) else None,
     )
 
@@ -157,7 +201,7 @@ def _opens(config: TrainConfig) -> bool:
     leaves the weights on the GPUs for the engines of the lowest TP degree.
     """
     handed = config.takes_turns and config.rollout.weight_sync == "ipc"
-    return config.pat.rule == "forecast" and config.mode == "sync" and not handed
+    return config.pat.rule == "forecast" and not config.staleness and not handed
 
 
 def stage_outlook(

@@ -55,10 +55,12 @@ class GroupLengths:
         history: Mapping[str, LengthHistory],
         group_size: int,
         max_response_tokens: int,
+        typical_tokens: float = 1.0,
     ) -> None:
+        """`typical_tokens`: prior of every prompt while none has a history."""
         known = [history[key] for key in prompt_keys if key in history]
         logs = [math.log(max(1.0, of.median_tokens)) for of in known]
-        typical = median(logs) if logs else 0.0
+        typical = median(logs) if logs else math.log(max(1.0, typical_tokens))
         growths = [
             math.log(max(1.0, of.median_tokens) / of.previous_median_tokens)
             for of in known

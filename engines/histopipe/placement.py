@@ -197,7 +197,7 @@ def place_prompts(
     Also return the growth factor above which a response is an outlier, or None if prompts are not
     ranked.
     """
-    if history and rollout_time and config.mode == "sync" and config.specactor.races:
+    if history and rollout_time and not config.staleness and config.specactor.races:
         about = (prompt_keys, history, num_engines, rollout_time, expected)
         return deal_for_ends(config, *about), None
     if not (config.ranks_prompts and history):

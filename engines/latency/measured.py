@@ -14,7 +14,7 @@ weights."""
 
 class MeasuredLatency:
     """Latency model with one cost for the first `FEW_ROWS` rows and one for each further row.
-    Implements `Latency` without prefill.
+    A prompt token counts as a draft token, because a pass verifies both in the same way.
 
     `step_costs`: see `schemas.counts.DraftingCounts`, of one engine at one TP degree.
     `drafting_s`: mean seconds of drafting in a step.
@@ -36,7 +36,8 @@ class MeasuredLatency:
         return self.decode_s(tp_degree, batch, context_tokens) + drafts_s
 
     def prefill_s(self, tp_degree: int, batch: int, rms_tokens: float) -> float:
-        raise NotImplementedError("an engine does not measure the time of a prefill")
+        del tp_degree
+        return self._step_s + batch * (self._row_s + rms_tokens * self._draft_s)
 
     def draft_s(self, drafter: str, batch: int, window: int) -> float:
         """Return the mean of all steps: an engine does not measure more of its drafting."""

@@ -12,6 +12,7 @@ one from the last checkpoint.
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -68,7 +69,7 @@ class TrainerActor:
                 torch.set_num_threads(config.trainer.num_threads)
             self._learner = Learner(config, rank, self._world_size)
         # Engines still use one version while the next arrives; a pipeline may use older ones too.
-        self._files = VersionFiles(1 + max(1, config.max_staleness))
+        self._files = VersionFiles(1 + max(1, config.staleness))
         self._couriers: Couriers | None = None
 
     def host_rendezvous(self, one_node: bool) -> str:
@@ -207,6 +208,8 @@ class TrainerGroup:
         self._actors: list[RemoteActor] = []
         self.notes: tuple[str, ...] = ()
         """`Learner.notes`; empty before `start`."""
+        self.train_s = 0.0
+        """Seconds of the last training step. 0 before the first."""
 
     def adopt(self, actors: Sequence[Any]) -> None:
         """Use ranks that another process has started."""
@@ -255,7 +258,10 @@ class TrainerGroup:
         """Train one policy version on the rewarded batch, or on Ray's reference to it
         (`Learner.train_step`). Every rank gets the whole batch and takes its own share, because
         advantages and denominators depend on all samples."""
-        return (await self._call("train_step", batch))[0]
+        started = time.perf_counter()
+        metrics = (await self._call("train_step", batch))[0]
+        self.train_s = time.perf_counter() - started
+        return metrics
 
     async def publish(
         self, policy_version: int, canary_token_ids: Sequence[Sequence[int]] | None = None

@@ -53,7 +53,7 @@ def read_training_samples(
     """
     algorithm = config.algorithm
     for rollout in rollouts:
-        check_versions(rollout, policy_version, config.max_staleness)
+        check_versions(rollout, policy_version, config.staleness)
     varied = [not all_equal(rollout.group_rewards) for rollout in rollouts]
     masked = [algorithm.overlong_filtering and rollout.truncated for rollout in rollouts]
     taught = [

@@ -285,7 +285,7 @@ def _served(config: TrainConfig, name: str) -> tuple[int, int]:
     serves."""
     rollout = config.rollout
     num_processes = sum(one.name == name for one in config.engine.drafter_processes)
-    of_steps = config.drawn_prompts_per_step * rollout.group_size * (1 + config.max_staleness)
+    of_steps = config.drawn_prompts_per_step * rollout.group_size * (1 + config.staleness)
     each = min(rollout.max_num_seqs, -(-of_steps // rollout.num_engines))
     return each, -(-rollout.num_engines // num_processes)
 
@@ -294,7 +294,7 @@ def _hosts(
     config: TrainConfig, shape: ModelShape, nodes: Nodes, num_processes: int
 ) -> Sequence[Need]:
     """Return the needs of the node with the most processes: memory, /dev/shm and disk."""
-    versions = 1 + max(1, config.max_staleness)
+    versions = 1 + max(1, config.staleness)
     tokens = config.drawn_prompts_per_step * config.rollout.group_size * config.max_model_len
     weights, rows = versions * shape.weight_bytes, 2 * ROW_BYTES * tokens
     shm = f"{_gb(weights)} of weights ({versions} at a time), {_gb(rows)} of rows of two steps"

@@ -62,7 +62,7 @@ def settings(division: Division, tp_degree: int) -> str:
     engines = f"rollout.num_engines={division.engine_gpus // tp_degree}"
     tp = f" rollout.tp_degree={tp_degree}" if tp_degree > 1 else ""
     return (
-        f"mode={division.mode} placement={division.placement} {engines}{tp} "
+        f"staleness={int(division.mode != SYNC)} placement={division.placement} {engines}{tp} "
         f"trainer.num_processes={division.trainer_gpus}"
     )
 

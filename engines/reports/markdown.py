@@ -74,7 +74,7 @@ def _planned(config: TrainConfig, plan: StepPlan, batch: RolloutBatch) -> Iterab
     if plan.num_refills:
         yield f"{plan.num_refills} of them drawn to replace prompts that teach nothing"
     there = sum(share.engine < rollout.num_engines for share in batch.shares)
-    yield f"{there} engines of TP {rollout.tp_degree}, mode `{config.mode}`"
+    yield f"{there} engines of TP {rollout.tp_degree}, `staleness: {config.staleness}`"
     yield f"drafts: {_drafter(config, plan)}"
     expected = [g.expected_tokens for g in plan.groups if g.expected_tokens is not None]
     if expected:

@@ -124,14 +124,14 @@ STATES = {
 def print_runs(records: Sequence[RunRecord], console: Console, now_s: float) -> None:
     """Print one line per run, then messages about files that cannot be read."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("run", "mode", "state", "step", "epochs", "reward", "started", "wall time"):
+    for name in ("run", "staleness", "state", "step", "epochs", "reward", "started", "wall time"):
         table.add_column(name, no_wrap=name != "run", justify="right" if name == "step" else "left")
     for record in records:
         config, wall_s = record.config, record.wall_s(now_s)
         words, style = STATES[record.state]
         table.add_row(
             record.name,
-            config.mode if config else "?",
+            str(config.staleness) if config else "?",
             words,
             _step_of(record),
             str(config.num_epochs) if config else "?",
@@ -269,7 +269,7 @@ def config_facts(config: TrainConfig) -> dict[str, str]:
     """Return the main settings by name."""
     rollout, files = config.rollout, ", ".join(map(str, config.data.train))
     return {
-        "mode": f"{config.mode}, {config.num_epochs} epochs, seed {config.seed}",
+        "run": f"staleness {config.staleness}, {config.num_epochs} epochs, seed {config.seed}",
         "model": f"{config.model.path} ({config.model.dtype})",
         "data": files,
         "batch": f"{config.prompts_per_step} prompts x {rollout.group_size} samples",

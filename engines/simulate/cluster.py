@@ -192,7 +192,7 @@ def _decide(
     group_size = max(map(len, requests.values()))
     config = run_config(
         max(request.max_response_tokens for group in requests.values() for request in group),
-        mode="pipelined",
+        staleness=1,
         histopipe=policy_set.histopipe,
         rollout={
             "num_engines": cluster.num_engines,

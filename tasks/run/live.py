@@ -178,7 +178,7 @@ async def _start_actors(
 ) -> LiveRun:
     config, inputs = plan.located, plan.inputs
     store = StoreClient(start_store(plan.addresses.store, STORE))
-    version = await go_back(checkpoint, inputs.loader, store, config.max_staleness)
+    version = await go_back(checkpoint, inputs.loader, store, config.staleness)
     learnt: dict[int, str] = await store.call("learnt")
     engines = await make_generation(
         config, inputs.latency, version, placement, progress.phase, learnt=learnt
@@ -224,7 +224,7 @@ async def _start_actors(
     num_steps = inputs.loader.num_steps
     validates = bool(config.data.validation)
     milestones = Milestones(
-        weights, config.max_staleness, num_steps, engines.queued, validates=validates
+        weights, config.staleness, num_steps, engines.queued, validates=validates
     )
     return LiveRun(run, engines, milestones)
 

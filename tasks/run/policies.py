@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 
 from engines.control.stage_end import StageEnd
 from engines.control.techniques import (
@@ -10,9 +11,12 @@ from engines.control.techniques import (
     draft_setting,
     expected_lengths,
     plan_policies,
+    sample_queue,
     stage_outlook,
     tokens_to_come,
 )
+from engines.histopipe.group_lengths import GroupLengths
+from engines.histopipe.sample_queue import SampleQueue
 from engines.latency.interface import Latency
 from engines.latency.measured import measured_by
 from engines.pat.costs import SwitchCosts
@@ -115,8 +119,49 @@ async def step_policies(run: Run, engines: Engines, plan: StepPlan) -> tuple[Pol
         prompt_tokens=run.inputs.mean_prompt_tokens,
         to_come=tokens_to_come(run.config, lengths),
         move_model=await _move_model(run, engines, plan, latency, lengths) if latency else None,
+        queue=await _queue(run, engines, plan),
     )
     return plan_policies(run.config, inputs)
+
+
+async def _queue(run: Run, engines: Engines, plan: StepPlan) -> SampleQueue | None:
+    """Return the queue of a training step's samples. None without `rollout.placement: queue`, and
+    while the run does not know the times of its steps."""
+    config = run.config
+    if config.rollout.placement != "queue" or plan.split is Split.VALIDATION:
+        return None
+    last = await last_known(run, plan.step)
+    latency = _step_times(run, last) if last else None
+    if last is None or latency is None:
+        return None
+    keys = [group.prompt_key for group in plan.groups]
+    lengths = GroupLengths(
+        keys,
+        await _lengths(run, plan),
+        plan.group_size,
+        config.data.max_response_tokens,
+        last.mean_response_tokens,
+    )
+    return sample_queue(
+        config,
+        lengths,
+        latency,
+        last.speculation,
+        len(engines.living),
+        run.trainer.train_s,
+        _kv_capacity_tokens(run),
+    )
+
+
+def _kv_capacity_tokens(run: Run) -> float:
+    """Return the tokens that an engine's KV cache holds, or infinity if that is not known."""
+    tp_degree, num_bytes = run.config.rollout.tp_degree, run.config.rollout.kv_cache_bytes
+    if profiled := run.inputs.latency:
+        return profiled.profile.kv_capacity_tokens(tp_degree)
+    if num_bytes is None:
+        return inf
+    shape = model_shape(run.config)
+    return num_bytes * min(tp_degree, shape.num_kv_heads) / shape.kv_bytes_per_token
 
 
 async def _move_model(

@@ -100,9 +100,9 @@ def test_the_modes_differ_in_nothing_else(tmp_path):
     path = tmp_path / "train.yaml"
     path.write_text((DEMO / "train.yaml").read_text() + "drafting: {index_dir: /dev/shm}\n")
     configs = {mode: load_config(path, overrides(mode, 3, 5)) for mode in MODES}
-    assert [config.mode for config in configs.values()] == ["sync", "pipelined", "pipelined"]
+    assert [config.staleness for config in configs.values()] == [0, 1, 1, 1, 0, 2, 4]
     assert [config.ranks_prompts for config in configs.values()] == [False, False, True]
-    different = {"mode", "histopipe", "algorithm"}
+    different = {"staleness", "rollout", "algorithm"}
     (same,) = {config.model_dump_json(exclude=different) for config in configs.values()}
     assert same
     config = configs["sync"]
@@ -227,7 +227,7 @@ def test_bad_arguments_are_refused_before_anything_runs(monkeypatch, arguments, 
 def test_a_run_that_fails_shows_what_it_printed_last(monkeypatch):
     code = "import sys; print(*range(90), sep='\\n'); sys.exit('no such model')"
     monkeypatch.setattr(pipeline, "COMMAND", (sys.executable, "-c", code))
-    with pytest.raises(RuntimeError, match=r"mode=sync .* ended with 1") as failure:
+    with pytest.raises(RuntimeError, match=r"staleness=0 .* ended with 1") as failure:
         launch_bench("pipeline", [CONFIG])
     lines = str(failure.value).splitlines()
     assert "no such model" in lines

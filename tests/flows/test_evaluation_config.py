@@ -23,7 +23,7 @@ def runs(tmp_path: Path) -> Path:
     others that it ignores."""
     run_dir = make_run(tmp_path, "mine")
     config = json.loads((run_dir / "config.json").read_text())
-    config |= {"seed": 7, "validation_samples": 4, "mode": "pipelined"}
+    config |= {"seed": 7, "validation_samples": 4, "staleness": 1}
     config["model"]["dtype"] = "float32"
     config["data"] |= {"validation": [DATA], "max_response_tokens": 99}
     config["rollout"] |= {"num_engines": 3, "temperature": 0.7}
@@ -69,7 +69,7 @@ def test_a_checkpoint_is_evaluated_with_the_date_of_its_run(runs: Path, tmp_path
 
 def test_nothing_of_training_is_taken_over(runs: Path) -> None:
     config = subject(runs, "mine").config
-    assert (config.mode, config.pat.tp_degrees, config.drafting.enabled) == ("sync", (), False)
+    assert (config.staleness, config.pat.tp_degrees, config.drafting.enabled) == (0, (), False)
     assert config.profile is None
     assert config.run_dir == runs / "evaluations" / "mine-step-4-held-out"
 

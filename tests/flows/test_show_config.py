@@ -36,7 +36,7 @@ def test_a_config_is_shown_with_overrides_and_defaults():
 
 def test_the_schema_is_one():
     schema = json.loads(run("--schema").output)
-    assert schema["properties"]["mode"]["enum"] == ["sync", "pipelined"]
+    assert schema["properties"]["placement"]["enum"] == ["auto", "shared", "split"]
     assert run().exit_code == 2
 
 

@@ -44,7 +44,7 @@ def test_every_division_has_a_row_and_the_fastest_is_recommended() -> None:
         best = min(among, key=lambda row: row["step_s"])
         assert found["figures"][f"{prefix}step_s"] == best["step_s"]
         assert found["figures"][f"{prefix}recommended"] == (
-            f"mode={best['mode']} placement={best['placement']} "
+            f"staleness={int(best['mode'] == 'pipelined')} placement={best['placement']} "
             f"rollout.num_engines={best['engine_gpus']} "
             f"trainer.num_processes={best['trainer_gpus']}"
         )
@@ -59,7 +59,7 @@ def test_divisions_are_labelled_as_a_simulation() -> None:
     assert "training: formula; hand-over: formula" in said
     assert said.count("fastest") == 1
     assert "sync shared" in said
-    assert "recommended: mode=" in said
+    assert "recommended: staleness=" in said
     assert "times as long" in said
 
 

@@ -25,22 +25,21 @@ class Stage:
 
     def __init__(
         self,
-        mode: str,
+        staleness: int,
         monkeypatch: pytest.MonkeyPatch,
         first_version: int = 0,
         *,
         trainer_leaves: bool = False,
     ) -> None:
         given = {"model": {"path": "m"}, "data": {"train": ["d"], "validation": ["v"]}}
-        self.config = TrainConfig.model_validate(given | {"mode": mode, "validate_every_steps": 1})
+        given |= {"staleness": staleness, "validate_every_steps": 1}
+        self.config = TrainConfig.model_validate(given)
         self.done: list[str] = []
         self.may_validate = asyncio.Event()
         self.save_s = 0.0
         weights = PolicyWeights(first_version, b"", ())
         queued = Milestone[None](first_version, None)
-        self.reached = Milestones(
-            weights, self.config.max_staleness, NUM_STEPS, queued, validates=True
-        )
+        self.reached = Milestones(weights, self.config.staleness, NUM_STEPS, queued, validates=True)
         run = SimpleNamespace(
             ref=SimpleNamespace(first_version=first_version),
             config=self.config,
@@ -66,8 +65,8 @@ class Stage:
         monkeypatch.setattr(flows.train, "validation", self._validation)
 
     def _turns(self) -> Turns:
-        """Return turns that record who enters the GPUs. In pipelined mode nobody takes turns."""
-        if self.config.mode == "pipelined":
+        """Return turns that record who enters the GPUs. With staleness nobody takes turns."""
+        if self.config.staleness:
             return Turns({}, Role.ENGINES)
         return Turns({role: _Owner(role, self.done) for role in Role}, Role.TRAINER)
 
@@ -81,14 +80,14 @@ class Stage:
     async def _call(self, subflow: Any, number: int, *args: Any, wait_for: Any) -> Any:
         """Assert that a call waits for the step that it needs, unless that was taken before this
         process started."""
-        needs = number if subflow == self._validation else number - 1 - self.config.max_staleness
+        needs = number if subflow == self._validation else number - 1 - self.config.staleness
         first = self.live.run.ref.first_version
         assert (wait_for is None) == (needs <= first)
         return await subflow(*args)
 
     async def _plan(self, _: Any, step: int, *__: Any) -> Any:
         first = self.live.run.ref.first_version
-        version = max(first, step - 1 - self.config.max_staleness)
+        version = max(first, step - 1 - self.config.staleness)
         return SimpleNamespace(step=step, policy_version=version)
 
     async def _roll_out(self, _: Any, plan: Any, *__: Any) -> Any:
@@ -130,7 +129,7 @@ async def test_trainer_saves_before_leaving_its_gpus(
 ) -> None:
     """A trainer that must leave the GPUs saves before the engines enter. Otherwise it saves a step
     while the next one generates."""
-    stage = Stage("sync", monkeypatch, trainer_leaves=leaves)
+    stage = Stage(0, monkeypatch, trainer_leaves=leaves)
     stage.save_s = 0.01
     stage.may_validate.set()
     async with together() as tasks:
@@ -140,12 +139,12 @@ async def test_trainer_saves_before_leaving_its_gpus(
         assert ("engines enter" in stage.done[trained:saved]) is not leaves
 
 
-@pytest.mark.parametrize("mode", ["sync", "pipelined"])
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4])
 @pytest.mark.parametrize("first_version", [0, 2])
 async def test_a_checkpoint_is_saved_when_what_cannot_be_validated_from_it_is(
-    mode: str, first_version: int, monkeypatch: pytest.MonkeyPatch
+    staleness: int, first_version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = Stage(mode, monkeypatch, first_version)
+    stage = Stage(staleness, monkeypatch, first_version)
     async with together() as tasks:
         tasks.create_task(flows.train.take_steps(stage.live))
         for _ in range(100):

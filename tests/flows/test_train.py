@@ -29,7 +29,7 @@ DRAWN_PER_STEP = 14
 """Prompts that a step draws with `PIPELINED`."""
 DRAWN = "SELECT step, report->>'drawn' FROM steps ORDER BY step"
 PIPELINED = {
-    "mode": "pipelined",
+    "staleness": 1,
     "histopipe": {"min_growth": 1.0, "last_share": 0.9, "oversample": 0.1},
 }
 

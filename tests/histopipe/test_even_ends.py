@@ -103,10 +103,11 @@ def test_a_step_costs_as_much_as_so_many_requests():
     assert step_requests_of(lambda num: 0.01 * num, 16) == 0
 
 
-def config_of(mode="sync", max_num_seqs=256, race=True, **histopipe):
-    rollout = {"group_size": GROUP, "max_num_seqs": max_num_seqs}
+def config_of(staleness=0, max_num_seqs=256, race=True, placement="histopipe", **histopipe):
+    rollout = {"group_size": GROUP, "max_num_seqs": max_num_seqs, "placement": placement}
     specactor = {"draft_models": [{"name": "small", "path": "m"}], "race": race}
-    return run_config(2000, mode=mode, rollout=rollout, histopipe=histopipe, specactor=specactor)
+    sections = {"rollout": rollout, "histopipe": histopipe, "specactor": specactor}
+    return run_config(2000, staleness=staleness, **sections)
 
 
 histories = st.lists(
@@ -174,10 +175,10 @@ def test_even_ends_need_waiting_and_racing_steps():
     assert (moved.expected_s, moved.equal_s) == (ending.expected_s, ending.equal_s)
     for off in (placed(config_of(two_tier=False)), placed(config_of(race=False))):
         assert (off.groups, off.expected_s) == (equal, None)
-    for unknown in (placed(config_of(), {}), placed(config_of("pipelined", enabled=False))):
+    for unknown in (placed(config_of(), {}), placed(config_of(staleness=1, placement="even"))):
         assert unknown.expected_s is unknown.equal_s is None
-    assert placed(config_of("pipelined", enabled=False)).groups == equal
-    assert placed(config_of("pipelined")).ranking_groups
+    assert placed(config_of(staleness=1, placement="even")).groups == equal
+    assert placed(config_of(staleness=1)).ranking_groups
     # If the cache holds few requests, a large batch gains nothing.
     tight = placed(config_of(), max_context_tokens=4 * 1200.0)
     assert tight.equal_s > 2 * ending.equal_s

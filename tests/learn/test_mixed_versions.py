@@ -15,8 +15,8 @@ from tests.learn.conftest import make_batch, on_policy
 MakeConfig = Callable[..., TrainConfig]
 
 
-def started(config: TrainConfig, mode: str = "sync", policy_version: int = 0) -> Learner:
-    learner = Learner(TrainConfig.model_validate(config.model_dump() | {"mode": mode}))
+def started(config: TrainConfig, staleness: int = 0, policy_version: int = 0) -> Learner:
+    learner = Learner(TrainConfig.model_validate(config.model_dump() | {"staleness": staleness}))
     learner.restore(None)
     learner.policy_version = policy_version
     return learner
@@ -40,7 +40,7 @@ def spans(row: dict, num_stale: int, stale: int, fresh: int) -> dict:
 
 def moved_one(config: TrainConfig, batch: pa.Table) -> Learner:
     """Return a pipelined learner that was at policy version 3 and has trained on the batch."""
-    learner = started(config, "pipelined", 3)
+    learner = started(config, 1, 3)
     learner.train_step(batch)
     return learner
 
@@ -66,7 +66,7 @@ def test_the_head_of_a_deferred_sample_is_trained_on_like_its_tail(make_config: 
 
 
 def test_batch_without_signal_leaves_weights_unchanged(make_config: MakeConfig) -> None:
-    learner = started(make_config({"overlong_filtering": True}), "pipelined", 3)
+    learner = started(make_config({"overlong_filtering": True}), 1, 3)
     before = learner.weights_buffer()
     batch = change(make_batch(policy_version=3), lambda _: {"truncated": True})
     metrics = learner.train_step(batch)
@@ -84,7 +84,7 @@ def test_a_sync_run_refuses_an_older_version(make_config: MakeConfig) -> None:
     with pytest.raises(StalenessError, match="versions 2 to 2; policy version 3 is trained on"):
         learner.train_step(old)
     assert learner.weights_buffer() == before
-    metrics = started(make_config(), "pipelined", 3).train_step(old)
+    metrics = started(make_config(), 1, 3).train_step(old)
     assert metrics["actor/staleness_mean"] == 1.0
 
 

@@ -20,7 +20,7 @@ def test_settings_picked_by_a_type_have_an_effect(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "inert"),
     [
-        ({"mode": "pipelined"}, False),
+        ({"staleness": 1}, False),
         ({"algorithm": {"tis_cap": 2.0}}, True),
         ({"algorithm": {"type": "gspo"}, "trainer": {"minibatches_per_step": 1}}, True),
         ({"algorithm": {"tis_cap": 2.0}, "trainer": {"passes_per_step": 2}}, False),

@@ -53,7 +53,7 @@ def samples_of(
 ) -> tuple[list[TrainingSample], dict[str, float]]:
     """Return the samples of a pipelined run. Its tokens may be one version old."""
     config = {
-        "mode": "pipelined",
+        "staleness": 1,
         "model": {"path": "unused"},
         "data": {"train": ["unused"], "max_response_tokens": 10},
         "algorithm": algorithm,

@@ -56,32 +56,31 @@ def test_given_settings_override_those_of_the_type(name: str) -> None:
     assert {field: getattr(config, field) for field in given} == given
 
 
-@pytest.mark.parametrize("mode", ["sync", "pipelined"])
+@pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_stored_config_holds_the_effective_values(name: str, mode: str) -> None:
-    config = train_config(mode=mode, algorithm={"type": name, "kl_coefficient": 0.5})
+def test_a_stored_config_holds_the_effective_values(name: str, staleness: int) -> None:
+    config = train_config(staleness=staleness, algorithm={"type": name, "kl_coefficient": 0.5})
     assert TrainConfig.model_validate_json(config.model_dump_json()) == config
     stored = config.model_dump(mode="json")["algorithm"]
     assert stored["clip_high"] == EFFECTIVE[name][1]
     assert stored["tis_cap"] == EFFECTIVE[name][-1]
 
 
-@pytest.mark.parametrize("mode", ["sync", "pipelined"])
+@pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_form_that_sends_its_defaults_picks_no_setting(name: str, mode: str) -> None:
+def test_a_form_that_sends_its_defaults_picks_no_setting(name: str, staleness: int) -> None:
     fields = AlgorithmConfig.model_json_schema()["properties"]
     defaults = {field: about["default"] for field, about in fields.items() if "default" in about}
-    sent = train_config(mode=mode, algorithm=defaults | {"type": name})
-    assert sent.algorithm == train_config(mode=mode, algorithm={"type": name}).algorithm
+    sent = train_config(staleness=staleness, algorithm=defaults | {"type": name})
+    assert sent.algorithm == train_config(staleness=staleness, algorithm={"type": name}).algorithm
     trainer = TrainerConfig.model_json_schema()["properties"]["minibatches_per_step"]
     assert trainer["default"] is None, "a form that sends a default would count as a given value"
     assert TrainConfig.model_json_schema()["properties"]["algorithm"]["default"] == {}
 
 
 def test_a_pipelined_run_has_the_loss_of_a_synchronous_one() -> None:
-    assert train_config(mode="pipelined").algorithm == train_config().algorithm
-    assert train_config(mode="pipelined").algorithm == AlgorithmConfig()
-    assert (train_config().max_staleness, train_config(mode="pipelined").max_staleness) == (0, 1)
+    assert train_config(staleness=1).algorithm == train_config().algorithm
+    assert train_config(staleness=1).algorithm == AlgorithmConfig()
 
 
 def test_the_overlong_buffer_is_below_the_limit() -> None:

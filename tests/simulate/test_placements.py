@@ -218,7 +218,10 @@ def test_recommendation_is_the_fastest_that_fits(runs: list[DividedRun]) -> None
     said = recommend(runs, 1)
     if best := fastest(runs):
         division = best.division
-        assert f"mode={division.mode} placement={division.placement} " in said[0]
+        assert (
+            f"staleness={int(division.mode == 'pipelined')} placement={division.placement} "
+            in said[0]
+        )
         assert f"num_engines={division.engine_gpus} " in said[0]
         assert said[0].endswith(f"num_processes={division.trainer_gpus}")
     else:

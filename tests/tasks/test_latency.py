@@ -33,7 +33,7 @@ from tasks.schedule import _rollout_time
 from tests.conftest import DEMO, REPOSITORY
 from tests.flows.commands import write_config
 
-ALL_ON = ("mode=pipelined", "pat.tp_degrees=[2]")
+ALL_ON = ("staleness=1", "pat.tp_degrees=[2]")
 SMALL = f"specactor.draft_models=[{{name: small, path: {DEMO / 'drafter'}}}]"
 DRAFTED = StepRequest(
     RequestId(Split.TRAIN, 1, "a", 0), (Stay(0, 0.0, 1.0),), "stop", 20, 20, 5, 10, 10

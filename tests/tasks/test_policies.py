@@ -100,7 +100,7 @@ RANKED = plan(
 
 
 async def test_without_a_latency_model_each_decides_for_itself():
-    run = run_of(specactor={"draft_models": [DRAFTER]}, mode="pipelined")
+    run = run_of(specactor={"draft_models": [DRAFTER]}, staleness=1)
     run.latency = None
     migration, races = await step_policies(run, ENGINES, RANKED)
     assert isinstance(migration, Migration)
@@ -115,7 +115,7 @@ async def test_with_one_a_controller_has_all_that_is_switched_on():
     assert isinstance(controller, Controller)
     assert isinstance(controller.objective, SoonestEnd)
     assert [type(technique) for technique in controller.techniques] == [Reshaping]
-    run = run_of(specactor={"draft_models": [DRAFTER]}, mode="pipelined")
+    run = run_of(specactor={"draft_models": [DRAFTER]}, staleness=1)
     (controller,) = await step_policies(run, ENGINES, RANKED)
     assert isinstance(controller, Controller)
     assert isinstance(controller.objective, FewestGpuSeconds)
@@ -169,7 +169,7 @@ async def test_the_paper_s_rule_is_a_setting():
 
 
 LADDER = Ladder(AffineLatency(10e-3, 1e-4, 5e-5), 1, ("ngram", "small"), 300.0, max_window=8)
-PIPELINED = {"mode": "pipelined"}
+PIPELINED = {"staleness": 1}
 DRAFTING = {"specactor": {"draft_models": [DRAFTER]}}
 CONFIGS = {
     "switching": ({}, plan(), None),
@@ -258,7 +258,7 @@ def test_paper_scenes_switch_as_runs_do():
     ("changes", "opens"),
     [
         ({}, True),
-        ({"mode": "pipelined"}, False),
+        ({"staleness": 1}, False),
         ({"pat": {"tp_degrees": [2], "rule": "paper"}}, False),
         ({"rollout": {"num_engines": 4, "weight_sync": "ipc"}}, False),
     ],

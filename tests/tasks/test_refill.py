@@ -56,11 +56,11 @@ class Scorers:
         return pa.Table.from_pylist(scores)
 
 
-def config_of(directory: Path, mode: str = "sync", **algorithm: Any) -> TrainConfig:
+def config_of(directory: Path, staleness: int = 0, **algorithm: Any) -> TrainConfig:
     config = made_up_config(directory, next(names), PER_STEP * GROUP_SIZE, 16)
     values = config.model_dump(mode="json")
     settings = {"type": "dapo"} | algorithm
-    return TrainConfig.model_validate(values | {"mode": mode, "algorithm": settings})
+    return TrainConfig.model_validate(values | {"staleness": staleness, "algorithm": settings})
 
 
 @asynccontextmanager
@@ -237,7 +237,7 @@ async def test_begun_refill_is_finished_after_a_resume(runs_dir: Path) -> None:
 
 
 async def test_in_a_pipeline_the_next_step_is_queued_behind_all_batches(runs_dir: Path) -> None:
-    config = config_of(runs_dir, "pipelined")
+    config = config_of(runs_dir, 1)
     store = make_store(config)
     dull = set().union(*(some_dull(step) for step in range(1, 4)))
 

@@ -29,10 +29,10 @@ LATENCY = FittedLatency(measure(AffineMachine(), tp_degrees=(1, 2)))
 POOL = Pool(0, {1: (0, 1), 2: (2,)})
 
 
-def config_of(directory: Path, mode: str, drafter: str = "histospec") -> TrainConfig:
+def config_of(directory: Path, staleness: int, drafter: str = "histospec") -> TrainConfig:
     config = made_up_config(directory, "hollow", 64, 16)
     values = config.model_dump(mode="json") | {
-        "mode": mode,
+        "staleness": staleness,
         "pat": {"tp_degrees": [2]},
         "profile": "p",
         "specactor": {"drafter": drafter},
@@ -89,21 +89,21 @@ async def databases(config: TrainConfig, steps: Sequence[int]) -> tuple[list[Pat
 
 
 @pytest.mark.parametrize(
-    ("mode", "drafter", "planned_after"),
+    ("staleness", "drafter", "planned_after"),
     [
         # Planned when the step before is trained.
-        ("sync", "histospec", (3,)),
-        ("sync", "ngram", (3,)),
+        (0, "histospec", (3,)),
+        (0, "ngram", (3,)),
         # Planned when the step before is queued. The one before that may just have begun.
-        ("pipelined", "histospec", (1, 2, 3)),
-        ("pipelined", "ngram", (1, 2, 3)),
+        (1, "histospec", (1, 2, 3)),
+        (1, "ngram", (1, 2, 3)),
     ],
 )
 async def test_a_step_is_planned_as_in_the_run_that_went_on(
-    tmp_path: Path, mode: str, drafter: str, planned_after: Sequence[int]
+    tmp_path: Path, staleness: int, drafter: str, planned_after: Sequence[int]
 ) -> None:
     """Drafts from history are off. With n-grams the plan counts passes, otherwise tokens."""
-    config = config_of(tmp_path, mode, drafter)
+    config = config_of(tmp_path, staleness, drafter)
     copies, went_on = await databases(config, planned_after)
     by_passes = [g["expected_passes"] != g["expected_tokens"] for g in went_on[0]["groups"]]
     assert by_passes == [drafter == "ngram"] * len(by_passes)

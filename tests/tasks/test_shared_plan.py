@@ -242,8 +242,8 @@ def test_both_copies_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ((IPC, "placement=split"), "on separate ones: set mode=sync and placement=shared"),
-        ((IPC, "placement=auto", "mode=pipelined"), "on separate ones"),
+        ((IPC, "placement=split"), "on separate ones: set staleness=0 and placement=shared"),
+        ((IPC, "placement=auto", "staleness=1"), "on separate ones"),
         ((IPC, "rollout.num_engines=2"), r"\(1\) is less than the engines' 2 GPUs"),
         ((IPC, "rollout.tp_degree=4"), r"set trainer.num_processes=4"),
         ((IPC, "rollout.num_engines=2", "trainer.num_processes=2"), None),

@@ -155,7 +155,7 @@ def histopipe(config=CONFIG):
     return Configuration(
         name="histopipe",
         plan=in_turn(config, num_groups=NUM_GROUPS),
-        policies=partial(migrating, run_config(8192, mode="pipelined", histopipe=config)),
+        policies=partial(migrating, run_config(8192, staleness=1, histopipe=config)),
         report_s=REPORT_S,
         oversample=config.oversample,
     )
