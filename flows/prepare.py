@@ -99,7 +99,7 @@ def parts(plan: "RunPlan") -> dict[str, str]:
     return {
         "run": f"{config.run_dir}, {_start(plan)}",
         "model": f"{config.model.path} in {config.model.dtype}",
-        "steps": f"{config.prompts_per_step} prompts x {rollout.group_size}, staleness {config.staleness}",
+        "steps": f"{config.prompts_per_step} x {rollout.group_size}, staleness {config.staleness}",
         "engines": f"{rollout.num_engines} of TP {rollout.tp_degree}",
         "drafters": ", ".join(drafters) or "no draft models",
         "trainer": f"{num_ranks} {'rank' if num_ranks == 1 else 'ranks'}, {where}",

@@ -66,8 +66,8 @@ async def _train(plan: RunPlan, started: float, goes_on: str) -> RunSummary:
 
 
 async def take_steps(live: LiveRun) -> None:
-    """Start each step when `staleness` admits it: with 0 after the step before, else as soon as that
-    step's rollouts are queued. Validate a policy version before a step uses it."""
+    """Start each step when `staleness` admits it: with 0 after the step before, else as soon as
+    that step's rollouts are queued. Validate a policy version before a step uses it."""
     run, reached = live.run, live.milestones
     first, last, lag = run.ref.first_version, run.inputs.loader.num_steps, run.config.staleness
     async with together() as steps:

@@ -246,7 +246,8 @@ class TrainConfig(Frozen):
     trainer or for the last responses; learning needs more care then (`algorithm.tis_cap`)."""
     placement: Free[Literal["auto", "shared", "split"]] = "auto"
     """`shared`: engines and trainer take turns on the same GPUs; one GPU is enough. `split`: each
-    has GPUs of its own. `auto`: shared with `staleness: 0`, split otherwise. Leave `auto`, unless `refrain simulate --divide` finds the other one faster."""
+    has GPUs of its own. `auto`: shared with `staleness: 0`, split otherwise. Leave `auto`, unless
+    `refrain simulate --divide` finds the other one faster."""
     num_epochs: Free[PositiveInt] = 1
     """Passes over the training prompts, for example `10`. Raise it if the reward still rises at the
     end. Drafts from a prompt's own history start in the second epoch."""

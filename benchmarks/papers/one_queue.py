@@ -29,6 +29,7 @@ def queued(
     *,
     staleness: int,
     train_s: float,
+    in_flight: bool = False,
     drafting: GatedHistory | None = None,
     lengths: Lengths = by_history,
 ) -> Configuration:
@@ -41,8 +42,19 @@ def queued(
         times = TokenTimes(decoding, cluster.tp_degree, cluster.max_num_seqs)
         return EngineLimits(decoding, times, cluster.tp_degree, held)
 
+    queues: list[SampleQueue] = []
+
     def queue(step: StepScript, num_engines: int) -> SampleQueue:
         pace = StepPace(limits().times, num_engines, staleness, train_s)
-        return SampleQueue(lengths(step), limits(), pace)
+        before = queues.pop() if queues else None
+        queues.append(SampleQueue(lengths(step), limits(), pace, before))
+        return queues[0]
 
-    return Configuration(name=name, plan=plan, staleness=staleness, queue=queue, drafting=drafting)
+    return Configuration(
+        name=name,
+        plan=plan,
+        staleness=staleness,
+        in_flight=in_flight,
+        queue=queue,
+        drafting=drafting,
+    )

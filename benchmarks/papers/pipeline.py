@@ -57,6 +57,8 @@ class Configuration:
     begin when it is trained at most so many versions later."""
     apart: bool = False
     """Whether samples go to engines round-robin, one by one, and not with their prompt."""
+    in_flight: bool = False
+    """Whether engines begin a step with requests of the one before."""
     queue: Callable[[StepScript, int], Policy] | None = None
     """(step, number of engines) -> the policy that starts its samples from one queue. None: engines
     have their samples when the step begins."""
@@ -248,6 +250,7 @@ class _PipelineRun:
             weights=PolicyWeights(version_of(record.place, self.configuration.lag), b"", ()),
             policies=policies,
             min_rollouts=None if oversample is None else round(len(placed) / (1 + oversample)),
+            in_flight=self.configuration.in_flight,
             label=f"{Split.TRAIN}/{step.step}",
         )
 

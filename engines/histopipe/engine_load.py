@@ -3,6 +3,7 @@
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -58,31 +59,61 @@ class WaitingSamples:
         del self._order[bisect_left(self._order, (self._at[prompt_key], prompt_key))]
 
 
-class EngineLoad:
-    """Requests of one engine, by forecast."""
+@dataclass(slots=True)
+class StepLoad:
+    """Requests of one step on an engine."""
 
-    def __init__(self, view: EngineView, lengths: GroupLengths, prompts: Mapping[str, int]) -> None:
+    lengths: GroupLengths
+    prompts: Mapping[str, int]
+    """Prompt tokens by key."""
+    end_s: float
+    """When they should have ended."""
+    longest: float = 0.0
+    """Tokens to come of the longest, with a margin."""
+
+
+class EngineLoad:
+    """Requests of one engine, by forecast: those of its step first, then those of earlier steps."""
+
+    def __init__(self, view: EngineView, step: StepLoad, earlier: Mapping[int, StepLoad]) -> None:
+        """`step`: of its own; `earlier`: by number."""
         self.engine = view.engine
         self.ids = list(view.progress)
+        self.step = step
         self.groups = Counter(id.prompt_key for id in view.progress)
-        self.remaining = [
-            lengths.remaining(id.prompt_key, num) for id, num in view.progress.items()
-        ]
-        self.context = [prompts[id.prompt_key] + num for id, num in view.progress.items()]
-        most = (lengths.most_remaining(id.prompt_key, num) for id, num in view.progress.items())
-        self.longest = max(most, default=0.0)
-        """Tokens to come of the longest request, with a margin."""
+        self.remaining: list[float] = []
+        self.context: list[float] = []
+        for id, num_tokens in view.progress.items():
+            self._add(step, id, num_tokens)
+        for id, num_tokens in view.earlier.items():
+            if (of := earlier.get(id.step)) is not None:
+                self._add(of, id, num_tokens)
+        self.steps = [of for of in (step, *earlier.values()) if of.longest]
 
     def __len__(self) -> int:
         return len(self.remaining)
 
-    def add(self, id: RequestId, prompt_tokens: int, lengths: GroupLengths) -> None:
-        """Add a request without response tokens."""
-        self.ids.append(id)
+    def add(self, id: RequestId) -> None:
+        """Add a request of its own step, without response tokens."""
         self.groups[id.prompt_key] += 1
-        self.remaining.append(lengths.remaining(id.prompt_key, 0))
-        self.context.append(prompt_tokens)
-        self.longest = max(self.longest, lengths.most_remaining(id.prompt_key, 0))
+        self._add(self.step, id, 0)
+        if self.step not in self.steps:
+            self.steps.append(self.step)
+
+    def _add(self, step: StepLoad, id: RequestId, num_tokens: int) -> None:
+        self.remaining.append(step.lengths.remaining(id.prompt_key, num_tokens))
+        self.context.append(step.prompts[id.prompt_key] + num_tokens)
+        most = step.lengths.most_remaining(id.prompt_key, num_tokens)
+        step.longest = max(step.longest, most)
+
+    @property
+    def longest(self) -> float:
+        """Tokens to come of the longest request, with a margin."""
+        return max((step.longest for step in self.steps), default=0.0)
+
+    def token_s(self, now_s: float) -> float:
+        """Return the seconds in which each request must gain a token for all to end in time."""
+        return min((of.end_s - now_s) / of.longest for of in self.steps)
 
     def context_each(self) -> float:
         """Return the mean context of a request, halfway to its end."""

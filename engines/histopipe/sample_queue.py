@@ -26,7 +26,7 @@ from itertools import islice
 
 import numpy as np
 
-from engines.histopipe.engine_load import EngineLoad, WaitingSamples, peak_tokens
+from engines.histopipe.engine_load import EngineLoad, StepLoad, WaitingSamples, peak_tokens
 from engines.histopipe.group_lengths import GroupLengths
 from engines.histopipe.step_end import StepPace, TokenTimes
 from engines.latency.interface import Latency
@@ -58,7 +58,16 @@ class EngineLimits:
 class SampleQueue:
     """The policy of one step."""
 
-    def __init__(self, lengths: GroupLengths, limits: EngineLimits, pace: StepPace) -> None:
+    def __init__(
+        self,
+        lengths: GroupLengths,
+        limits: EngineLimits,
+        pace: StepPace,
+        before: "SampleQueue | None" = None,
+    ) -> None:
+        """`before`: queue of the step before, some of whose samples may still run on engines that
+        begin this step."""
+        self._earlier = [before, *before._earlier][: pace.staleness] if before else []
         self._lengths = lengths
         self._limits = limits
         self._pace = pace
@@ -69,6 +78,8 @@ class SampleQueue:
         self._num_waiting = 0
         self._prompts: dict[str, int] = {}
         """Prompt tokens by key."""
+        self._step = -1
+        """Number of the step."""
         self._num_finished = 0
         self._seen: dict[int, EngineView] = {}
         self._relieved_s = -math.inf
@@ -90,7 +101,14 @@ class SampleQueue:
         return moves
 
     def _load(self, engine: EngineView) -> EngineLoad:
-        return EngineLoad(engine, self._lengths, self._prompts)
+        earlier = {
+            queue._step: queue._step_load(engine.engine)
+            for queue in (self._earlier if engine.earlier else ())
+        }
+        return EngineLoad(engine, self._step_load(engine.engine), earlier)
+
+    def _step_load(self, engine: int) -> StepLoad:
+        return StepLoad(self._lengths, self._prompts, self._ends_s.get(engine, math.inf))
 
     def _learn(self, view: RolloutView) -> None:
         """Take the lengths of finished siblings into account."""
@@ -110,6 +128,7 @@ class SampleQueue:
                 id.prompt_key: len(r.prompt_token_ids) for id, r in view.waiting.items()
             }
         if self._rollout_s is None:
+            self._step = max((id.step for id in view.waiting), default=-1)
             prompt_tokens = float(np.mean(list(self._prompts.values()) or [0.0]))
             self._rollout_s = self._pace.rollout_s(self._waiting.lengths(), prompt_tokens)
         return self._waiting
@@ -122,25 +141,25 @@ class SampleQueue:
         """Take what the engine has room for."""
         assert self._rollout_s is not None
         if not len(load) or load.engine not in self._ends_s:
-            self._ends_s[load.engine] = now_s + self._rollout_s
+            load.step.end_s = self._ends_s[load.engine] = now_s + self._rollout_s
         taken: list[RolloutRequest] = []
         num_free = self._places(load, now_s) - len(load)
         if num_free < max(1.0, REFILL_SHARE * len(load)):
             return taken
         while len(waiting) and (key := self._next(load, waiting, now_s)):
             request = waiting.pop(key)
-            load.add(request.id, self._prompts[key], self._lengths)
+            load.add(request.id)
             taken.append(request)
         return taken
 
     def _places(self, load: EngineLoad, now_s: float) -> float:
         """Return how many requests the engine may have so that its longest ends in time."""
-        times, longest = self._limits.times, load.longest
-        if not longest:
+        times = self._limits.times
+        if not load.steps:
             return times.max_num_seqs
         context = load.context_each()
-        left_s = (self._ends_s[load.engine] - now_s) / longest
-        return times.batch_within(max(left_s, LATE_FACTOR * times.token_s(1, context)), context)
+        late_s = LATE_FACTOR * times.token_s(1, context)
+        return times.batch_within(max(load.token_s(now_s), late_s), context)
 
     def _next(self, load: EngineLoad, waiting: WaitingSamples, now_s: float) -> str | None:
         """Return the group of the next sample, or None if there is no room."""
@@ -150,7 +169,7 @@ class SampleQueue:
                 return None
             token_s = self._limits.times.token_s(len(load) + 1, load.context_each())
             in_time = (self._ends_s[load.engine] - now_s) / token_s
-            longest = max(load.longest, in_time) / self._lengths.margin
+            longest = max(load.step.longest, in_time) / self._lengths.margin
         found = waiting.longest(longest)
         if found is None:
             return None
@@ -185,7 +204,7 @@ class SampleQueue:
 
     def _relieve(self, view: RolloutView) -> list[Migrate]:
         """Return moves of the requests that would end last to engines that have none."""
-        empty = [engine.engine for engine in view.engines if not engine.progress]
+        empty = [e.engine for e in view.engines if not (e.progress or e.earlier)]
         if not empty or view.now_s < self._relieved_s + RELIEF_S:
             return []
         self._relieved_s = view.now_s
@@ -203,11 +222,12 @@ class SampleQueue:
         """Return the longest requests of an engine if they would end so much earlier on an empty
         one that a prefill pays."""
         num = sum(remaining > load.longest / 2 for remaining in load.remaining)
-        num = min(num, len(load) // 2)
+        num = min(num, len(load) // 2, len(load.ids))
         if not num:
             return []
         limits, context = self._limits, load.context_each()
-        longest = sorted(range(len(load)), key=load.remaining.__getitem__, reverse=True)[:num]
+        own = range(len(load.ids))
+        longest = sorted(own, key=load.remaining.__getitem__, reverse=True)[:num]
         gain_s = limits.times.token_s(len(load), context) - limits.times.token_s(num, context)
         moved = float(np.mean([load.context[place] for place in longest]))
         prefill_s = limits.latency.prefill_s(limits.tp_degree, num, moved)

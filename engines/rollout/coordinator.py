@@ -14,7 +14,9 @@ Only engines of the base layout have queues, and views leave out engines on stan
 Stages run in the order of `roll_out` calls, and they overlap. An engine that has finished its part
 of one stage loads the weights of the next and begins it, without waiting for the other engines
 (RhymeRL, section 4.2). So all requests of a stage run under its own policy version, except those
-deferred to it. A stage ends after the one before it.
+deferred to it. An engine may begin a stage that is `in_flight` before, once nothing waits in its
+own: it pauses, loads the weights, and its requests go on with them, so that its batch stays full
+(AReaL, arXiv:2505.24298, section 4.1). A stage ends after the one before it.
 
 The coordinator waits only for the inbox. Every call to an engine has a time limit, so a stage
 ends, or fails with an error that names the engine. A rollout counts as finished once `on_finished`
@@ -24,9 +26,8 @@ generates the rollout again. After the last stage it reads the inbox until all e
 
 import asyncio
 from collections.abc import Callable, Sequence
-from itertools import cycle
+from itertools import count
 
-from engines.balance import in_turn
 from engines.bounded import cancel
 from engines.rollout import gpu_handover, orders, slow_policy
 from engines.rollout.engine_reports import Copied, EngineReport, Fatal, Refreshed, Signal, Synced
@@ -70,6 +71,7 @@ class Coordinator:
         self._mover = Mover(self._fleet, self._reshaper)
         self._policies = tuple(policies)
         self._stages: list[GenerationStage] = []
+        self._numbers = count()
         self._reassigner = Reassigner(self._fleet, self._reshaper, self._stages)
         self._weights: PolicyWeights | None = None
         self._on_gpus = True
@@ -116,6 +118,7 @@ class Coordinator:
         weights: PolicyWeights | None = None,
         policies: Sequence[Policy] | None = None,
         min_rollouts: int | None = None,
+        in_flight: bool = False,
         label: str = "",
     ) -> "asyncio.Future[Outcome]":
         """Queue a stage that generates every request, and return the future of its outcome.
@@ -127,6 +130,8 @@ class Coordinator:
         `min_rollouts`: requests that must finish in this stage. The rest may be deferred to the
         next stage, if that one sets `min_rollouts` too. None: no request is deferred from or to
         this stage.
+        `in_flight`: engines may begin this stage with requests of the one before, which go on with
+        these weights.
 
         Raises RuntimeError while the trainer has the GPUs, `EngineGone` when no engine is left. The
         future raises `EngineDied` when one engine dies more than `max_restarts` times in a run, or
@@ -141,9 +146,10 @@ class Coordinator:
         waiting = {request.id: request for index, request in assignments if index is None}
         placed = [(index, request) for index, request in assignments if index is not None]
         stage = GenerationStage(
+            number=next(self._numbers),
             label=label,
             weights=weights,
-            queues=self._queues(placed, begin),
+            queues=self._reshaper.queues(placed, begin),
             on_finished=on_finished,
             on_progress=on_progress,
             policies=self._policies if policies is None else policies,
@@ -155,6 +161,7 @@ class Coordinator:
                 if i in lost or not tracked.gone
             },
             num_rollouts=len(assignments),
+            in_flight=in_flight,
             waiting=waiting,
         )
         self._stages.append(stage)
@@ -164,18 +171,6 @@ class Coordinator:
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
         return stage.done
-
-    def _queues(
-        self, placed: Sequence[tuple[int, RolloutRequest]], begin: Sequence[TrackedEngine]
-    ) -> dict[int, list[RolloutRequest]]:
-        """Return the requests with which each engine begins a stage."""
-        queues: dict[int, list[RolloutRequest]] = {tracked.index: [] for tracked in begin}
-        others = cycle(list(queues))
-        seats = {index: in_turn(self._reshaper.seats(index)) for index, _ in placed}
-        for index, request in placed:
-            seat = seats[index](request.id.prompt_key)
-            queues[next(others) if seat.gone else seat.index].append(request)
-        return queues
 
     def timeline(self, start_s: float, end_s: float) -> Timeline:
         """Return the engines' timeline between two times of the event loop's clock. Delete earlier
@@ -266,8 +261,8 @@ class Coordinator:
             while tracked.free and tracked.waiting:
                 if tracked.stage in self._stages:
                     await tracked.count()
-                tracked.rest()
-                stage = tracked.stage = tracked.waiting.popleft()
+                stage = tracked.waiting.popleft()
+                await tracked.begin_stage(stage)
                 tracked.expect(stage.queues.pop(tracked.index, ()))
                 # Load weights even without requests: others may move here until the stage ends.
                 if stage in self._stages:
@@ -333,26 +328,30 @@ class Coordinator:
         stage = tracked.stage
         if stage is None or (tracked.entering and not tracked.finishing):
             return
-        finished: list[Finished] = []
-        requests: list[RolloutRequest] = []
+        finished: dict[GenerationStage, list[tuple[Finished, RolloutRequest]]] = {stage: []}
         for rollout in events.finished:
+            of = tracked.stage_of(rollout.id) or stage
             if request := tracked.forget(rollout.id):
-                finished.append(rollout)
-                requests.append(request)
+                finished.setdefault(of, []).append((rollout, request))
             else:
-                stage.races.check(rollout)
+                of.races.check(rollout)
         tracked.update_progress(events)
-        if finished:
+        lost: EngineDied | None = None
+        for of, pairs in finished.items():
             try:
-                await self._on_finished(tracked, stage, finished)
+                await self._on_finished(tracked, of, [rollout for rollout, _ in pairs])
             except EngineDied as death:
-                tracked.expect(requests)
-                await self._reassigner.on_death(tracked, death)
-        if stage in self._stages:
-            await self._decide(stage, stage.on_progress)
+                tracked.expect((r for _, r in pairs), None if of is stage else of)
+                lost = death
+        if lost:
+            await self._reassigner.on_death(tracked, lost)
+        for of in finished:
+            if of in self._stages:
+                await self._decide(of, of.on_progress)
 
     async def _decide(self, stage: GenerationStage, on_progress: OnProgress | None = None) -> None:
         """Report progress, and make the moves that the stage's policies decide on."""
+        waited = bool(stage.waiting)
         if on_progress or stage.policies:
             view = stage_view(self._fleet, stage, self._after(stage))
             if on_progress:
@@ -362,15 +361,20 @@ class Coordinator:
                 await self._mover.make(stage, self._after(stage), moves)
         if stage.waiting:
             await self._mover.occupy(stage)
+        if waited and not stage.waiting:  # Its engines may begin the next stage in flight.
+            self._fleet.changed.update(tracked.index for tracked in self._fleet.at(stage))
 
     async def _on_finished(
         self, tracked: TrackedEngine, stage: GenerationStage, finished: list[Finished]
     ) -> None:
         """Store the rollouts first. Then count them, and withdraw their copies elsewhere."""
+        if not finished:
+            return
         await stage.on_finished(finished)
         self._fleet.deaths.note_work(tracked.index)
-        tracked.tally.num_rollouts += len(finished)
-        tracked.tally.num_tokens += sum(rollout.num_tokens for rollout in finished)
+        tally = stage.tallies[tracked.index]
+        tally.num_rollouts += len(finished)
+        tally.num_tokens += sum(rollout.num_tokens for rollout in finished)
         stage.num_finished += len(finished)
         stage.finished.update((rollout.id, rollout.num_tokens) for rollout in finished)
         await self._mover.end_races(stage, finished)

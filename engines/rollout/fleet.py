@@ -134,7 +134,7 @@ class Fleet:
         """Return the engines that have this request unfinished: several in a race. The list may
         include dead engines, and engines on standby that have yet to report it as finished."""
         engines = self.engines.values()
-        return [m for m in engines if m.stage is stage and id in m.unfinished]
+        return [m for m in engines if id in m.unfinished and m.stage_of(id) is stage]
 
     def listen(self) -> None:
         """Start a pump for every live engine. `stop_listening` ends the pumps."""

@@ -20,6 +20,8 @@ class EngineView:
     tp_degree: int = 1
     node_id: str | None = None
     """Node of the engine. None: unknown."""
+    earlier: Mapping[RequestId, int] = field(default_factory=dict)
+    """Response tokens so far of each unfinished request of an earlier stage here."""
 
 
 @dataclass(frozen=True, slots=True)

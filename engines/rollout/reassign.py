@@ -61,8 +61,9 @@ class Reassigner:
     def _drop_copies(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
         """Remove the dead engine's copies of raced requests. The other copies go on."""
         for id in list(tracked.unfinished):
-            if len(self._fleet.holders(stage, id)) > 1:
-                stage.races.drop(id, tracked.index)
+            of = tracked.stage_of(id) or stage
+            if len(self._fleet.holders(of, id)) > 1:
+                of.races.drop(id, tracked.index)
                 tracked.forget(id)
 
     async def _spread_unfinished(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
@@ -78,7 +79,7 @@ class Reassigner:
     async def _reassign(self, gone: TrackedEngine, stage: GenerationStage) -> None:
         """Spread a lost engine's current and queued requests of a stage over other engines. If no
         engine serves the stage any more, all engines that are left come back to it."""
-        orphans = stage.queues.pop(gone.index, [])
+        orphans = [(r, gone.earlier.pop(r.id, stage)) for r in stage.queues.pop(gone.index, [])]
         if gone.stage is stage:
             orphans += gone.leave_unfinished()
         if not orphans:
@@ -95,12 +96,16 @@ class Reassigner:
     async def _spread(
         self,
         stage: GenerationStage,
-        orphans: Sequence[RolloutRequest],
+        orphans: Sequence[tuple[RolloutRequest, GenerationStage]],
         others: Sequence[TrackedEngine],
     ) -> None:
         for i, other in enumerate(others):
             share = orphans[i :: len(others)]
-            if other.index in stage.queues:
-                stage.queues[other.index].extend(share)
+            requests = [request for request, _ in share]
+            begins_later = other.index in stage.queues
+            theirs = stage if begins_later else other.stage
+            other.earlier |= {r.id: of for r, of in share if of is not theirs}
+            if begins_later:
+                stage.queues[other.index].extend(requests)
             else:
-                await other.add(share)
+                await other.add(requests)

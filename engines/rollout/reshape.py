@@ -30,6 +30,7 @@ parked engine keeps its weights or loads them. Keys and values go through the no
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 
 from engines.balance import in_turn, longest_first, places_after
 from engines.bounded import gather_all
@@ -213,6 +214,18 @@ class Reshaper:
         others = [tracked for tracked in self._fleet.base if tracked not in before]
         self._fleet.base = sorted([*others, *after], key=lambda tracked: tracked.index)
         await self._switch(state, state.base, None, [])
+
+    def queues(
+        self, placed: Sequence[tuple[int, RolloutRequest]], begin: Sequence[TrackedEngine]
+    ) -> dict[int, list[RolloutRequest]]:
+        """Return the requests with which each engine begins a stage."""
+        queues: dict[int, list[RolloutRequest]] = {tracked.index: [] for tracked in begin}
+        others = cycle(list(queues))
+        seats = {index: in_turn(self.seats(index)) for index, _ in placed}
+        for index, request in placed:
+            seat = seats[index](request.id.prompt_key)
+            queues[next(others) if seat.gone else seat.index].append(request)
+        return queues
 
     def seats(self, index: int) -> list[TrackedEngine]:
         """Return the base engines that begin the requests assigned to this engine."""

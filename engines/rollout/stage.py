@@ -81,6 +81,8 @@ def _joined_share(first: EngineShare, later: EngineShare) -> EngineShare:
 class GenerationStage:
     """Requests of one step: waiting, queued, running, finished or deferred to the next step."""
 
+    number: int
+    """Stages are numbered in the order in which they were queued."""
     label: str
     """Display name of the step: `split/step`."""
     weights: PolicyWeights
@@ -95,6 +97,9 @@ class GenerationStage:
     done: asyncio.Future[Outcome]
     tallies: dict[int, Tally]
     num_rollouts: int
+    in_flight: bool = False
+    """Whether an engine may begin the stage with unfinished requests of stages before it. They go
+    on with the weights of this stage."""
     waiting: dict[RequestId, RolloutRequest] = field(default_factory=dict)
     """Requests that no engine has yet. Policies start them (`moves.Start`)."""
     finished: dict[RequestId, int] = field(default_factory=dict)
@@ -123,6 +128,10 @@ class GenerationStage:
     @property
     def num_deferrable(self) -> int:
         return 0 if self.min_rollouts is None else max(0, self.num_rollouts - self.min_rollouts)
+
+    def follows_in_flight(self, stage: "GenerationStage") -> bool:
+        """Whether engines at this stage may also generate requests of the given earlier one."""
+        return self.in_flight and self.number > stage.number
 
     @property
     def takes_deferred(self) -> bool:

@@ -64,8 +64,8 @@ _SERVING, _ENTERING, _STANDBY, _DEAD, _DEAD_ON_STANDBY, _GONE = Lifecycle
 class TrackedEngine:
     """An engine with its queue of sub-batches (RhymeRL, section 4.2).
 
-    An engine works on one stage at a time and begins the next when it is empty. So all requests on
-    it run under one policy version.
+    An engine works on one stage at a time. It begins the next when it is empty, or earlier if that
+    stage is `in_flight`. All requests on it run under one policy version.
     """
 
     engine: Engine
@@ -81,10 +81,13 @@ class TrackedEngine:
     gpu_sharers: "Sequence[TrackedEngine]" = ()
     """Engines on the same GPUs in other layouts."""
     unfinished: dict[RequestId, RolloutRequest] = field(default_factory=dict)
-    """Requests of its stage that are not known to be finished."""
+    """Requests of its stage, and of earlier ones, that are not known to be finished."""
+    earlier: dict[RequestId, GenerationStage] = field(default_factory=dict)
+    """Stage of each unfinished request that is not of `stage`."""
     finishing: set[RequestId] = field(default_factory=set)
-    """Unfinished requests that could not be withdrawn when the engine went on standby. Either the
-    engine had finished them and their event is still to come, or the engine is dead."""
+    """Unfinished requests that could not be withdrawn when the engine went on standby, or to its
+    next stage. Either the engine had finished them and their event is still to come, or the engine
+    is dead."""
     progress: Mapping[RequestId, int] = field(default_factory=dict)
     drafting: Mapping[RequestId, DraftProgress] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
@@ -125,7 +128,12 @@ class TrackedEngine:
     @property
     def free(self) -> bool:
         """Whether the engine can begin the next stage."""
-        return self.takes_requests and self.has_finished_part
+        return self.takes_requests and (self.has_finished_part or self._goes_on_in_flight)
+
+    @property
+    def _goes_on_in_flight(self) -> bool:
+        started = self.stage is not None and not (self.stage.waiting or self.waits_for_sharers)
+        return started and bool(self.waiting) and self.waiting[0].in_flight
 
     @property
     def has_finished_part(self) -> bool:
@@ -158,27 +166,52 @@ class TrackedEngine:
 
     def may_serve(self, stage: GenerationStage) -> bool:
         """Whether the engine works on the stage now or will later."""
-        here = self.stage is stage and not self.standby
+        ahead = self.stage is not None and self.stage.follows_in_flight(stage)
+        here = (self.stage is stage or ahead) and not self.standby
         return not self.gone and (here or self.index in stage.queues)
 
-    def expect(self, requests: Iterable[RolloutRequest]) -> None:
-        self.unfinished.update((request.id, request) for request in requests)
+    def stage_of(self, id: RequestId) -> GenerationStage | None:
+        """Return the stage of an unfinished request."""
+        return self.earlier.get(id, self.stage)
+
+    def expect(
+        self, requests: Iterable[RolloutRequest], earlier: GenerationStage | None = None
+    ) -> None:
+        """Add requests. `earlier`: their stage, if it is not the engine's."""
+        for request in requests:
+            self.unfinished[request.id] = request
+            if earlier is not None:
+                self.earlier[request.id] = earlier
         self.seen = None
 
     def forget(self, id: RequestId) -> RolloutRequest | None:
         """Remove a request and return it. Return None if the engine has no such request."""
         self.seen = None
         self.finishing.discard(id)
+        self.earlier.pop(id, None)
         found = self.unfinished.pop(id, None)
         if not self.unfinished and self.takes_requests:
             self.rest()
         return found
 
-    def leave_unfinished(self) -> list[RolloutRequest]:
-        """Remove all requests and return them, for other engines."""
-        left = list(self.unfinished.values())
+    def leave_unfinished(self) -> list[tuple[RolloutRequest, GenerationStage]]:
+        """Remove all requests and return them with their stages, for other engines."""
+        assert self.stage is not None
+        left = [(r, self.earlier.pop(id, self.stage)) for id, r in self.unfinished.items()]
         self.unfinished, self.seen = {}, None
         return left
+
+    async def begin_stage(self, stage: GenerationStage) -> None:
+        """Go on to this stage. Withdraw the requests that are unfinished: they go on with it."""
+        ids = [id for id in self.unfinished if id not in self.finishing]
+        if before := self.stage:
+            self.earlier = dict.fromkeys(self.unfinished, before) | self.earlier
+        if ids:
+            fetched = await self._fetch(ids, self.engine.withdraw)
+            self.expect(fetched)
+            self.finishing |= set(ids) - {request.id for request in fetched}
+        self.rest()
+        self.stage, self.seen = stage, None
 
     def update_progress(self, events: EngineEvents) -> None:
         """Store the engine's progress report. `view` ignores reports about requests that this
@@ -240,10 +273,15 @@ class TrackedEngine:
 
     def view(self) -> EngineView:
         if self.seen is None:
-            progress = {id: self.num_tokens(id) for id in self.unfinished}
-            drafting = {id: self.drafting[id] for id in self.unfinished if id in self.drafting}
-            engine = self.engine
-            self.seen = EngineView(self.index, progress, drafting, engine.tp_degree, engine.node_id)
+            own = [id for id in self.unfinished if id not in self.earlier]
+            self.seen = EngineView(
+                self.index,
+                {id: self.num_tokens(id) for id in own},
+                {id: self.drafting[id] for id in own if id in self.drafting},
+                self.engine.tp_degree,
+                self.engine.node_id,
+                {id: self.num_tokens(id) for id in self.earlier if id in self.unfinished},
+            )
         return self.seen
 
     def _drop_kv(self, requests: Iterable[RolloutRequest]) -> None:

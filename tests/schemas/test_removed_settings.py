@@ -4,7 +4,13 @@ import pytest
 
 from engines.user_files import validated
 from schemas.config import TrainConfig
-from schemas.removed_settings import REMOVED, RENAMED, current_settings, removed_changes
+from schemas.removed_settings import (
+    NEW_VALUES,
+    REMOVED,
+    RENAMED,
+    current_settings,
+    removed_changes,
+)
 from schemas.settings import declared_settings
 
 GIVEN = {"model": {"path": "m"}, "data": {"train": ["d"]}}

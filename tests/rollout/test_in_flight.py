@@ -1,0 +1,143 @@
+"""Engines that begin a stage with requests of the stage before, which go on with its weights."""
+
+import asyncio
+from collections import Counter
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.rollout.moves import Concede, Migrate, Race, Start
+from engines.simulate.clock import run_virtual
+from schemas.rollout import RolloutRequest
+from tests.rollout.fakes import FAST, FakeEngine, Recorder, request, token_at
+
+NUM_ENGINES = 3
+
+
+class Lost(FakeEngine):
+    """Has no place to restart once it has died."""
+
+    def die(self) -> None:
+        super().die()
+        self.has_place = False
+
+
+class Taking:
+    """Starts waiting requests on any engine, and makes random other moves."""
+
+    def __init__(self, seed: int, kinds=(Migrate, Race, Concede)) -> None:
+        self.random, self.kinds = Random(seed), kinds
+        self.num_earlier = 0
+
+    def decide(self, view):
+        self.num_earlier += sum(len(engine.earlier) for engine in view.engines)
+        engines = [engine.engine for engine in view.engines]
+        waiting = [id for id in view.waiting if self.random.random() < 0.3]
+        moves = [Start(id, self.random.choice(engines)) for id in waiting if engines]
+        ids = [id for engine in view.engines for id in [*engine.progress, *engine.earlier]]
+        for id in ids:
+            if self.kinds and self.random.random() < 0.1:
+                kind, engine = self.random.choice(self.kinds), self.random.randrange(NUM_ENGINES)
+                moves.append(kind(id, engine, FAST) if kind is Race else kind(id, engine))
+        return moves
+
+
+def roll_out(engines, works, policy, *, in_flight=True, lost=(), placed=()):
+    """Queue all stages at once, each with weights of its own. Return the recorder. `placed`: stages
+    whose requests have engines from the start."""
+    recorder = Recorder(engines, max_restarts=20, lost=lost)
+
+    async def run():
+        await recorder.coordinator.start()
+        stages = [
+            recorder.roll_out(
+                step,
+                [
+                    (at % NUM_ENGINES if step in placed else None, r)
+                    for at, r in enumerate(requests)
+                ],
+                policies=[policy],
+                in_flight=in_flight and step not in placed,
+            )
+            for step, requests in works.items()
+        ]
+        await asyncio.wait_for(asyncio.gather(*stages), 100)
+        await recorder.coordinator.shutdown()
+
+    run_virtual(run())
+    return recorder
+
+
+def works_of(lengths: list[list[int]]) -> dict[int, list[RolloutRequest]]:
+    return {
+        step: [request(f"p{i}", n, step=step) for i, n in enumerate(own)]
+        for step, own in enumerate(lengths, 1)
+    }
+
+
+def check(recorder, works):
+    """Assert that each sample finished once, with the tokens of its spans' versions. None of these
+    is older than its stage's or goes back."""
+    for step, requests in works.items():
+        found = recorder.finished[step]
+        assert Counter(r.request.id for r in found) == Counter(r.id for r in requests)
+        for rollout in found:
+            spans = rollout.generated.spans
+            versions = [span.policy_version for span in spans for _ in range(span.num_tokens)]
+            assert len(versions) == rollout.request.max_response_tokens
+            assert step - 1 <= versions[0] and versions[-1] < len(works)
+            assert all(before <= after for before, after in pairwise(versions))
+            assert list(rollout.generated.token_ids) == [
+                token_at(rollout.request, at, version) for at, version in enumerate(versions)
+            ]
+
+
+def versions_of(rollout):
+    return [span.policy_version for span in rollout.generated.spans]
+
+
+def test_a_long_sample_goes_on_with_the_next_weights():
+    """Its engine begins the next stage beside it, and its tokens say which weights made them."""
+    works = works_of([[40, 3, 3], [5, 5, 5]])
+    policy = Taking(0, kinds=())
+    recorder = roll_out([FakeEngine(i) for i in range(NUM_ENGINES)], works, policy)
+    check(recorder, works)
+    (long,) = (r for r in recorder.finished[1] if r.request.max_response_tokens == 40)
+    assert versions_of(long) == [0, 1]
+    assert policy.num_earlier, "the next stage's policy sees it"
+
+
+@pytest.mark.parametrize("placed", [(1, 2), (2,)])
+def test_a_stage_that_is_not_in_flight_begins_on_empty_engines(placed):
+    works = works_of([[40, 3, 3], [5, 5, 5]])
+    engines = [FakeEngine(i) for i in range(NUM_ENGINES)]
+    recorder = roll_out(engines, works, Taking(0, kinds=()), placed=placed)
+    check(recorder, works)
+    assert {tuple(versions_of(r)) for r in recorder.finished[1]} == {(0,)}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    lengths=st.lists(st.lists(st.integers(1, 25), max_size=9), min_size=1, max_size=4),
+    deaths=st.lists(st.none() | st.integers(1, 25), min_size=3, max_size=3),
+    dies_in=st.none()
+    | st.sampled_from(["copy", "withdraw", "submit", "next_events", "load_weights"]),
+    late=st.booleans(),
+    lost=st.sets(st.integers(0, 20), max_size=3),
+    gone=st.none() | st.integers(0, 2),
+    placed=st.sets(st.integers(1, 4), max_size=2),
+)
+def test_any_moves_and_deaths_finish_every_sample_once(
+    seed, lengths, deaths, dies_in, late, lost, gone, placed
+):
+    engines = [
+        (Lost if i == gone else FakeEngine)(i, die_at_tick=tick, late=late)
+        for i, tick in enumerate(deaths)
+    ]
+    engines[seed % 3].dies_in = dies_in
+    works = works_of(lengths)
+    check(roll_out(engines, works, Taking(seed), lost=lost, placed=placed), works)
