@@ -38,6 +38,12 @@ class RolloutConfig(Frozen):
     expected first, and an engine takes the next when it has room. `even`: prompts are dealt by
     expected work. Choose `even` if lengths do not repeat from epoch to epoch (`refrain report
     RUN`)."""
+    weight_update: Free[Literal["drain", "in_flight"]] = "drain"
+    """When an engine takes the weights of the next step. `drain`: when it has finished its part of
+    this one, so every response is of one policy version. `in_flight`: when no response waits in the
+    queue. Its unfinished responses go on with the new weights (their KV cache is computed again),
+    and each span of tokens records its version. Try it with `staleness` and `placement: queue`,
+    which it needs, if engines run half empty at the end of a step."""
     group_size: Kept[int] = Field(default=8, ge=2)
     """Responses sampled for each prompt: at least two, as their rewards are compared. For example,
     `16`. Raise it if too many groups have equal rewards (`critic/zero_variance_share`)."""
@@ -378,6 +384,14 @@ class TrainConfig(Frozen):
             raise ValueError(
                 "rollout.model_runner: v2 drafts from history only: remove specactor.draft_models "
                 "and specactor.drafter, or set model_runner: v1"
+            )
+        if self.rollout.weight_update == "in_flight" and (
+            not self.staleness or self.rollout.placement != "queue" or self.pat.tp_degrees
+        ):
+            raise ValueError(
+                "rollout.weight_update is in_flight, which needs staleness of at least 1 and "
+                "rollout.placement: queue, without pat.tp_degrees: set these, or "
+                "weight_update: drain"
             )
         if self.staleness and self.placement == "shared":
             raise ValueError(

@@ -148,6 +148,7 @@ class _Generation:
             weights=self.weights,
             policies=policies,
             min_rollouts=_min_rollouts(run, plan, len(self.done)),
+            in_flight=queued and run.config.rollout.weight_update == "in_flight",
             label=f"{plan.split}/{plan.step}",
         )
         # The engines have begun, so this delays none of them.

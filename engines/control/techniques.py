@@ -122,9 +122,11 @@ def sample_queue(
     num_engines: int,
     train_s: float,
     max_context_tokens: float,
+    before: SampleQueue | None,
 ) -> SampleQueue:
     """Return the queue of a step. `speculation`: as in `MoveModel`. `train_s`: expected seconds of
-    training. `max_context_tokens`: tokens that an engine's KV cache holds."""
+    training. `max_context_tokens`: tokens that an engine's KV cache holds. `before`: queue of the
+    step before."""
     tp_degree = config.rollout.tp_degree
     decoding = DraftedLatency(latency, *speculation)
     times = TokenTimes(decoding, tp_degree, config.rollout.max_num_seqs)
@@ -132,6 +134,7 @@ def sample_queue(
         lengths,
         EngineLimits(decoding, times, tp_degree, max_context_tokens),
         StepPace(times, num_engines, config.staleness, train_s),
+        before,
     )
 
 

@@ -14,8 +14,8 @@ Only engines of the base layout have queues, and views leave out engines on stan
 Stages run in the order of `roll_out` calls, and they overlap. An engine that has finished its part
 of one stage loads the weights of the next and begins it, without waiting for the other engines
 (RhymeRL, section 4.2). So all requests of a stage run under its own policy version, except those
-deferred to it. An engine may begin a stage that is `in_flight` before, once nothing waits in its
-own: it pauses, loads the weights, and its requests go on with them, so that its batch stays full
+deferred to it. Between stages that are `in_flight` it need not finish its part, if nothing waits:
+it pauses, loads the weights, and its requests go on with them, so that its batch stays full
 (AReaL, arXiv:2505.24298, section 4.1). A stage ends after the one before it.
 
 The coordinator waits only for the inbox. Every call to an engine has a time limit, so a stage
@@ -130,8 +130,8 @@ class Coordinator:
         `min_rollouts`: requests that must finish in this stage. The rest may be deferred to the
         next stage, if that one sets `min_rollouts` too. None: no request is deferred from or to
         this stage.
-        `in_flight`: engines may begin this stage with requests of the one before, which go on with
-        these weights.
+        `in_flight`: engines may go on from this stage to the next with unfinished requests, which
+        then get its weights, if that one is `in_flight`, too.
 
         Raises RuntimeError while the trainer has the GPUs, `EngineGone` when no engine is left. The
         future raises `EngineDied` when one engine dies more than `max_restarts` times in a run, or

@@ -98,8 +98,8 @@ class GenerationStage:
     tallies: dict[int, Tally]
     num_rollouts: int
     in_flight: bool = False
-    """Whether an engine may begin the stage with unfinished requests of stages before it. They go
-    on with the weights of this stage."""
+    """Whether an engine may begin the next stage with unfinished requests of this one, if that one
+    is `in_flight`, too. They go on with its weights."""
     waiting: dict[RequestId, RolloutRequest] = field(default_factory=dict)
     """Requests that no engine has yet. Policies start them (`moves.Start`)."""
     finished: dict[RequestId, int] = field(default_factory=dict)

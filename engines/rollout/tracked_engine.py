@@ -132,8 +132,9 @@ class TrackedEngine:
 
     @property
     def _goes_on_in_flight(self) -> bool:
-        started = self.stage is not None and not (self.stage.waiting or self.waits_for_sharers)
-        return started and bool(self.waiting) and self.waiting[0].in_flight
+        stage = self.stage
+        started = stage and stage.in_flight and not (stage.waiting or self.waits_for_sharers)
+        return bool(started and self.waiting and self.waiting[0].in_flight)
 
     @property
     def has_finished_part(self) -> bool:

@@ -7,6 +7,7 @@ from engines.control.reshaping import MissedSavings
 from engines.gpus.gpu_sharing import Role, Turns
 from engines.gpus.placement import GpuPlacement
 from engines.gpus.reservation import ReservedGpus, reserve_gpus
+from engines.histopipe.sample_queue import SampleQueue
 from engines.inference.drafting.drafters import Drafters
 from engines.inference.engine.arguments import CPU_KV_CACHE_BYTES
 from engines.inference.engine.ray_engine import RayEngine
@@ -50,6 +51,7 @@ class Engines:
         "keeps_weights",
         "missed_savings",
         "pools",
+        "queue",
         "queued",
         "trainer_leaves",
         "turns",
@@ -84,6 +86,8 @@ class Engines:
         self.keeps_weights = keeps_weights
         self.gpus = tuple(gpus)
         self.trainer_leaves = trainer_leaves
+        self.queue: SampleQueue | None = None
+        """Queue of the last step that had one."""
         self.turns = Turns({}, Role.ENGINES)
         self.queued = Milestone[None](policy_version, None)
         """The last step whose rollouts are queued."""

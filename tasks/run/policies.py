@@ -142,7 +142,7 @@ async def _queue(run: Run, engines: Engines, plan: StepPlan) -> SampleQueue | No
         config.data.max_response_tokens,
         last.mean_response_tokens,
     )
-    return sample_queue(
+    engines.queue = sample_queue(
         config,
         lengths,
         latency,
@@ -150,7 +150,9 @@ async def _queue(run: Run, engines: Engines, plan: StepPlan) -> SampleQueue | No
         len(engines.living),
         run.trainer.train_s,
         _kv_capacity_tokens(run),
+        engines.queue,
     )
+    return engines.queue
 
 
 def _kv_capacity_tokens(run: Run) -> float:

@@ -88,7 +88,8 @@ def check(recorder, works):
             spans = rollout.generated.spans
             versions = [span.policy_version for span in spans for _ in range(span.num_tokens)]
             assert len(versions) == rollout.request.max_response_tokens
-            assert step - 1 <= versions[0] and versions[-1] < len(works)
+            assert step - 1 <= versions[0]
+            assert versions[-1] < len(works)
             assert all(before <= after for before, after in pairwise(versions))
             assert list(rollout.generated.token_ids) == [
                 token_at(rollout.request, at, version) for at, version in enumerate(versions)
@@ -110,13 +111,23 @@ def test_a_long_sample_goes_on_with_the_next_weights():
     assert policy.num_earlier, "the next stage's policy sees it"
 
 
-@pytest.mark.parametrize("placed", [(1, 2), (2,)])
-def test_a_stage_that_is_not_in_flight_begins_on_empty_engines(placed):
+@pytest.mark.parametrize("placed", [(1, 2), (2,), (1,)])
+def test_engines_finish_their_part_unless_both_stages_are_in_flight(placed):
     works = works_of([[40, 3, 3], [5, 5, 5]])
     engines = [FakeEngine(i) for i in range(NUM_ENGINES)]
     recorder = roll_out(engines, works, Taking(0, kinds=()), placed=placed)
     check(recorder, works)
     assert {tuple(versions_of(r)) for r in recorder.finished[1]} == {(0,)}
+
+
+def test_engines_ahead_take_the_requests_of_one_that_is_gone():
+    """They do not go back to its stage and its weights."""
+    works = works_of([[4, 3, 3], [50, 50, 50]])
+    late = Lost(0, dies_in="after", sync_s=0.02)
+    recorder = roll_out([late, FakeEngine(1), FakeEngine(2)], works, Taking(0, ()), placed=(1,))
+    check(recorder, works)
+    (left,) = (r for r in recorder.finished[1] if r.request.max_response_tokens == 4)
+    assert versions_of(left) == [1]
 
 
 @settings(max_examples=150, deadline=None)

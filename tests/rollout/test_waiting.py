@@ -86,7 +86,7 @@ def test_waiting_requests_survive_a_death():
 
 def test_an_engine_stays_while_requests_of_its_stage_wait():
     tracked = TrackedEngine(FakeEngine(0))
-    tracked.stage = SimpleNamespace(waiting={"a": request("a", 1)})
+    tracked.stage = SimpleNamespace(waiting={"a": request("a", 1)}, in_flight=False)
     assert not tracked.free
     tracked.stage.waiting.clear()
     assert tracked.free
