@@ -149,38 +149,30 @@ def _key_of(score, largest, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scaled_at(logits_ptr, rows_at, ids, vocab_size, scale):
-    """Return the scaled logit of one token of each row."""
+def _scaled_at(rows, ids):
+    """Return the scaled logit of one token of each row.
+
+    `rows`: the logits' address, the offset of each row, the size of the vocabulary, and 1 / T.
+    """
+    logits_ptr, rows_at, vocab_size, scale = rows
     logits = tl.load(logits_ptr + rows_at + ids, mask=ids < vocab_size, other=float("-inf"))
     return logits.to(tl.float32) * scale
 
 
 @triton.jit
-def _best_of_keys(
-    keys,
-    largest,
-    is_open,
-    logits_ptr,
-    rows_at,
-    vocab_size,
-    scale,
-    stream,
-    BLOCK: tl.constexpr,
-):
+def _best_of_keys(keys, largest, is_open, rows, stream, BLOCK: tl.constexpr):
     """Return the best score of each open row, its column, and whether the row is still open.
 
     Compute the scores with the largest keys one by one, until no other key can exceed the best.
     """
     start = tl.program_id(1) * BLOCK
-    best = tl.full(largest.shape, float("-inf"), tl.float32)
-    column = tl.zeros_like(stream).to(tl.int32)
     top = tl.max(keys, axis=1)
+    best, column = tl.full(largest.shape, float("-inf"), tl.float32), tl.zeros_like(top)
     tries = 0
     while (tl.max(is_open.to(tl.int32), axis=0) > 0) & (tries < _TRIES):
         at = top & (BLOCK - 1)
         first, second = _words(stream, start + at)
-        score = _scaled_at(logits_ptr, rows_at, start + at, vocab_size, scale)
-        score += _gumbel(first, second)
+        score = _scaled_at(rows, start + at) + _gumbel(first, second)
         wins = is_open & ((score > best) | ((score == best) & (at < column)))
         best, column = tl.where(wins, score, best), tl.where(wins, at, column)
         keys = tl.where(keys == top[:, None], _NONE, keys)
@@ -193,36 +185,31 @@ def _best_of_keys(
 @triton.jit
 def _best(
     candidates,
-    exponentials,
-    largest,
-    total,
+    sums,
     greedy,
-    logits_ptr,
-    rows_at,
-    vocab_size,
-    scale,
+    rows,
     stream,
+    ids,
     TRUNCATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Return each row's best score and its column.
 
-    The score of a row is its candidate if the row is greedy, else its candidate plus noise.
+    The score of a row is its candidate if the row is greedy, else its candidate plus noise. `sums`
+    are of `_exponentials`, and `rows` of `_scaled_at`.
     """
+    largest, exponentials, total = sums
     # A sum that is not a number means that a logit is infinite or not a number.
     is_number = total == total
     is_open = ~greedy & is_number & (largest > float("-inf"))
     if TRUNCATED:
         is_open = is_open & (tl.max(candidates, axis=1) > float("-inf"))
     if tl.max((is_open | ~(greedy | is_number)).to(tl.int32), axis=0) > 0:
-        ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
         first, second = _words(stream[:, None], ids)
         keys = _keys(exponentials, first, BLOCK)
         if TRUNCATED:
             keys = tl.where(candidates == float("-inf"), _NONE, keys)
-        best, column, is_open = _best_of_keys(
-            keys, largest, is_open, logits_ptr, rows_at, vocab_size, scale, stream, BLOCK
-        )
+        best, column, is_open = _best_of_keys(keys, largest, is_open, rows, stream, BLOCK)
         is_left = is_open | greedy | ~is_number
         if tl.max(is_left.to(tl.int32), axis=0) > 0:
             scores = candidates + tl.where(greedy[:, None], 0.0, _gumbel(first, second))
@@ -292,45 +279,30 @@ def draw(
     rows_at, start = rows.to(tl.int64) * stride, tl.program_id(1) * BLOCK
     ids = start + tl.arange(0, BLOCK)[None, :]
     at = rows_at[:, None] + ids
-    is_id = ids < vocab_size
-    logits = tl.load(logits_ptr + at, mask=is_id, other=float("-inf")).to(tl.float32)
+    logits = tl.load(logits_ptr + at, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
     scaled, scale, greedy = logits, 1.0, True
     if not GREEDY:
         temperatures = tl.load(temperatures_ptr + requests)
         greedy = temperatures < _GREEDY_BELOW
         scale = tl.div_rn(1.0, tl.where(greedy, 1.0, temperatures))
         scaled = logits * scale[:, None]
-    candidates = scaled
+    candidates, of_logits = scaled, (logits_ptr, rows_at, vocab_size, scale)
     if TRUNCATED:
-        drawn_from = tl.load(drawn_from_ptr + at, mask=is_id, other=float("-inf"))
+        drawn_from = tl.load(drawn_from_ptr + at, mask=ids < vocab_size, other=float("-inf"))
         candidates = tl.where(drawn_from == float("-inf"), float("-inf"), scaled)
-    largest, exponentials, total = _exponentials(scaled)
+    sums = _exponentials(scaled)
     if GREEDY:
         best, column = tl.max(candidates, axis=1, return_indices=True)
     else:
         positions = tl.load(positions_ptr + tl.load(input_rows_ptr + rows) - after) + 1
         stream = _stream(tl.load(keys_ptr + requests), positions)
-        best, column = _best(
-            candidates,
-            exponentials,
-            largest,
-            total,
-            greedy,
-            logits_ptr,
-            rows_at,
-            vocab_size,
-            scale,
-            stream,
-            TRUNCATED,
-            BLOCK,
-        )
-    chosen = _scaled_at(logits_ptr, rows_at, start + column, vocab_size, scale)
+        best, column = _best(candidates, sums, greedy, of_logits, stream, ids, TRUNCATED, BLOCK)
+    chosen = _scaled_at(of_logits, start + column)
     part = rows.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(tokens_ptr + part, start + column, mask=is_row)
-    tl.store(parts_ptr + part, best, mask=is_row)
-    tl.store(parts_ptr + size + part, chosen, mask=is_row)
-    tl.store(parts_ptr + 2 * size + part, largest, mask=is_row)
-    tl.store(parts_ptr + 3 * size + part, total, mask=is_row)
+    stored = (best, chosen, sums[0], sums[2])
+    for i in tl.static_range(4):
+        tl.store(parts_ptr + i * size + part, stored[i], mask=is_row)
 
 
 @triton.jit(do_not_specialize=["size", "num_requests", "width"])
