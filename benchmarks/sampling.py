@@ -2,7 +2,8 @@
 
 The bench counts a step of 256 rows of 151,936 float32 logits (see `benchmarks.traffic`), for the
 sampler (`bytes_per_logit`, `kernel_operations_per_logit`, `launches`) and for the same with torch's
-operations alone (`eager_*`).
+operations alone (`eager_*`). `kernel_tiles_skipped_share` is the share of the parts of the
+vocabulary that compute one exact score only. `*_real` are on the logits of `--model`.
 `tail`: of 2^32 draws, those with more noise than 1,000 of them should exceed, divided by 1,000. The
 bench times both samplers in turn on the machine's GPU, or with fewer rows on its CPU. vLLM's
 sampler also returns the log-probabilities of its samples.
@@ -11,6 +12,7 @@ sampler also returns the log-probabilities of its samples.
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +22,15 @@ from rich.progress import track
 
 from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of
 from benchmarks.noise_tail import tail
-from benchmarks.traffic import count_eager, counted, kernel_counts_per_row, runner_of
+from benchmarks.traffic import (
+    KernelCounts,
+    count_eager,
+    count_kernels,
+    counted,
+    logits_of,
+    random_logits,
+    runner_of,
+)
 from engines.reports.tables import plain_table
 from schemas.bench import BenchReport
 
@@ -37,6 +47,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=int, default=15, metavar="N", help="laps of each sampler [default: 15]"
     )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="also count on the logits of this model"
+    )
 
 
 def measure(args: Namespace, console: Console) -> Measured:
@@ -49,10 +62,10 @@ def measure(args: Namespace, console: Console) -> Measured:
     ]
     eager = count_eager(NUM_ROWS, VOCAB_SIZE)
     num_beyond, largest = tail(NUM_DRAWS, EXPECTED_BEYOND)
-    num_bytes, num_operations = kernel_counts_per_row(VOCAB_SIZE)
+    kernels = count_kernels(random_logits(VOCAB_SIZE))
     figures: dict[str, int | float] = {
-        "bytes_per_logit": num_bytes / VOCAB_SIZE,
-        "kernel_operations_per_logit": num_operations / VOCAB_SIZE,
+        "bytes_per_logit": kernels.num_bytes / VOCAB_SIZE,
+        **_kernel_figures(kernels, VOCAB_SIZE, ""),
         "launches": len(launches_of(NUM_ROWS, drafted=False)),
         "launches_drafted": len(launches_of(NUM_ROWS, drafted=True)),
         "eager_bytes_per_logit": eager.num_bytes / NUM_ROWS / VOCAB_SIZE,
@@ -60,10 +73,20 @@ def measure(args: Namespace, console: Console) -> Measured:
         "tail": num_beyond / EXPECTED_BEYOND,
         "largest_noise": largest,
     }
+    if args.model:
+        logits = logits_of(args.model)
+        figures |= _kernel_figures(count_kernels(logits), logits.shape[1], "_real")
     for num_rows in TIMED_ROWS[device]:
         ours, theirs = (median_of(rows, "seconds", num_rows=num_rows, of=of) for of in _SAMPLERS)
         figures[f"{device}_time_over_vllm_{num_rows}"] = ours / theirs
     return figures, rows
+
+
+def _kernel_figures(counts: KernelCounts, vocab_size: int, suffix: str) -> dict[str, float]:
+    return {
+        f"kernel_operations_per_logit{suffix}": counts.num_operations / vocab_size,
+        f"kernel_tiles_skipped_share{suffix}": counts.skipped_share,
+    }
 
 
 def show(report: BenchReport, console: Console) -> None:

@@ -2,7 +2,7 @@
 
 A dispatch mode counts torch's operations on meta tensors, which have shapes and no data. An
 operation that needs data, to choose a shape or to send something to the host, fails on them.
-Kernels are counted where they are launched. Their bytes are their own loads and stores in Triton's
+Kernels are counted where they are launched. Their bytes and operations are those in Triton's
 interpreter, which needs a process of its own (`python -m benchmarks.traffic`).
 """
 
@@ -12,8 +12,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import numpy as np
@@ -21,13 +25,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engines.inference.sampling import gpu
+from engines.inference.sampling import gpu, kernels
 from engines.inference.sampling.noise import perturbed_argmax
 from engines.inference.sampling.step_rows import StepRows
 
 KERNELS = ("draw", "accept")
-_NUM_INTERPRETED = 2
-"""Rows to interpret. All rows move the same bytes."""
+_NUM_RANDOM, _NUM_REAL = 2, 16
+"""Rows to interpret."""
+_PROMPT = "The lighthouse keeper counted the ships again: 3 + 4 is"
+_OF_ARGMAX = 5
+"""Operations of an argmax per number: three comparisons, two selections."""
 _TIMEOUT_S = 600.0
 _MOVING = (
     *("load", "store", "ptr", "splat", "broadcast", "expand", "reshape", "trans", "bitcast"),
@@ -124,77 +131,135 @@ def count_eager(num_rows: int, vocab_size: int) -> Traffic:
     return traffic
 
 
-def kernel_counts_per_row(vocab_size: int) -> tuple[float, float]:
-    """Return the bytes that the kernels load and store for each row, and their operations.
+@dataclass(frozen=True)
+class KernelCounts:
+    """What the kernels do for a row of logits."""
 
-    An operation is a number that arithmetic, a comparison, a conversion or a selection makes.
+    num_bytes: float
+    """Loaded and stored."""
+    num_operations: float
+    """Numbers that arithmetic, comparisons, conversions and selections make, and reductions read.
+
+    Triton repeats operations on one number in each thread. They count once here.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.traffic", str(vocab_size)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-    )
+    skipped_share: float
+    """Share of the parts of the vocabulary that compute the exact score of one token only."""
+
+
+def count_kernels(logits: Tensor) -> KernelCounts:
+    """Count for the rows of float32 logits [rows, vocab], at temperature 1.
+
+    The kernels do run in Triton's interpreter, so rare branches count as often as they are taken.
+    """
+    with TemporaryDirectory() as directory:
+        torch.save(logits, file := Path(directory) / "logits.pt")
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.traffic", str(file)],
+            env=os.environ | {"TRITON_INTERPRET": "1"},
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
     if done.returncode:
         raise RuntimeError(f"the kernel failed in Triton's interpreter:\n{done.stderr[-2000:]}")
-    num_bytes, num_operations = json.loads(done.stdout)
-    return num_bytes, num_operations
+    return KernelCounts(**json.loads(done.stdout))
 
 
-def _interpreted_counts(vocab_size: int) -> tuple[float, float]:
-    from triton.runtime.interpreter import InterpreterBuilder, interpreter_builder
-
-    num_bytes = num_operations = 0
-
-    def counting(name: str, masked: int) -> Any:
-        """`masked`: index of the argument that masks what is moved."""
-        original = getattr(InterpreterBuilder, name)
-
-        def count(builder: Any, pointers: Any, *args: Any) -> Any:
-            nonlocal num_bytes
-            moved = np.count_nonzero(args[masked].data) if args else pointers.data.size
-            num_bytes += int(moved) * (pointers.get_element_ty().primitive_bitwidth // 8)
-            return original(builder, pointers, *args)
-
-        return patch.object(InterpreterBuilder, name, count)
-
-    def operating(name: str) -> Any:
-        original = getattr(InterpreterBuilder, name)
-
-        def count(builder: Any, *args: Any) -> Any:
-            nonlocal num_operations
-            made = original(builder, *args)
-            num_operations += made.data.size
-            return made
-
-        return patch.object(InterpreterBuilder, name, count)
-
-    # Otherwise the interpreter checks each integer operation for overflow by further ones.
-    object.__setattr__(interpreter_builder.options, "sanitize_overflow", False)
-    operations = [
-        name
-        for name in dir(InterpreterBuilder)
-        if name.startswith("create_") and not any(part in name for part in _MOVING)
-    ]
-    ends = torch.arange(1, _NUM_INTERPRETED + 1, dtype=torch.int32)
-    rows = StepRows(
-        positions=torch.zeros(_NUM_INTERPRETED, dtype=torch.int64),
-        input_rows=ends,
-        after=1,
-        keys=torch.zeros(_NUM_INTERPRETED, dtype=torch.int64),
-        temperatures=torch.ones(_NUM_INTERPRETED),
-    )
+def random_logits(vocab_size: int) -> Tensor:
     random = torch.Generator().manual_seed(0)
-    logits = 4.0 * torch.randn(_NUM_INTERPRETED, vocab_size, generator=random)
-    with ExitStack() as stack:
-        stack.enter_context(counting("create_masked_load", 0))
-        stack.enter_context(counting("create_masked_store", 1))
-        for name in operations:
-            stack.enter_context(operating(name))
+    return 4.0 * torch.randn(_NUM_RANDOM, vocab_size, generator=random)
+
+
+def logits_of(model: Path) -> Tensor:
+    """Return the logits of a Hugging Face model along a text that it samples at temperature 1."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    policy: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokens = tokenizer(_PROMPT, return_tensors="pt").input_ids
+    random, rows = torch.Generator().manual_seed(0), []
+    with torch.no_grad():
+        for _ in range(_NUM_REAL):
+            rows.append(policy(tokens).logits[0, -1])
+            sampled = torch.multinomial(rows[-1].softmax(-1), 1, generator=random)
+            tokens = torch.cat([tokens, sampled[None]], dim=1)
+    return torch.stack(rows)
+
+
+class _Interpreted:
+    """Counts what Triton's interpreter does while it is entered."""
+
+    def __init__(self) -> None:
+        self.num_bytes = self.num_operations = 0
+        self.num_scores: list[int] = []
+        """Evaluations of the exact noise by each program."""
+
+    def __enter__(self) -> Self:
+        from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, interpreter_builder
+
+        # Otherwise the interpreter checks each integer operation for overflow by further ones.
+        object.__setattr__(interpreter_builder.options, "sanitize_overflow", False)
+        self._patches = ExitStack()
+        for name, masked in (("create_masked_load", 0), ("create_masked_store", 1)):
+            self._patch(InterpreterBuilder, name, partial(self._move, masked))
+        for name in dir(InterpreterBuilder):
+            if name.startswith("create_") and not any(part in name for part in _MOVING):
+                self._patch(InterpreterBuilder, name, self._operate)
+        self._patch(ReduceOps, "apply_impl", self._reduce)
+        self._patch(kernels, "_keys", self._begin)
+        self._patch(kernels, "_gumbel", self._score)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+
+    def _patch(self, of: Any, name: str, count: Any) -> None:
+        original = getattr(of, name)
+        wrapped = lambda *args, **kwargs: count(original, *args, **kwargs)  # noqa: E731
+        self._patches.enter_context(patch.object(of, name, wrapped))
+
+    def _move(self, masked: int, original: Any, builder: Any, pointers: Any, *args: Any) -> Any:
+        """`masked`: index of the argument that masks what is moved."""
+        moved = np.count_nonzero(args[masked].data) if args else pointers.data.size
+        self.num_bytes += int(moved) * (pointers.get_element_ty().primitive_bitwidth // 8)
+        return original(builder, pointers, *args)
+
+    def _operate(self, original: Any, *args: Any) -> Any:
+        made = original(*args)
+        self.num_operations += made.data.size
+        return made
+
+    def _reduce(self, original: Any, reduction: Any, values: Any) -> Any:
+        per_number = 1 if len(values) == 1 else _OF_ARGMAX
+        self.num_operations += per_number * values[0].handle.data.size
+        return original(reduction, values)
+
+    def _begin(self, original: Any, *args: Any) -> Any:
+        self.num_scores.append(0)
+        return original(*args)
+
+    def _score(self, original: Any, *args: Any) -> Any:
+        self.num_scores[-1] += 1
+        return original(*args)
+
+
+def _interpreted_counts(logits: Tensor) -> KernelCounts:
+    num_rows = len(logits)
+    rows = StepRows(
+        positions=torch.arange(num_rows),
+        input_rows=torch.arange(1, num_rows + 1, dtype=torch.int32),
+        after=1,
+        keys=torch.zeros(num_rows, dtype=torch.int64),
+        temperatures=torch.ones(num_rows),
+    )
+    with _Interpreted() as counted:
         gpu.sample(logits, logits, rows)
-    return num_bytes / _NUM_INTERPRETED, num_operations / _NUM_INTERPRETED
+    return KernelCounts(
+        counted.num_bytes / num_rows,
+        counted.num_operations / num_rows,
+        float(np.mean(np.array(counted.num_scores) == 1)),
+    )
 
 
 if __name__ == "__main__":
-    print(json.dumps(_interpreted_counts(int(sys.argv[1]))))
+    print(json.dumps(asdict(_interpreted_counts(torch.load(sys.argv[1])))))

@@ -95,6 +95,9 @@ def _named_apart(models: tuple[DraftModel, ...]) -> tuple[DraftModel, ...]:
     return models
 
 
+DEVICE_INDEX_BYTES = 2**29
+"""Most bytes of history indexes on a GPU, beside the share of its memory that vLLM takes
+(`rollout.model_runner: v2`). Prompts whose index has no room get no drafts from it."""
 DRAFTER_MEMORY_SHARE = 0.9
 """Share of a drafter's own GPU for its weights and KV cache. The rest is for its process."""
 DraftModels = Annotated[tuple[DraftModel, ...], AfterValidator(_named_apart)]

@@ -1,7 +1,8 @@
 """Plan the memory of a run on GPUs before anything starts. Pure.
 
     GPU of a trainer rank    see engines.machine.trainer_memory
-    GPU of an engine         weights / TP degree, KV cache, process; parked ones: engines.pat.memory
+    GPU of an engine         weights / TP degree, KV cache, process, indexes for drafts on it
+                             (rollout.model_runner: v2); parked ones: engines.pat.memory
     GPU shared by both       phase by phase, see engines.machine.shared_gpu
     GPU of a drafter         weights, process, KV cache of at least one sample of full length
     memory of a node         processes, /dev/shm, the model during export, index, and the moments or
@@ -15,7 +16,7 @@ exported model. For the index and the rows, the plan assumes that all responses 
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines.latency.model_shape import DTYPE_BYTES, ModelShape
 from engines.machine.nodes import Nodes
@@ -36,7 +37,7 @@ from engines.pat.memory import (
     plan_parked_weights,
 )
 from schemas.config import TrainConfig
-from schemas.drafting import DRAFTER_MEMORY_SHARE
+from schemas.drafting import DEVICE_INDEX_BYTES, DRAFTER_MEMORY_SHARE
 
 HOST_PROCESS_BYTES = 4e9
 """Assumed host memory of a GPU process: its code, CUDA's code, and buffers."""
@@ -185,7 +186,7 @@ def _engine(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> Need:
 
 
 def _engine_footprint(config: TrainConfig, shape: ModelShape, gpu_bytes: float) -> Footprint:
-    rollout, degrees = config.rollout, config.tp_degrees
+    rollout, degrees, index_bytes = config.rollout, config.tp_degrees, _index_bytes(config)
     kv_bytes, resident = rollout.kv_cache_bytes, True
     if len(degrees) > 1:
         if kv_bytes is None:
@@ -194,7 +195,8 @@ def _engine_footprint(config: TrainConfig, shape: ModelShape, gpu_bytes: float) 
                 "none of them may take all free memory. Set it to the bytes of one process's KV "
                 "cache"
             )
-        choice = plan_parked_weights(shape.weight_bytes, degrees, kv_bytes, gpu_bytes)
+        left = gpu_bytes - index_bytes / USABLE_SHARE
+        choice = plan_parked_weights(shape.weight_bytes, degrees, kv_bytes, left)
         resident = choice == "resident"
     if kv_bytes is None:
         own = gpu_bytes * rollout.gpu_memory_utilization
@@ -202,7 +204,14 @@ def _engine_footprint(config: TrainConfig, shape: ModelShape, gpu_bytes: float) 
         # vLLM does not start with less. A configured size may be smaller: models with a sliding
         # window need less than a full sample.
         kv_bytes = max(_sample_kv_bytes(config, shape), left)
-    return gpu_footprint(shape.weight_bytes, degrees, kv_bytes, resident=resident)
+    footprint = gpu_footprint(shape.weight_bytes, degrees, kv_bytes, resident=resident)
+    return replace(footprint, index_bytes=index_bytes)
+
+
+def _index_bytes(config: TrainConfig) -> float:
+    """Return the most bytes of history indexes on the GPU of an engine."""
+    on_device = config.rollout.model_runner == "v2" and config.drafting.enabled
+    return float(DEVICE_INDEX_BYTES) if on_device else 0.0
 
 
 def _engine_advice(
@@ -210,6 +219,7 @@ def _engine_advice(
 ) -> str:
     """Return settings that make an engine smaller: a lower share of its GPU if this is enough."""
     rollout = config.rollout
+    others_bytes += _index_bytes(config)
     share = math.floor(100 * (USABLE_SHARE - others_bytes / nodes.gpu_bytes)) / 100
     least = shape.weight_bytes / rollout.tp_degree + WORKING_BYTES + _sample_kv_bytes(config, shape)
     if rollout.kv_cache_bytes is None and least <= share * nodes.gpu_bytes:

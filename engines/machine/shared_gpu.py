@@ -71,7 +71,7 @@ class SharedGpu:
 
     @property
     def asleep_bytes(self) -> float:
-        return PARKED_BYTES * self.num_layouts
+        return PARKED_BYTES * self.num_layouts + self.engine.index_bytes
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -83,7 +83,7 @@ class SharedGpu:
             else "which stays"
         )
         asleep = f"{_gb(self.asleep_bytes)} of engines asleep"
-        weights = self.engine.weights_bytes + self.engine.process_bytes
+        weights = self.engine.bytes - self.engine.kv_cache_bytes
         return (
             Phase("generating", self.engine.bytes + trainer, f"{self.engine}; {waits}"),
             Phase("training", self.trainer.bytes + self.asleep_bytes, f"{self.trainer}; {asleep}"),

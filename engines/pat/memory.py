@@ -41,15 +41,18 @@ class Footprint:
     weights_bytes: float
     kv_cache_bytes: float
     process_bytes: float
+    index_bytes: float = 0.0
+    """History indexes on the GPU."""
 
     @property
     def bytes(self) -> float:
-        return self.weights_bytes + self.kv_cache_bytes + self.process_bytes
+        return self.weights_bytes + self.kv_cache_bytes + self.process_bytes + self.index_bytes
 
     def __str__(self) -> str:
+        index = f", {_gb(self.index_bytes)} of history indexes" if self.index_bytes else ""
         return (
-            f"{_gb(self.weights_bytes)} of weights, {_gb(self.kv_cache_bytes)} of KV cache and "
-            f"{_gb(self.process_bytes)} of processes"
+            f"{_gb(self.weights_bytes)} of weights, {_gb(self.kv_cache_bytes)} of KV cache{index} "
+            f"and {_gb(self.process_bytes)} of processes"
         )
 
 

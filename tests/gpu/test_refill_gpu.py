@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from schemas.drafting import DEVICE_INDEX_BYTES
 from tests.gpu.needs import REHEARSAL, needs
 
 NUM_ROWS, HISTORY_TOKENS, WINDOW = (6, 400, 5) if REHEARSAL else (256, 200_000, 16)
@@ -50,7 +51,7 @@ def test_drafts_are_those_of_the_definition(device: str, figures: Callable) -> N
 @needs("cuda", "triton", "numba", "vllm", seconds=30, rehearsed=False)
 def test_indexes_on_the_card(device: str) -> None:
     """An index is copied to the card and found there, and its memory is given back."""
-    from engines.inference.drafting.device_drafter import MOST_BYTES, DeviceTable
+    from engines.inference.drafting.device_drafter import DeviceTable
 
     table, index = DeviceTable(torch.device(device)), _index(np.random.default_rng(1))
     loaded = table.load(index)
@@ -64,9 +65,9 @@ def test_indexes_on_the_card(device: str) -> None:
     held = table._num_bytes
     table.remove(slot)
     del loaded, text
-    assert 0 == table._num_bytes < held < MOST_BYTES
+    assert 0 == table._num_bytes < held < DEVICE_INDEX_BYTES
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engines.inference.drafting.device_drafter.MOST_BYTES", held - 1)
+        patch.setattr("engines.inference.drafting.device_drafter.DEVICE_INDEX_BYTES", held - 1)
         assert table.load(index) is None
 
 

@@ -76,11 +76,16 @@ def test_no_operation_of_it_is_fused_or_approximate(capability, ragged):
     code = machine_code(capability, RAGGED=ragged, **DRAW)
     assert len(re.findall(r"\bmul\.rn\.f32", code)) > 100
     assert not re.findall(r"\bfma|\.ftz|\bmul\.f32|\badd\.f32|\bsub\.f32|f64", code)
-    # The division is 1 / T. The approximate exponentials go into the log-probabilities alone, the
-    # two approximate logarithms of each token id into its bound.
+    # The division is 1 / T. The approximate exponentials go into the log-probabilities and bounds.
     assert re.findall(r"\bdiv\.\S+", code) == ["div.rn.f32"]
-    assert set(re.findall(r"\b\w+\.approx\S*", code)) == {"ex2.approx.f32", "lg2.approx.f32"}
-    assert code.count("lg2.approx") == 2 * code.count("ex2.approx")
+    assert set(re.findall(r"\b\w+\.approx\S*", code)) == {"ex2.approx.f32"}
+
+
+def test_a_round_of_philox_multiplies_once():
+    """A program has 16 tokens a thread, and computes the score of one more."""
+    code = machine_code(90, RAGGED=False, **DRAW)
+    assert code.count("mul.wide.u32") == 7 * (BLOCK // 128 + 1)
+    assert "mul.hi.u32" not in code
 
 
 def test_fused_it_would_be_another_kernel():

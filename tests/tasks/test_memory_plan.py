@@ -18,6 +18,7 @@ from engines.pat.memory import WORKING_BYTES
 from flows.cli import main
 from flows.config_file import load_config
 from schemas.config import TrainConfig
+from schemas.drafting import DEVICE_INDEX_BYTES
 from tasks.run.machine import plan_training
 from tests.conftest import DEMO, REPOSITORY
 from tests.flows.commands import write_config
@@ -241,6 +242,21 @@ def test_an_engine_has_room_for_one_sample_at_least(model: Path) -> None:
     engine = needs(tight)["the GPU of an engine"]
     assert engine.bytes > 0.2 * 80e9
     assert "its cache holds 1.0 samples of 9216 tokens" in engine.parts
+
+
+def test_drafts_on_the_device_take_memory_beside_vllms(model: Path) -> None:
+    """Their indexes are not in vLLM's share. `v1` drafts on the host."""
+
+    def engine(*changes: str) -> Need:
+        return needs(preset(model, *changes))["the GPU of an engine"]
+
+    v1, v2 = engine(), engine("rollout.model_runner=v2")
+    assert v2.bytes - v1.bytes == DEVICE_INDEX_BYTES
+    assert "0.5 GB of history indexes" in v2.parts
+    assert engine("rollout.model_runner=v2", "drafting.enabled=false").bytes == v1.bytes
+    full = ("rollout.gpu_memory_utilization=0.95", "rollout.model_runner=v2")
+    assert engine(full[0]).fits
+    assert "set rollout.gpu_memory_utilization=0.94" in refusal(preset(model, *full))
 
 
 def test_checkpoints_are_counted_with_the_one_that_is_written(model: Path) -> None:

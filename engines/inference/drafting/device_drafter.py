@@ -26,6 +26,7 @@ from engines.histospec.matching import MAX, MIN, NO_INDEX, IndexTable
 from engines.histospec.request_indexes import RequestIndexes
 from engines.inference.engine.extra_args import PROMPT_KEY
 from schemas.config import EngineConfig
+from schemas.drafting import DEVICE_INDEX_BYTES
 
 
 def install(runner: Any, config: EngineConfig) -> None:
@@ -45,11 +46,6 @@ def install(runner: Any, config: EngineConfig) -> None:
         return slot
 
     runner.sampler.add_request, runner.req_states.remove_request = add_request, remove_request
-
-
-MOST_BYTES = 2**29
-"""Bytes of indexes on a GPU, beside the share of its memory that vLLM takes. Prompts whose index
-has no room get no drafts from it."""
 
 
 class DeviceIndex(NamedTuple):
@@ -75,7 +71,7 @@ class DeviceTable(IndexTable):
     def load(self, index: HistoryIndex) -> DeviceIndex | None:
         """Copy an index to the device, in a thread of its own. Return None if there is no room."""
         num_bytes = index.text.nbytes + index.order.nbytes
-        if self._num_bytes + num_bytes > MOST_BYTES:
+        if self._num_bytes + num_bytes > DEVICE_INDEX_BYTES:
             return None
         on_host = torch.from_numpy(np.concatenate([index.text, index.order])).pin_memory()
         with torch.cuda.stream(self._stream):

@@ -11,6 +11,7 @@ and those that have the shared indexes alone.
 """
 
 import json
+import os
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -191,8 +192,13 @@ class DraftRoom:
             return NONE
         if index_path(self._directory, key).exists():
             return OWN
-        has_shared = self._shares and any(shared_dir(self._directory).glob("*.index"))
-        return SHARED if has_shared else NONE
+        return SHARED if self._shares and self._has_shared() else NONE
+
+    def _has_shared(self) -> bool:
+        """Whether a shared index exists. Stop at the first one: this runs for each request."""
+        with suppress(FileNotFoundError), os.scandir(shared_dir(self._directory)) as files:
+            return any(file.name.endswith(".index") for file in files)
+        return False
 
     def _restore(self, learnt: str) -> None:
         # The learnt state saves a few seconds only. If it is absent or from another version of

@@ -11,6 +11,9 @@ from engines.inference.sampling.step_rows import StepRows
 BLOCK = 2048
 """Token ids in one part of the vocabulary."""
 
+MOST_REGISTERS = 128
+"""Of a thread of `draw`. With a few more, a multiprocessor would run 3 programs at once, not 4."""
+
 VOCAB_MULTIPLE = 64
 """vLLM pads the rows of its logits to a multiple of this."""
 
@@ -127,5 +130,6 @@ def _draw(
         ROWS=rows_at_once,
         BLOCK=block,
         enable_fp_fusion=False,
+        maxnreg=MOST_REGISTERS,
     )
     return parts, part_tokens

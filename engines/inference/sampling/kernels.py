@@ -3,9 +3,9 @@
 The noise equals that of `noise` bit for bit, if Triton fuses no operations (call `draw` with
 `enable_fp_fusion=False`). The kernels store neither noise nor scaled logits.
 
-The exact logarithms of the noise would be most of the work. So `draw` bounds the score of each
-token from above with the GPU's fast logarithm, which takes a tenth, and computes the exact score of
-the best one. If another bound comes close to this score, it computes all scores of the part.
+The exact logarithms of the noise would be most of the work. So `draw` orders the tokens by an upper
+bound of their scores that needs no logarithm (`_keys`). It computes the exact scores of the first
+ones, until the bounds of all others are below the best score. That is one score in most parts.
 """
 
 import math
@@ -26,15 +26,16 @@ _SQRT_HALF_BITS = tl.constexpr(noise.SQRT_HALF_BITS)
 _LOG_OF_2_HIGH, _LOG_OF_2_LOW = (tl.constexpr(part) for part in noise.LOG_OF_2)
 _SERIES = tl.constexpr(noise.LOG_SERIES)
 _2_TO_MINUS_32, _2_TO_MINUS_64 = tl.constexpr(2.0**-32), tl.constexpr(2.0**-64)
-_SMALL = tl.constexpr(2**26)
-"""First words below this give x below 1/64, where -log(1 - x) is x + x^2 / 2 but for 1e-4 of it."""
-_PER_WORD = tl.constexpr(2.0**-32 / math.log(2))
-_PER_SQUARE = tl.constexpr(2.0**-65 / math.log(2))
-_SMALLEST = tl.constexpr(1e-30)
-_LN_2, _LOG2_NOISE = tl.constexpr(math.log(2)), tl.constexpr(-math.log(math.log(2)))
-_CLOSE, _CLOSE_SHARE = tl.constexpr(2.0**-10), tl.constexpr(2.0**-18)
-"""A bound this close to the best score, absolutely or as a share of it, needs the exact score. The
-errors of bounds are below 4e-4, and those of sums below 2^-22 of them."""
+_OCTAVE, _PER_LN_2 = tl.constexpr(2.0**23), tl.constexpr(1 / math.log(2))
+_BITS_TOO_LOW = tl.constexpr(0.0861)
+"""log2(1 + f) is at most this much above f."""
+_NONE = tl.constexpr(-(2**31))
+"""The key of a token that cannot win."""
+_TRIES = tl.constexpr(4)
+"""Scores to compute one by one. One part of a thousand of a real model's logits needs more."""
+_CLOSE, _CLOSE_SHARE = tl.constexpr(2.0**-12), tl.constexpr(2.0**-18)
+"""Room for rounding below the best score, absolutely and as a share of it. The errors of
+exponentials are below 2e-5, and those of sums below 2^-22 of them."""
 _GREEDY_BELOW, _REJECTED = tl.constexpr(GREEDY_BELOW), tl.constexpr(REJECTED)
 
 
@@ -69,12 +70,33 @@ def _log(x):
     return f + rest + scale * _LOG_OF_2_HIGH
 
 
+if knobs.runtime.interpret:
+
+    @triton.jit
+    def _multiply(x, FACTOR: tl.constexpr):
+        """Return the high and the low word of the product of two words."""
+        return tl.umulhi(x, FACTOR), x * FACTOR
+
+else:
+
+    @triton.jit
+    def _multiply(x, FACTOR: tl.constexpr):
+        # The compiler would use two instructions.
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$1, $0}, p; }",
+            "=r,=r,r,r",
+            [x, FACTOR],
+            dtype=(tl.uint32, tl.uint32),
+            is_pure=True,
+            pack=1,
+        )
+
+
 @triton.jit
 def _philox(key, first, second):
     """Return the two words of Philox's output for a counter of two words. All are uint32."""
     for _ in tl.static_range(_PHILOX_ROUNDS):
-        high = tl.umulhi(first, _MULTIPLIER)
-        low = first * _MULTIPLIER
+        high, low = _multiply(first, _MULTIPLIER)
         first = high ^ key ^ second
         second = low
         key = key + _WEYL
@@ -93,36 +115,6 @@ def _gumbel(first, second):
     return -_log(tl.where(near_one, near, -_log(x)))
 
 
-if knobs.runtime.interpret:
-
-    @triton.jit
-    def _fast_log2(x):
-        """Return log2(x) with an error below 1e-6, absolutely or as a share of it."""
-        return tl.log2(x)
-
-else:
-
-    @triton.jit
-    def _fast_log2(x):
-        return tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def _gumbel_bound(first):
-    """Return an upper bound of the noise with this first word. It may be 4e-4 too low.
-
-    It is too high by less than 4e-4 too, unless the word is among the 2^14 least or largest: there
-    the second word counts.
-    """
-    # -log2(u), for u = 1 - x with x = first / 2^32. The series is for small x.
-    x = first.to(tl.float32)
-    small = x * (_PER_WORD + x * _PER_SQUARE)
-    minus_log2_u = tl.where(first < _SMALL, small, 32.0 - _fast_log2((~first).to(tl.float32) + 1.0))
-    return _LOG2_NOISE - _fast_log2(tl.maximum(minus_log2_u, _SMALLEST)) * _LN_2
-
-
 @triton.jit
 def _stream(key, position):
     return _mix(_mix(key) + position * _POSITION)
@@ -136,41 +128,106 @@ def _words(stream, ids):
 
 
 @triton.jit
-def _pick(values, column, BLOCK: tl.constexpr):
-    """Return the value of each row in its column."""
-    is_picked = tl.arange(0, BLOCK)[None, :] == column[:, None]
-    return tl.sum(tl.where(is_picked, values, 0.0), axis=1)
+def _keys(exponentials, first, BLOCK: tl.constexpr):
+    """Return int32 keys that order tokens roughly by score, each with its column in the low bits.
 
-
-@triton.jit
-def _best(candidates, scaled, greedy, stream, ids, BLOCK: tl.constexpr):
-    """Return each row's best score, its column, and the scaled logit there.
-
-    The score of a row is its candidate if the row is greedy, else its candidate plus noise.
+    A score is the logarithm of the exponential over -log(u), plus that of a constant per row. And
+    -log(u) is at least x, for u = 1 - x. The bits of a float are its logarithm in units of 2^-23
+    octaves, too low by at most `_BITS_TOO_LOW`. So the difference of bits bounds the score.
     """
-    first, second = _words(stream, ids)
-    bounds = candidates + tl.where(greedy, 0.0, _gumbel_bound(first))
-    bound, column = tl.max(bounds, axis=1, return_indices=True)
-    chosen = _pick(scaled, column, BLOCK)
-    best_first, best_second = _words(stream, tl.program_id(1) * BLOCK + column[:, None])
-    noise = tl.where(greedy, 0.0, _gumbel(best_first, best_second))
-    best = tl.where(bound == float("-inf"), bound, chosen + tl.sum(noise, axis=1))
-    close = best - _CLOSE - tl.abs(best) * _CLOSE_SHARE
-    num_close = tl.sum((bounds >= close[:, None]).to(tl.int32), axis=1)
-    # This also holds if no candidate is finite, or one is not a number.
-    if tl.max(tl.abs(num_close - 1), axis=0) > 0:
-        scores = tl.where(greedy, candidates, candidates + _gumbel(first, second))
-        best, column = tl.max(scores, axis=1, return_indices=True)
-        chosen = _pick(scaled, column, BLOCK)
-    return best, column, chosen
+    bits = exponentials.to(tl.int32, bitcast=True)
+    x = first.to(tl.float32).to(tl.int32, bitcast=True)
+    return ((bits - x) & -BLOCK) | tl.arange(0, BLOCK)[None, :]
 
 
 @triton.jit
-def _sum_of_exponentials(x):
-    """Return the maximum of each row, and the row's sum of exp(x - maximum)."""
+def _key_of(score, largest, BLOCK: tl.constexpr):
+    """Return the key that each token with at least this score exceeds."""
+    close = score - _CLOSE - tl.abs(score) * _CLOSE_SHARE
+    octaves = (close - largest) * _PER_LN_2 - _BITS_TOO_LOW - 32.0
+    return tl.maximum(octaves * _OCTAVE - BLOCK, _NONE).to(tl.int32)
+
+
+@triton.jit
+def _scaled_at(rows, ids):
+    """Return the scaled logit of one token of each row.
+
+    `rows`: the logits' address, the offset of each row, the size of the vocabulary, and 1 / T.
+    """
+    logits_ptr, rows_at, vocab_size, scale = rows
+    logits = tl.load(logits_ptr + rows_at + ids, mask=ids < vocab_size, other=float("-inf"))
+    return logits.to(tl.float32) * scale
+
+
+@triton.jit
+def _best_of_keys(keys, largest, is_open, rows, stream, BLOCK: tl.constexpr):
+    """Return the best score of each open row, its column, and whether the row is still open.
+
+    Compute the scores with the largest keys one by one, until no other key can exceed the best.
+    """
+    start = tl.program_id(1) * BLOCK
+    top = tl.max(keys, axis=1)
+    best, column = tl.full(largest.shape, float("-inf"), tl.float32), tl.zeros_like(top)
+    tries = 0
+    while (tl.max(is_open.to(tl.int32), axis=0) > 0) & (tries < _TRIES):
+        at = top & (BLOCK - 1)
+        first, second = _words(stream, start + at)
+        score = _scaled_at(rows, start + at) + _gumbel(first, second)
+        wins = is_open & ((score > best) | ((score == best) & (at < column)))
+        best, column = tl.where(wins, score, best), tl.where(wins, at, column)
+        keys = tl.where(keys == top[:, None], _NONE, keys)
+        top = tl.max(keys, axis=1)
+        is_open = is_open & (top > _key_of(best, largest, BLOCK))
+        tries += 1
+    return best, column, is_open
+
+
+@triton.jit
+def _best(
+    candidates,
+    sums,
+    greedy,
+    rows,
+    stream,
+    ids,
+    TRUNCATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return each row's best score and its column.
+
+    The score of a row is its candidate if the row is greedy, else its candidate plus noise. `sums`
+    are of `_exponentials`, and `rows` of `_scaled_at`.
+    """
+    largest, exponentials, total = sums
+    # A sum that is not a number means that a logit is infinite or not a number.
+    is_number = total == total
+    is_open = ~greedy & is_number & (largest > float("-inf"))
+    if TRUNCATED:
+        is_open = is_open & (tl.max(candidates, axis=1) > float("-inf"))
+    if tl.max((is_open | ~(greedy | is_number)).to(tl.int32), axis=0) > 0:
+        first, second = _words(stream[:, None], ids)
+        keys = _keys(exponentials, first, BLOCK)
+        if TRUNCATED:
+            keys = tl.where(candidates == float("-inf"), _NONE, keys)
+        best, column, is_open = _best_of_keys(keys, largest, is_open, rows, stream, BLOCK)
+        is_left = is_open | greedy | ~is_number
+        if tl.max(is_left.to(tl.int32), axis=0) > 0:
+            scores = candidates + tl.where(greedy[:, None], 0.0, _gumbel(first, second))
+            best_left, column_left = tl.max(scores, axis=1, return_indices=True)
+            best = tl.where(is_left, best_left, best)
+            column = tl.where(is_left, column_left, column)
+    else:
+        best, column = tl.max(candidates, axis=1, return_indices=True)
+    return best, column
+
+
+@triton.jit
+def _exponentials(x):
+    """Return the maximum of each row, exp(x - maximum), and the row's sum of it."""
     largest = tl.max(x, axis=1)
     offset = tl.where(largest == float("-inf"), 0.0, largest)
-    return largest, tl.sum(tl.exp(x - offset[:, None]), axis=1)
+    exponentials = tl.exp(x - offset[:, None])
+    return largest, exponentials, tl.sum(exponentials, axis=1)
 
 
 @triton.jit
@@ -219,33 +276,33 @@ def draw(
     requests = rows
     if RAGGED:
         requests = _request_of(rows, ends_ptr, num_requests, num_halvings)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    at = rows.to(tl.int64)[:, None] * stride + ids
-    is_id = ids < vocab_size
-    logits = tl.load(logits_ptr + at, mask=is_id, other=float("-inf")).to(tl.float32)
-    scaled, greedy = logits, True
+    rows_at, start = rows.to(tl.int64) * stride, tl.program_id(1) * BLOCK
+    ids = start + tl.arange(0, BLOCK)[None, :]
+    at = rows_at[:, None] + ids
+    logits = tl.load(logits_ptr + at, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    scaled, scale, greedy = logits, 1.0, True
     if not GREEDY:
         temperatures = tl.load(temperatures_ptr + requests)
-        greedy = (temperatures < _GREEDY_BELOW)[:, None]
-        scaled = logits * tl.div_rn(1.0, tl.where(greedy, 1.0, temperatures[:, None]))
-    candidates = scaled
+        greedy = temperatures < _GREEDY_BELOW
+        scale = tl.div_rn(1.0, tl.where(greedy, 1.0, temperatures))
+        scaled = logits * scale[:, None]
+    candidates, of_logits = scaled, (logits_ptr, rows_at, vocab_size, scale)
     if TRUNCATED:
-        drawn_from = tl.load(drawn_from_ptr + at, mask=is_id, other=float("-inf"))
+        drawn_from = tl.load(drawn_from_ptr + at, mask=ids < vocab_size, other=float("-inf"))
         candidates = tl.where(drawn_from == float("-inf"), float("-inf"), scaled)
+    sums = _exponentials(scaled)
     if GREEDY:
         best, column = tl.max(candidates, axis=1, return_indices=True)
-        chosen = _pick(scaled, column, BLOCK)
     else:
         positions = tl.load(positions_ptr + tl.load(input_rows_ptr + rows) - after) + 1
-        stream = _stream(tl.load(keys_ptr + requests), positions)[:, None]
-        best, column, chosen = _best(candidates, scaled, greedy, stream, ids, BLOCK)
-    largest, total = _sum_of_exponentials(scaled)
+        stream = _stream(tl.load(keys_ptr + requests), positions)
+        best, column = _best(candidates, sums, greedy, of_logits, stream, ids, TRUNCATED, BLOCK)
+    chosen = _scaled_at(of_logits, start + column)
     part = rows.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(tokens_ptr + part, tl.program_id(1) * BLOCK + column, mask=is_row)
-    tl.store(parts_ptr + part, best, mask=is_row)
-    tl.store(parts_ptr + size + part, chosen, mask=is_row)
-    tl.store(parts_ptr + 2 * size + part, largest, mask=is_row)
-    tl.store(parts_ptr + 3 * size + part, total, mask=is_row)
+    tl.store(tokens_ptr + part, start + column, mask=is_row)
+    stored = (best, chosen, sums[0], sums[2])
+    for i in tl.static_range(4):
+        tl.store(parts_ptr + i * size + part, stored[i], mask=is_row)
 
 
 @triton.jit(do_not_specialize=["size", "num_requests", "width"])
