@@ -21,7 +21,7 @@ PART_BYTES = 4096
 _NUM_PARTS = 8
 
 
-class Nodes:
+class LocalNodes:
     """Couriers of several nodes. `ORIGIN` has the trainer."""
 
     def __init__(self, num_nodes: int) -> None:
@@ -104,7 +104,7 @@ class Nodes:
 class _Handle:
     """Handle of a courier. Its calls begin at once, as Ray's do."""
 
-    def __init__(self, nodes: Nodes, node: str) -> None:
+    def __init__(self, nodes: LocalNodes, node: str) -> None:
         self._nodes, self._node = nodes, node
 
     def __getattr__(self, method: str) -> Any:
@@ -127,7 +127,7 @@ def random_version(files: VersionFiles, policy_version: int) -> WeightsFile:
 
 async def count_copies(num_nodes: int) -> dict[str, float]:
     """Return how often the trainer's node sends a version, and the hops of a part."""
-    nodes, files = Nodes(num_nodes), VersionFiles(2)
+    nodes, files = LocalNodes(num_nodes), VersionFiles(2)
     with nodes.in_place():
         file = random_version(files, 0)
         content = file.path.read_bytes()

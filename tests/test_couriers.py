@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.nodes import ORIGIN, PART_BYTES, Nodes, count_copies, random_version
+from benchmarks.nodes import ORIGIN, PART_BYTES, LocalNodes, count_copies, random_version
 from engines import couriers
 from engines.couriers import FAN_OUT
 from engines.weights_file import VersionFiles
@@ -14,8 +14,8 @@ NUM_NODES = 16
 
 
 @pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    made = Nodes(NUM_NODES)
+def nodes() -> Iterator[LocalNodes]:
+    made = LocalNodes(NUM_NODES)
     with made.in_place():
         yield made
 
@@ -32,12 +32,12 @@ def assert_whole(paths, file) -> None:
     assert [path.read_bytes() == content for path in paths] == [True] * len(paths)
 
 
-def parent_of(nodes: Nodes, file) -> str:
+def parent_of(nodes: LocalNodes, file) -> str:
     """Return the first node below the origin."""
     return nodes.couriers[ORIGIN]._readers[file.path][0]
 
 
-async def until_sent(nodes: Nodes, node: str) -> None:
+async def until_sent(nodes: LocalNodes, node: str) -> None:
     before = nodes.num_bytes_sent[node]
     while nodes.num_bytes_sent[node] == before:
         await asyncio.sleep(0)
