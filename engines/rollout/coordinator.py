@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from itertools import cycle
 
 from engines.balance import in_turn
-from engines.bounded import cancel
+from engines.bounded import cancel, gather_all
 from engines.rollout import gpu_handover, orders, slow_policy
 from engines.rollout.engine_reports import Copied, EngineReport, Fatal, Refreshed, Signal, Synced
 from engines.rollout.fleet import Fleet
@@ -37,6 +37,7 @@ from engines.rollout.moves import Policy
 from engines.rollout.reassign import Reassigner
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome, Tally
+from engines.rollout.storing import Storing
 from engines.rollout.tracked_engine import TrackedEngine, now_s
 from engines.rollout.views import queued_view, stage_view
 from schemas.layout import Pool
@@ -68,6 +69,7 @@ class Coordinator:
         self._engines = self._fleet.engines
         self._reshaper = Reshaper(self._fleet, pools)
         self._mover = Mover(self._fleet, self._reshaper)
+        self._storing = Storing(self._fleet)
         self._policies = tuple(policies)
         self._stages: list[GenerationStage] = []
         self._reassigner = Reassigner(self._fleet, self._reshaper, self._stages)
@@ -205,6 +207,7 @@ class Coordinator:
             except Exception as error:
                 self._fail(error)
             finally:
+                await self._storing.stop()
                 await self._fleet.stop_listening()
 
     async def _handle(self, index: int, report: EngineReport) -> None:
@@ -320,9 +323,8 @@ class Coordinator:
     async def _end_stages(self) -> None:
         while self._stages and self._stages[0].num_unfinished == 0:
             stage = self._stages[0]
-            for tracked in self._engines.values():
-                if tracked.stage is stage and tracked.takes_requests:
-                    await tracked.count()
+            here = [one for one in self._engines.values() if one.stage is stage]
+            await gather_all(tracked.count() for tracked in here if tracked.takes_requests)
             del self._stages[0]
             if not stage.done.done():
                 stage.done.set_result(stage.outcome(now_s()))
@@ -367,7 +369,7 @@ class Coordinator:
         self, tracked: TrackedEngine, stage: GenerationStage, finished: list[Finished]
     ) -> None:
         """Store the rollouts first. Then count them, and withdraw their copies elsewhere."""
-        await stage.on_finished(finished)
+        await self._storing.store(tracked, stage, finished)
         self._fleet.deaths.note_work(tracked.index)
         tracked.tally.num_rollouts += len(finished)
         tracked.tally.num_tokens += sum(rollout.num_tokens for rollout in finished)
