@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from itertools import cycle
 
 from engines.balance import in_turn
-from engines.bounded import cancel, gather_all
+from engines.bounded import cancel
 from engines.rollout import gpu_handover, orders, slow_policy
 from engines.rollout.engine_reports import Copied, EngineReport, Fatal, Refreshed, Signal, Synced
 from engines.rollout.fleet import Fleet
@@ -323,8 +323,9 @@ class Coordinator:
     async def _end_stages(self) -> None:
         while self._stages and self._stages[0].num_unfinished == 0:
             stage = self._stages[0]
-            here = [one for one in self._engines.values() if one.stage is stage]
-            await gather_all(tracked.count() for tracked in here if tracked.takes_requests)
+            for tracked in self._engines.values():
+                if tracked.stage is stage and tracked.takes_requests:
+                    await tracked.count()
             del self._stages[0]
             if not stage.done.done():
                 stage.done.set_result(stage.outcome(now_s()))
