@@ -26,7 +26,7 @@ ANSWER_S = 10.0
 SUBMITTED_AT_ONCE = 512
 """Requests per call. Ray serializes their prompts on the caller's event loop, which blocks."""
 
-_TURNS = Turns(16)
+_TURNS = Turns(4)
 """Ray needs about 0.3 ms to begin a call, and a stage begins calls to all engines at once."""
 
 
