@@ -41,6 +41,7 @@ from benchmarks.stand_ins import (
     made_up_prompts,
 )
 from engines.actors import RemoteActor
+from engines.gpus.cleanup import Marked, given_gpus, mark_children
 from engines.inference.engine.ray_engine import RayEngine
 from engines.reports.tables import plain_table
 from engines.rollout.coordinator import Coordinator
@@ -74,6 +75,12 @@ class StandInEngine(MadeUpEngine):
         super().__init__(index, NUM_WORDS)
         self._told: list[Rollout] = []
         self._num_received = 0
+
+    def mark_processes(self, mark: str) -> Marked:
+        import ray
+
+        mark_children(mark)
+        return Marked(mark, ray.get_runtime_context().get_node_id(), given_gpus())
 
     async def next_events(self, num_received: int) -> tuple[EngineEvents, pa.Table | None]:
         await asyncio.sleep(_EVENT_S)

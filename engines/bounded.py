@@ -95,7 +95,7 @@ async def gather_all(awaitables: Iterable[Awaitable]) -> list:
     return results
 
 
-class Turns:
+class LoopTurns:
     """Lets a few tasks at a time pass, so that a burst of them does not block the event loop."""
 
     def __init__(self, num: int) -> None:

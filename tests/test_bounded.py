@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from engines.bounded import Turns, call_in_thread, together, wait_for, wait_while_moving
+from engines.bounded import LoopTurns, call_in_thread, together, wait_for, wait_while_moving
 from engines.simulate.clock import run_virtual
 
 
@@ -138,7 +138,7 @@ async def test_an_answer_that_does_not_come_is_not_waited_for():
 
 
 async def test_a_burst_of_tasks_passes_over_several_turns_of_the_loop():
-    turns, turn, passed = Turns(3), 0, []
+    turns, turn, passed = LoopTurns(3), 0, []
 
     async def count_turns():
         nonlocal turn
@@ -161,6 +161,6 @@ async def test_a_burst_of_tasks_passes_over_several_turns_of_the_loop():
 
 
 def test_turns_of_a_loop_that_has_ended_hold_nobody_up():
-    turns = Turns(1)
+    turns = LoopTurns(1)
     for _ in range(3):
         asyncio.run(asyncio.wait_for(turns.take(), 5.0))

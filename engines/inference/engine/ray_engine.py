@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from engines.actors import ActorError, ActorGone, RemoteActor
-from engines.bounded import Turns, together
+from engines.bounded import LoopTurns, together
 from engines.gpus.cleanup import END_S, CleanupActor, Marked
 from engines.gpus.place import NoPlace, Place
 from engines.gpus.reservation import ReservedGpus
@@ -26,7 +26,7 @@ ANSWER_S = 10.0
 SUBMITTED_AT_ONCE = 512
 """Requests per call. Ray serializes their prompts on the caller's event loop, which blocks."""
 
-_TURNS = Turns(4)
+_TURNS = LoopTurns(4)
 """Ray needs about 0.3 ms to begin a call, and a stage begins calls to all engines at once."""
 
 
