@@ -29,12 +29,12 @@ class Storing:
         """Store an engine's rollouts. Raise as `stage.on_finished` does."""
         ahead, task = self._ahead.pop(tracked.index, ([], None))
         self._begin_next()
-        if task:
+        if task and [one.id for one in ahead] == [one.id for one in finished]:
             await task
             # If all have been stored, the coordinator would handle all reports in one turn of the
             # event loop.
             await asyncio.sleep(0)
-        if [one.id for one in finished] != [one.id for one in ahead]:
+        else:
             await stage.on_finished(finished)
 
     def _begin_next(self) -> None:
