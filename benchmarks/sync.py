@@ -13,6 +13,12 @@ many bytes twice, one copy after the other: to new memory, as any receiver of a 
     over_two_copies        median of `sync` / median of `copies`
     over_two_warm_copies   median of `sync` / median of `warm`
 
+Before that, couriers of 2, 8 and 64 nodes, all in this process, pass on a small file:
+
+    origin_copies_N_nodes  bytes that the trainer's node sends / bytes of the file; without a tree
+                           it would be N - 1
+    hops_N_nodes           hops of a part on its longest way
+
 torch's dispatcher counts the bytes, in the trainer and in a worker. At the end the bench checks the
 canary.
 """
@@ -32,6 +38,7 @@ from rich.console import Console
 
 from benchmarks.copies import CopiedBytes, CountingEngine
 from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of
+from benchmarks.nodes import count_copies
 from benchmarks.stand_ins import MODEL
 from engines.inference.engine.ray_engine import RayEngine
 from engines.learn.learner import Learner
@@ -44,6 +51,7 @@ from schemas.weights import Canary, PolicyWeights, WeightsFile
 from tasks.run.ray_cluster import ray_cluster
 
 PACKAGES = ("refrain", "torch", "ray", "safetensors", "vllm")
+NUM_NODES = (2, 8, 64)
 NUM_ENGINES = 2
 NUM_KEPT = 2
 WARM_UP = 3
@@ -135,6 +143,7 @@ class _Policy:
 
 
 async def _measure(config: TrainConfig, num_laps: int, console: Console) -> Measured:
+    passed_on = [await count_copies(num_nodes) for num_nodes in NUM_NODES]
     policy = _Policy(config)
     with ray_cluster("bench"), _deleted(policy.files):
         engines = [RayEngine(i, config.engine, 0, CountingEngine) for i in range(NUM_ENGINES)]
@@ -155,7 +164,8 @@ async def _measure(config: TrainConfig, num_laps: int, console: Console) -> Meas
         finally:
             for engine in engines:
                 await engine.shutdown()
-    return counted | _figures(rows) | {"canary_error": max(errors)}, rows
+    figures = {name: value for counts in passed_on for name, value in counts.items()}
+    return figures | counted | _figures(rows) | {"canary_error": max(errors)}, rows
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from typing import Never, TypeVar
+from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
 
@@ -92,6 +93,25 @@ async def gather_all(awaitables: Iterable[Awaitable]) -> list:
         if isinstance(result, BaseException):
             raise result
     return results
+
+
+class LoopTurns:
+    """Lets a few tasks at a time pass, so that a burst of them does not block the event loop."""
+
+    def __init__(self, num: int) -> None:
+        """`num`: tasks that may pass in one turn of the event loop."""
+        self._num = num
+        self._passed: WeakKeyDictionary[asyncio.AbstractEventLoop, int] = WeakKeyDictionary()
+        """Tasks that passed in this turn."""
+
+    async def take(self) -> None:
+        """Return now if the task may go on in this turn, else in a later one."""
+        loop = asyncio.get_running_loop()
+        while (passed := self._passed.get(loop, 0)) >= self._num:
+            await asyncio.sleep(0)
+        if not passed:
+            loop.call_soon(self._passed.pop, loop, None)
+        self._passed[loop] = passed + 1
 
 
 def is_cancelled() -> bool:

@@ -49,7 +49,7 @@ BENCHES = {
         "a minute for the demo",
     ),
     "driver": Bench(
-        "the driver with long responses: does its event loop block, does it keep their tokens?",
+        "the driver with long responses and with 256 engines: does its event loop block?",
         "2 minutes",
     ),
     "entropy": Bench(

@@ -1,11 +1,12 @@
 """Waits: with a timeout, for as long as the work moves, and for several tasks at once."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import pytest
 
-from engines.bounded import call_in_thread, together, wait_for, wait_while_moving
+from engines.bounded import LoopTurns, call_in_thread, together, wait_for, wait_while_moving
 from engines.simulate.clock import run_virtual
 
 
@@ -134,3 +135,32 @@ async def test_an_answer_that_does_not_come_is_not_waited_for():
         await call_in_thread(ask, 0.05)
     stuck.set()
     assert await call_in_thread(lambda: 7, 5.0) == 7
+
+
+async def test_a_burst_of_tasks_passes_over_several_turns_of_the_loop():
+    turns, turn, passed = LoopTurns(3), 0, []
+
+    async def count_turns():
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def task(i: int):
+        await turns.take()
+        passed.append((turn, i))
+
+    counting = asyncio.create_task(count_turns())
+    await asyncio.gather(*map(task, range(10)))
+    counting.cancel()
+    assert sorted(i for _, i in passed) == list(range(10))
+    assert list(Counter(turn for turn, _ in passed).values()) == [3, 3, 3, 1]
+    for i in range(10):
+        await task(i)
+        await asyncio.sleep(0)
+
+
+def test_turns_of_a_loop_that_has_ended_hold_nobody_up():
+    turns = LoopTurns(1)
+    for _ in range(3):
+        asyncio.run(asyncio.wait_for(turns.take(), 5.0))

@@ -2,6 +2,7 @@
 
 Coordinator (coordinator.py)     reads one inbox: stages, events, deaths
   ├── GenerationStage (stage.py)     the requests of one step, with their Races (races.py)
+  ├── Storing (storing.py)           stores the rollouts of several engines together
   ├── Reassigner (reassign.py)       moves the requests of dead engines to others
   ├── Mover, Reshaper                make the moves that policies decide on (moves.py)
   └── Fleet (fleet.py)               gives orders (orders.py) to the engines, restarts dead ones

@@ -38,6 +38,7 @@ from engines.rollout.moves import Policy
 from engines.rollout.reassign import Reassigner
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome, Tally
+from engines.rollout.storing import Storing
 from engines.rollout.tracked_engine import TrackedEngine, now_s
 from engines.rollout.views import queued_view, stage_view
 from schemas.layout import Pool
@@ -69,6 +70,7 @@ class Coordinator:
         self._engines = self._fleet.engines
         self._reshaper = Reshaper(self._fleet, pools)
         self._mover = Mover(self._fleet, self._reshaper)
+        self._storing = Storing(self._fleet)
         self._policies = tuple(policies)
         self._stages: list[GenerationStage] = []
         self._numbers = count()
@@ -200,6 +202,7 @@ class Coordinator:
             except Exception as error:
                 self._fail(error)
             finally:
+                await self._storing.stop()
                 await self._fleet.stop_listening()
 
     async def _handle(self, index: int, report: EngineReport) -> None:
@@ -370,7 +373,7 @@ class Coordinator:
         """Store the rollouts first. Then count them, and withdraw their copies elsewhere."""
         if not finished:
             return
-        await stage.on_finished(finished)
+        await self._storing.store(tracked, stage, finished)
         self._fleet.deaths.note_work(tracked.index)
         tally = stage.tallies[tracked.index]
         tally.num_rollouts += len(finished)

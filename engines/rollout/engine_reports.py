@@ -1,5 +1,8 @@
 """Reports about engines that arrive in a fleet's inbox."""
 
+import asyncio
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -44,3 +47,16 @@ class Fatal:
 
 
 EngineReport = EngineEvents | Signal | Synced | Copied | Fatal | Exception
+
+
+class Inbox(asyncio.Queue[tuple[int, EngineReport]]):
+    """Reports with the index of their engine, in the order of arrival."""
+
+    _queue: deque[tuple[int, EngineReport]]
+
+    def next_events(self) -> Iterator[tuple[int, EngineEvents]]:
+        """Return the events at the head, up to a report of another kind. They stay in the inbox."""
+        for index, report in self._queue:
+            if not isinstance(report, EngineEvents):
+                return
+            yield index, report

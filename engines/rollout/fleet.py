@@ -24,7 +24,7 @@ from typing import Concatenate, ParamSpec
 from engines.bounded import cancel, gather_all
 from engines.rollout import orders
 from engines.rollout.deaths import Deaths
-from engines.rollout.engine_reports import EngineReport, Fatal, Signal
+from engines.rollout.engine_reports import EngineReport, Fatal, Inbox, Signal
 from engines.rollout.interface import Engine, EngineDied, EngineGone
 from engines.rollout.stage import GenerationStage
 from engines.rollout.timeline_log import TimelineLog
@@ -56,7 +56,7 @@ class Fleet:
             e.index: TrackedEngine(e, Lifecycle.STANDBY if e.index in off else Lifecycle.SERVING)
             for e in engines
         }
-        self.inbox: asyncio.Queue[tuple[int, EngineReport]] = asyncio.Queue()
+        self.inbox = Inbox()
         self.changed: set[int] = set()
         """Indexes of engines whose state changed: one of them may be able to begin a stage."""
         self._pools = tuple(pools)

@@ -163,7 +163,8 @@ class TrackedEngine:
 
     def is_at(self, stage: GenerationStage) -> bool:
         """Whether the engine works on the stage, or has finished its part and begun no other."""
-        return self.alive and not self.standby and self.stage is stage
+        # Every view asks every engine, so this calls no other property.
+        return self.stage is stage and self.lifecycle in (_SERVING, _ENTERING)
 
     def may_serve(self, stage: GenerationStage) -> bool:
         """Whether the engine works on the stage now or will later."""

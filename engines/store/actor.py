@@ -4,6 +4,9 @@ Reads run in parallel; writes wait for the store's lock. Every method is idempot
 restart the process and repeat a call. An acknowledged write is in the file.
 """
 
+import asyncio
+import time
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,12 @@ LOCK_TIMEOUT_S = 60.0
 """Longest wait for the file's lock. The store's process may outlive a killed run by seconds."""
 FETCH_TIMEOUT_S = 120.0
 """Longest time to fetch an engine's rows. The store counts later rows as lost."""
+
+TOKENS_AT_ONCE = 8 * 2**20
+"""Most tokens of one write, if it has rollouts of several engines. They take 8 bytes each."""
+
+Batch = tuple[Any, list[int], int]
+"""The table of an engine's rows or a reference to it, the rows to store, and their epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +80,37 @@ class StoreActor:
         table = self.call(method, *args)
         return count_rows(table), table
 
-    def keep(self, rows: Sequence[Any], selected: list[int], epoch: int) -> str:
-        """Add selected rollouts of an engine's rows. If the rows are lost, return the reason.
+    def keep(self, batches: Sequence[Batch]) -> list[str]:
+        """Add rollouts of several engines in one transaction. Return for each engine the reason if
+        its rows are lost, or an empty string.
 
-        `rows`: a list with one table or one reference to a table. Without the list, Ray would
-        resolve the reference before the call, without a time limit.
+        Outside of the list, Ray would resolve references before the call, without a time limit.
         """
-        import ray
-        from ray.exceptions import RayError
+        import pyarrow as pa
 
-        (table,) = rows
-        if isinstance(table, ray.ObjectRef):
-            try:
-                table = ray.get(table, timeout=FETCH_TIMEOUT_S)
-            except RayError as error:  # The rows are late or lost.
-                return f"{type(error).__name__}: {error}"
-        self._store.add_rollouts(table.take(selected), epoch)
-        return ""
+        until_s = time.monotonic() + FETCH_TIMEOUT_S
+        tables, lost = defaultdict(list), []
+        for rows, selected, epoch in batches:
+            table, why = _fetched(rows, max(0.0, until_s - time.monotonic()))
+            lost.append(why)
+            if table is not None:
+                tables[epoch].append(table.take(selected))
+        for epoch, added in tables.items():
+            self._store.add_rollouts(pa.concat_tables(added), epoch)
+        return lost
+
+
+def _fetched(rows: Any, timeout_s: float) -> "tuple[pa.Table | None, str]":
+    """Return the table behind a reference, or why it is late or lost."""
+    import ray
+    from ray.exceptions import RayError
+
+    if not isinstance(rows, ray.ObjectRef):
+        return rows, ""
+    try:
+        return ray.get(rows, timeout=timeout_s), ""
+    except RayError as error:
+        return None, f"{type(error).__name__}: {error}"
 
 
 def start_store(path: Path, found_by: str | None = None, **options: Any) -> Any:
@@ -106,11 +129,22 @@ def start_store(path: Path, found_by: str | None = None, **options: Any) -> Any:
     ).handle
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Rollouts of one engine that no write has yet."""
+
+    batch: Batch
+    num_tokens: int
+    answer: asyncio.Future[str]
+
+
 class StoreClient:
     """A process's client of the store's actor. Every wait has a time limit."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
+        self._waiting: deque[_Waiting] = deque()
+        self._keeping: asyncio.Task[None] | None = None
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the `Store`."""
@@ -119,16 +153,45 @@ class StoreClient:
     async def add_finished(self, rollouts: Sequence[FinishedRollout], epoch: int) -> None:
         """Store rollouts that one engine reported in one table.
 
-        Raise `EngineDied` when their tokens are lost.
+        The store writes rollouts together that come at the same time, or during a write. Raise
+        `EngineDied` when their tokens are lost.
         """
         reference, selected = rollouts[0].rows, [rollout.row for rollout in rollouts]
         assert all(rollout.rows is reference for rollout in rollouts)
-        if why := await self._keep(reference, selected, epoch):
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        num_tokens = sum(rollout.num_tokens for rollout in rollouts)
+        self._waiting.append(_Waiting((reference, selected, epoch), num_tokens, answer))
+        if self._keeping is None or self._keeping.done():
+            self._keeping = asyncio.create_task(self._keep_waiting())
+        if why := await answer:
             lost = f"{len(rollouts)} finished rollouts were lost before they were stored: {why}"
             raise EngineDied(rollouts[0].engine, lost)
 
-    async def _keep(self, reference: Any, selected: list[int], epoch: int) -> str:
-        return await _answer("keep", self._actor.keep.remote([reference], selected, epoch))
+    async def _keep_waiting(self) -> None:
+        while self._waiting:
+            waiting = self._next()
+            try:
+                lost = await self._keep([one.batch for one in waiting])
+            except Exception as error:
+                for one in waiting:
+                    if not one.answer.done():
+                        one.answer.set_exception(error)
+                continue
+            for one, why in zip(waiting, lost, strict=True):
+                if not one.answer.done():
+                    one.answer.set_result(why)
+
+    def _next(self) -> "list[_Waiting]":
+        """Return rollouts for one write."""
+        found = [self._waiting.popleft()]
+        num_tokens = found[0].num_tokens
+        while self._waiting and num_tokens + self._waiting[0].num_tokens <= TOKENS_AT_ONCE:
+            found.append(self._waiting.popleft())
+            num_tokens += found[-1].num_tokens
+        return found
+
+    async def _keep(self, batches: list[Batch]) -> list[str]:
+        return await _answer("keep", self._actor.keep.remote(batches))
 
     async def rows(self, method: str, *args: Any) -> StoredRows:
         """Return a reference to the table that a `Store` method returns, and its counts."""

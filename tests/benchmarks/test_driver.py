@@ -30,7 +30,9 @@ async def test_computing_takes_both():
     assert watch.longest_cpu_s > 0.04
 
 
-@pytest.mark.parametrize("sizes", [{"rollouts": 4}, {"rollouts": 12}, {"tokens": 16}])
+@pytest.mark.parametrize(
+    "sizes", [{"rollouts": 4}, {"rollouts": 12}, {"many_rollouts": 4}, {"tokens": 16}]
+)
 def test_sizes_that_make_no_sense_are_refused(sizes):
-    with pytest.raises(ValueError, match="multiple of 8"):
-        measure(Namespace(**{"rollouts": 8, "tokens": 99} | sizes), Console())
+    with pytest.raises(ValueError, match=r"multiples of 8|above 16"):
+        measure(Namespace(**{"rollouts": 8, "many_rollouts": 8, "tokens": 99} | sizes), Console())

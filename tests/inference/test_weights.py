@@ -16,13 +16,14 @@ import pytest
 import ray
 import torch
 
+from engines.couriers import FAN_OUT
 from engines.inference.weights.canary import FLOAT32_TOLERANCE
 from engines.learn.publishing import WholeTensors, publish
 from engines.rollout.interface import WeightSyncError
 from engines.weights_file import VersionFiles
 from schemas.weights import PolicyWeights, WeightsFile
 from tests.conftest import REPOSITORY
-from tests.inference.two_nodes import NUM
+from tests.inference.sent_weights import NUM
 
 pytestmark = [
     pytest.mark.engine,
@@ -98,7 +99,7 @@ async def test_wrong_weights_are_refused(engines, learner, prompts, files):
 
 
 async def test_each_node_has_a_version_once_and_before_it_is_asked_for():
-    command = [sys.executable, "-m", "tests.inference.two_nodes"]
+    command = [sys.executable, "-m", "tests.inference.sent_weights"]
     options = {"cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": 300.0}
     done = await asyncio.to_thread(subprocess.run, command, **options)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -114,4 +115,7 @@ async def test_each_node_has_a_version_once_and_before_it_is_asked_for():
     assert "WeightSyncError" in what["too_old"]
     assert "policy version 0 did not reach the node of engine 0" in what["too_old"]
     assert what["after_a_death"] == ["2.safetensors"]
+    assert what["passed_on"] == [[float(i + v) for i in range(NUM)] for v in (3, 3, 3, 4, 4, 4)]
+    assert what["origin_sent"] == pytest.approx(FAN_OUT, abs=0.01)
+    assert what["parent_sent"] == 1.0
     assert not what["left"]

@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from engines.rollout.interface import EngineDied
+from engines.store import actor
 from engines.store.actor import StoreClient, start_store
 from engines.store.rows import rollout_rows
 from schemas.rollout import Split
@@ -91,3 +92,61 @@ async def test_rollouts_that_are_lost_are_a_death_of_their_engine(ray_cluster, t
         with pytest.raises(EngineDied, match="engine 0 died: 1 finished rollouts were lost"):
             await client.add_finished(told_of(rollouts, source.told.remote(rollouts)), 0)
     assert (await client.call("rollouts", Split.TRAIN, 1)).num_rows == 0
+
+
+class CountedStore(StoreClient):
+    """Counts the rollouts of each write."""
+
+    def __init__(self, actor):
+        super().__init__(actor)
+        self.writes = []
+
+    async def _keep(self, batches):
+        self.writes.append([len(selected) for _, selected, _ in batches])
+        return await super()._keep(batches)
+
+
+async def test_rollouts_that_come_together_are_one_write(ray_cluster, tmp_path):
+    client = CountedStore(start_store(tmp_path / "run.duckdb"))
+    rollouts = [make_rollout(sample=i, tokens=100) for i in range(6)]
+    source = ray_cluster.remote(Source).remote()
+    told = [
+        told_of(pair, source.told.remote(pair))
+        for pair in (rollouts[:2], rollouts[2:4], rollouts[4:])
+    ]
+    await asyncio.gather(*(client.add_finished(pair, epoch) for epoch, pair in enumerate(told)))
+    assert client.writes == [[2, 2, 2]]
+    rows = await client.call("rollouts", Split.TRAIN, 1)
+    assert rows["sample_index"].to_pylist() == list(range(6))
+    assert rows["epoch"].to_pylist() == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_a_write_is_not_larger_because_more_engines_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(actor, "TOKENS_AT_ONCE", 250)
+    client = CountedStore(start_store(tmp_path / "run.duckdb"))
+    rollouts = [make_rollout(sample=i, tokens=100) for i in range(5)]
+    told = [told_of([rollout], rollout_rows([rollout])) for rollout in rollouts]
+    await asyncio.gather(*(client.add_finished(one, 0) for one in told))
+    assert client.writes == [[1, 1], [1, 1], [1]]
+    assert (await client.call("rollouts", Split.TRAIN, 1)).num_rows == 5
+
+
+async def test_lost_rollouts_of_one_engine_do_not_hold_back_those_of_others(ray_cluster, tmp_path):
+    client = CountedStore(start_store(tmp_path / "run.duckdb"))
+    rollouts = [make_rollout(sample=i) for i in range(2)]
+
+    def lose():
+        raise OSError("no rows")
+
+    lost = ray_cluster.remote(lose).options(max_retries=0).remote()
+    answers = await asyncio.gather(
+        client.add_finished(told_of(rollouts[:1], lost), 0),
+        client.add_finished(told_of(rollouts[1:], rollout_rows(rollouts[1:])), 0),
+        return_exceptions=True,
+    )
+    assert isinstance(answers[0], EngineDied)
+    assert answers[1] is None
+    assert client.writes == [[1, 1]]
+    rows = await client.call("rollouts", Split.TRAIN, 1)
+    assert rows["sample_index"].to_pylist() == [1]

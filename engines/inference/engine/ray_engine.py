@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from engines.actors import ActorError, ActorGone, RemoteActor
-from engines.bounded import together
+from engines.bounded import LoopTurns, together
 from engines.gpus.cleanup import END_S, CleanupActor, Marked
 from engines.gpus.place import NoPlace, Place
 from engines.gpus.reservation import ReservedGpus
@@ -25,6 +25,9 @@ ANSWER_S = 10.0
 """Longest time to wait until a failed engine reports its cause."""
 SUBMITTED_AT_ONCE = 512
 """Requests per call. Ray serializes their prompts on the caller's event loop, which blocks."""
+
+_TURNS = LoopTurns(4)
+"""Ray needs about 0.3 ms to begin a call, and a stage begins calls to all engines at once."""
 
 
 class RayEngine:
@@ -234,6 +237,7 @@ class RayEngine:
         """
         if (actor := self._actor) is None:
             raise EngineDied(self.index, "it was not started")
+        await _TURNS.take()
         try:
             yield actor
         except ActorError as error:

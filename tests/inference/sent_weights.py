@@ -1,4 +1,4 @@
-"""Send weights to the second node of a cluster, and print which files were where, as JSON.
+"""Send weights to the other nodes of a cluster, and print which files were where, as JSON.
 
 Starts a cluster of its own. Instead of engines, simple actors read the weights.
 """
@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engines.shared_memory import clear_dead
 from flows.environment import quieten
 from schemas.weights import PolicyWeights, WeightsFile
 
@@ -46,12 +47,10 @@ def write(files: Any, version: int, node_id: str) -> PolicyWeights:
     return PolicyWeights(version, file, ())
 
 
-def until_fetched(courier: Any, num_bytes: int) -> None:
-    import ray
-
+def until_there(path: Path) -> None:
     ends_s = time.monotonic() + LIMIT_S
-    while ray.get(courier.num_bytes_fetched.remote(), timeout=LIMIT_S) < num_bytes:
-        assert time.monotonic() < ends_s, "the courier did not fetch the file"
+    while not path.exists():
+        assert time.monotonic() < ends_s, f"the courier did not write {path.name}"
         time.sleep(0.05)
 
 
@@ -59,7 +58,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def carry(here: str, there: str) -> dict[str, Any]:
+def carry(here: str, there: str, others: list[str]) -> dict[str, Any]:
     import ray
 
     from engines.actors import RemoteActor
@@ -85,8 +84,8 @@ def carry(here: str, there: str) -> dict[str, Any]:
 
     second = write(files, 1, here)
     couriers.prefetch(1, second.source)
-    until_fetched(kept.handle, 2 * size)
     directory = Path(told[1][0]).parent
+    until_there(directory / "1.safetensors")
     shown["before_it_is_asked_for"] = names(directory)
     third = write(files, 2, here)
     couriers.prefetch(2, third.source)
@@ -110,8 +109,38 @@ def carry(here: str, there: str) -> dict[str, Any]:
     while directory.exists() and time.monotonic() < ends_s:
         time.sleep(0.05)
     shown["left"] = directory.exists()
+    shown |= pass_on(files, here, [there, *others])
     files.delete()
     return shown
+
+
+def pass_on(files: Any, here: str, there: list[str]) -> dict[str, Any]:
+    """Send two versions to three nodes. The last one reads from the first, which is then killed."""
+    import ray
+
+    from engines.actors import RemoteActor
+    from engines.couriers import courier_of
+
+    origin = courier_of(here).handle
+    readers = [RemoteActor("reader", Reader, node_id=node) for node in there]
+    size, before, values = 0, ray.get(origin.num_bytes_sent.remote()), []
+    for version in (3, 4):
+        weights = write(files, version, here)
+        size = weights.source.num_bytes
+        for reader in readers[:-1]:
+            values.append(ray.get(reader.handle.read.remote(weights), timeout=LIMIT_S))
+        last, parent = readers[-1].handle.read.remote(weights), courier_of(there[0]).handle
+        if version == 3:
+            values.append(ray.get(last, timeout=LIMIT_S))
+            sent = ray.get([origin.num_bytes_sent.remote(), parent.num_bytes_sent.remote()])
+        else:
+            ray.kill(parent)
+            values.append(ray.get(last, timeout=LIMIT_S))
+    return {
+        "passed_on": [told for _, told in values],
+        "origin_sent": (sent[0] - before) / size,
+        "parent_sent": sent[1] / size,
+    }
 
 
 def main() -> None:
@@ -119,14 +148,15 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False})
-    other = cluster.add_node()
+    there, *others = (cluster.add_node().node_id for _ in range(3))
     try:
         ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
         here = ray.get_runtime_context().get_node_id()
-        print(json.dumps(carry(here, other.node_id)))
+        print(json.dumps(carry(here, there, others)))
     finally:
         ray.shutdown()
         cluster.shutdown()
+        clear_dead()  # Files of killed couriers.
 
 
 if __name__ == "__main__":
