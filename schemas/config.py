@@ -13,7 +13,13 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from schemas.algorithm import MINIBATCHES, AlgorithmConfig
 from schemas.base import Frozen, UnitInterval, refuse_unusable
-from schemas.drafting import HISTORY, DrafterConfig, DraftingConfig, SpecActorConfig
+from schemas.drafting import (
+    HISTORY,
+    DrafterConfig,
+    DraftingConfig,
+    DraftingSection,
+    SpecActorConfig,
+)
 from schemas.inputs import DataConfig, ModelConfig, Texts
 from schemas.removed_settings import refuse_removed
 from schemas.resume import Free, Kept, Rounding
@@ -78,12 +84,10 @@ class RolloutConfig(Frozen):
     enforce_eager: Free[bool] = False
     """Skip compilation and CUDA graphs: a faster start, slower decoding. Switch it on for short
     trials. Always on for a CPU."""
-    start_timeout_s: Free[PositiveFloat] = 1800.0
-    """Longest time in seconds for an engine or a drafter to start, which includes loading the
-    model. For example, `3600`: an hour. Raise it for a large model on a slow disk."""
     stall_timeout_s: Free[PositiveFloat] = 600.0
     """An engine that has work and reports nothing for this many seconds counts as dead. For
-    example, `1200`: 20 minutes. Raise it if engines are restarted that only were slow."""
+    example, `1200`: 20 minutes. Raise it if engines are restarted that only were slow. Engines and
+    drafters have five times as long to start."""
     max_restarts: Free[int] = Field(default=3, ge=0)
     """Restarts of one engine, or of one drafter, that a run allows, for example `10`. When the
     engine dies once more, the run crashes (`trainer.max_failures`). Without the drafter it goes on.
@@ -99,6 +103,11 @@ class RolloutConfig(Frozen):
     for example `0.1`. Set it if the check fails in bfloat16 and holds in float32. Default: 1e-3 in
     float32. In bfloat16 each sync measures it: a little more than rounding to bfloat16 changes the
     trainer's own."""
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Longest time in seconds for an engine or a drafter to load the model and start."""
+        return 5.0 * self.stall_timeout_s
 
     def sampling(self, split: Split) -> "RolloutConfig | SamplingConfig":
         """Return the config that has the temperature, `top_p` and `top_k` of a split."""
@@ -139,13 +148,6 @@ class PatConfig(Frozen):
     after `rollout.tp_degree: 2`: each is a multiple of the one before. Set them if many GPUs wait
     for a few long responses, with a `profile` that measured all of them. Empty: GPUs never
     switch."""
-    rule: Literal["forecast", "paper"] = "forecast"
-    """When GPUs switch. `forecast`: when the lengths of the last epoch predict an earlier end of
-    the step (`mode: pipelined`: fewer GPU seconds), and no later switch would be better. `paper`:
-    every response is expected to reach `data.max_response_tokens`, and a later switch is not
-    considered. Steps begin in the degree that is predicted to end them soonest. With `paper`,
-    without lengths, in `mode: pipelined`, and with `rollout.weight_sync: ipc` on shared GPUs they
-    begin in `rollout.tp_degree`. Choose `paper` only to compare."""
     gpus_per_node: PositiveInt = 8
     """Number of GPUs of a node, for example `4`. Set it to that of your nodes if you set
     `tp_degrees`: a switch stays within one node."""
@@ -262,13 +264,13 @@ class TrainConfig(Frozen):
     validation prompts make the mean noisy."""
     profile: Free[str | None] = None
     """Name or directory of measured engine times, for example `mine` after `refrain profile --name
-    mine`. `drafting.gate`, `histopipe.two_tier`, `specactor.ladder` and the savings of each
-    technique use it. Set it for `pat.tp_degrees` and `specactor.split_gpus`, which need it.
+    mine`. Drafts, `histopipe.two_tier`, the choice of drafters and the savings of each technique
+    use it. Set it for `pat.tp_degrees` and `specactor.split_gpus`, which need it.
     Default: engines measure their steps while the run goes on."""
     model: Kept[ModelConfig]
     data: Kept[DataConfig]
     rollout: RolloutConfig = RolloutConfig()
-    drafting: Free[DraftingConfig] = DraftingConfig()
+    drafting: Free[DraftingSection] = DraftingSection()
     specactor: Free[SpecActorConfig] = SpecActorConfig()
     histopipe: Kept[HistoPipeConfig] = HistoPipeConfig()
     pat: Free[PatConfig] = PatConfig()
@@ -339,7 +341,7 @@ class TrainConfig(Frozen):
             rollout=self.rollout,
             max_model_len=self.max_model_len,
             seed=self.seed,
-            drafting=self.drafting,
+            drafting=DraftingConfig(**dict(self.drafting)),
             specactor=self.specactor,
             history_dir=self.history_dir,
         )

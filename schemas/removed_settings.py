@@ -24,10 +24,7 @@ class Removed(NamedTuple):
     """KEPT: a run that had another value cannot be resumed."""
 
 
-RENAMED = {
-    "rollout.weights": "rollout.weight_sync",
-    "drafting.foresee": "drafting.look_ahead",
-}
+RENAMED = {"rollout.weights": "rollout.weight_sync"}
 """New name of each renamed setting, both dotted."""
 
 REMOVED: dict[str, Removed] = {
@@ -36,13 +33,19 @@ REMOVED: dict[str, Removed] = {
     )
     for section in ("drafting", "specactor", "histopipe", "pat")
 } | {
-    "pat.lengths": Removed("history", "`pat.rule: paper` expects maximum lengths"),
-    "pat.opening": Removed("best", "`pat.rule: paper` begins each step in rollout.tp_degree"),
-    "pat.waits": Removed(True, "`pat.rule: paper` does not consider later switches"),
+    "pat.rule": Removed(
+        "forecast", "GPUs switch when the lengths of the last epoch predict a gain"
+    ),
+    "pat.lengths": Removed("history", "a response is expected to be as long as in the last epoch"),
+    "pat.opening": Removed("best", "steps begin in the TP degree that is predicted to be fastest"),
+    "pat.waits": Removed(True, "refrain always considers whether to switch later"),
     "pat.kv": Removed("auto", "refrain moves or recomputes, whichever it predicts to be faster"),
     "pat.parked_weights": Removed("auto", "parked engines keep their weights if there is room"),
     "pat.switch_s": Removed(0.5, "refrain measures it"),
     "pat.kv_bytes_per_s": Removed(2e9, "refrain measures it"),
+    "specactor.ladder": Removed(
+        True, "with a profile, steps begin with the fastest drafter. Name one in specactor.drafter"
+    ),
     "specactor.expected_acceptance": Removed(0.7, "`split_gpus` assumes 0.7"),
     "specactor.coupled": Removed(
         False, "models draft ahead, except where the profile shows that it does not pay"
@@ -54,11 +57,20 @@ REMOVED: dict[str, Removed] = {
     "specactor.race_kv_tokens": Removed(2048, "the KV cache is copied from 2048 tokens on"),
     "specactor.gpu_memory_share": Removed(0.9, "a drafter uses 0.9 of its own GPU"),
     "specactor.max_restarts": Removed(3, "`rollout.max_restarts` holds for drafters too"),
-    "drafting.min_match": Removed(2, "matches have 2 to 16 tokens, with `window: paper` 3 to 7"),
-    "drafting.max_match": Removed(16, "matches have 2 to 16 tokens, with `window: paper` 3 to 7"),
+    "drafting.min_match": Removed(2, "matches have 2 to 16 tokens"),
+    "drafting.max_match": Removed(16, "matches have 2 to 16 tokens"),
+    "drafting.window": Removed("goodput", "a step verifies as many draft tokens as pay"),
+    "drafting.siblings": Removed(False, "running samples of a prompt do not draft for each other"),
+    "drafting.shared_tokens": Removed(2**20, "all prompts share an index of 1,048,576 tokens"),
+    "drafting.look_ahead": Removed(True, "drafts always use the noise of their sample"),
+    "drafting.foresee": Removed(True, "drafts always use the noise of their sample"),
+    "drafting.gate": Removed(True, "only drafts that pay are verified. `refrain bench` compares"),
     "drafting.plain_share": Removed(1 / 16, "it is 1/16 without a profile, and 0 with one"),
     "drafting.index_cpus": Removed(None, "indexes are built by a quarter of each node's cores"),
     "reward.max_retries": Removed(8, "`on_error: retry` scores a response up to 8 times again"),
+    "rollout.start_timeout_s": Removed(
+        3000.0, "a start may take five times `rollout.stall_timeout_s`. Raise that"
+    ),
     "rollout.metrics": Removed(True, "vLLM's metrics are exported if RAY_ADDRESS names a cluster"),
     "trainer.adam_beta1": Removed(0.9, "it is 0.9. Change adam_beta2 instead", OnResume.KEPT),
     "trainer.max_skipped_updates": Removed(3, "more than three skipped updates in a row end a run"),

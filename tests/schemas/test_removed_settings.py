@@ -48,7 +48,7 @@ def test_all_old_names_are_listed_at_once() -> None:
 
 
 def test_current_names_pass() -> None:
-    values = GIVEN | {"profile": "mine", "drafting": {"window": "paper"}}
+    values = GIVEN | {"profile": "mine", "drafting": {"max_draft": 9}}
     assert current_settings(values) == values
     assert not list(removed_changes(values))
     assert validated(values, "run.yaml", TrainConfig).profile == "mine"
