@@ -1,15 +1,20 @@
 """Settings that earlier versions had: new names, and the values of those that cannot be set now.
 
+RENAMED   one setting that has another name now
+MERGED    two settings that are one now
+REMOVED   a setting that cannot be set any more, with its value
+
 run.yaml, overrides ──► refuse_removed      an old name is an error that tells what to do
 a run's config.json ──► current_settings    old names are replaced or dropped
                    └──► removed_changes     values that differ from now, for the resume
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
+from schemas.algorithm import BASELINES, RATIOS
 from schemas.resume import OnResume, SettingChange
 
 
@@ -22,10 +27,47 @@ class Removed(NamedTuple):
     """Reason, or what to do instead."""
     on_resume: OnResume = OnResume.FREE
     """KEPT: a run that had another value cannot be resumed."""
+    by_type: Mapping[str, JsonValue] = {}
+    """Values of algorithm types that have another one."""
+
+
+class Merged(NamedTuple):
+    """Settings that are one now."""
+
+    old: tuple[str, ...]
+    new: str
+    convert: Callable[..., JsonValue]
+    """Returns the new value from the old ones, by the last parts of their names. A default stands
+    for one that a run did not record."""
+    example: str
+    """An old value and the new one."""
+
+
+def _scale_rewards(normalise_by_std: bool = True, std_over: str = "group") -> str:
+    return std_over if normalise_by_std else "none"
+
+
+def _tis_mode(tis_level: str = "token", tis_reject: bool = False) -> str:
+    return f"{tis_level}_{'mask' if tis_reject else 'truncate'}"
 
 
 RENAMED = {"rollout.weights": "rollout.weight_sync"}
 """New name of each renamed setting, both dotted."""
+
+MERGED = (
+    Merged(
+        ("algorithm.normalise_by_std", "algorithm.std_over"),
+        "algorithm.scale_rewards",
+        _scale_rewards,
+        "`normalise_by_std: false` is now `scale_rewards: none`",
+    ),
+    Merged(
+        ("algorithm.tis_level", "algorithm.tis_reject"),
+        "algorithm.tis_mode",
+        _tis_mode,
+        "`tis_reject: true` is now `tis_mode: token_mask`",
+    ),
+)
 
 REMOVED: dict[str, Removed] = {
     f"{section}.profile": Removed(
@@ -74,6 +116,18 @@ REMOVED: dict[str, Removed] = {
     "rollout.metrics": Removed(True, "vLLM's metrics are exported if RAY_ADDRESS names a cluster"),
     "trainer.adam_beta1": Removed(0.9, "it is 0.9. Change adam_beta2 instead", OnResume.KEPT),
     "trainer.max_skipped_updates": Removed(3, "more than three skipped updates in a row end a run"),
+    "algorithm.importance_ratio": Removed(
+        "token",
+        "the type picks it. Set `algorithm.type: gspo` for that of the sequence",
+        OnResume.KEPT,
+        RATIOS,
+    ),
+    "algorithm.baseline": Removed(
+        "group_mean",
+        "the type picks it. Set `algorithm.type: rloo` to leave one out",
+        OnResume.KEPT,
+        BASELINES,
+    ),
     "histopipe.num_ranking_groups": Removed(
         None, "there is a group for every four engines, from 2 to 16"
     ),
@@ -91,6 +145,12 @@ def refuse_removed(values: Mapping[str, Any]) -> None:
     """Raise ValueError, with a line for each old name, if the values of a config have any."""
     lines = [f"{old} is now {new}: rename it" for old, new in RENAMED.items() if _has(values, old)]
     lines += [
+        f"{old} is now part of {merged.new}: {merged.example}"
+        for merged in MERGED
+        for old in merged.old
+        if _has(values, old)
+    ]
+    lines += [
         f"{name} is gone: {removed.advice}. Leave it out"
         for name, removed in REMOVED.items()
         if _has(values, name)
@@ -105,6 +165,11 @@ def current_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
     for old, new in RENAMED.items():
         if _has(values, old):
             _section(values, new).setdefault(_last(new), _section(values, old).pop(_last(old)))
+    for merged in MERGED:
+        found = [old for old in merged.old if _has(values, old)]
+        if found:
+            given = {_last(old): _section(values, old).pop(_last(old)) for old in found}
+            _section(values, merged.new).setdefault(_last(merged.new), merged.convert(**given))
     for name in REMOVED:
         if _has(values, name):
             del _section(values, name)[_last(name)]
@@ -113,12 +178,14 @@ def current_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 def removed_changes(recorded: Mapping[str, Any]) -> Iterator[SettingChange]:
     """Yield the removed settings that had another value in a run's recorded config."""
+    algorithm = recorded.get("algorithm", {}).get("type", "grpo")
     for name, removed in REMOVED.items():
         if _has(recorded, name):
             before = _section(recorded, name)[_last(name)]
-            if before != removed.value:
+            after = removed.by_type.get(algorithm, removed.value)
+            if before != after:
                 yield SettingChange(
-                    name=name, before=before, after=removed.value, on_resume=removed.on_resume
+                    name=name, before=before, after=after, on_resume=removed.on_resume
                 )
 
 

@@ -3,8 +3,16 @@
 import pytest
 
 from engines.user_files import validated
+from schemas.algorithm import AlgorithmConfig
 from schemas.config import TrainConfig
-from schemas.removed_settings import REMOVED, RENAMED, current_settings, removed_changes
+from schemas.removed_settings import (
+    MERGED,
+    REMOVED,
+    RENAMED,
+    Removed,
+    current_settings,
+    removed_changes,
+)
 from schemas.settings import declared_settings
 
 GIVEN = {"model": {"path": "m"}, "data": {"train": ["d"]}}
@@ -39,6 +47,37 @@ def test_a_removed_setting_is_refused_with_the_reason(name: str) -> None:
     assert (change.name, change.before, change.after) == (name, "another", value)
     assert change.on_resume is REMOVED[name].on_resume
     assert name not in NAMES
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"normalise_by_std": True, "std_over": "batch"}, {"scale_rewards": "batch"}),
+        ({"normalise_by_std": False, "std_over": "group"}, {"scale_rewards": "none"}),
+        ({"normalise_by_std": True}, {"scale_rewards": "group"}),
+        ({"tis_level": "sequence", "tis_reject": True}, {"tis_mode": "sequence_mask"}),
+        ({"tis_level": "token", "tis_reject": False}, {"tis_mode": "token_truncate"}),
+    ],
+)
+def test_settings_that_are_one_now_are_refused_and_converted(old: dict, new: dict) -> None:
+    recorded = GIVEN | {"algorithm": old}
+    name, example = next((one.new, one.example) for one in MERGED if one.new[10:] in new)
+    with pytest.raises(ValueError, match=f"{next(iter(old))} is now part of {name}: {example}"):
+        validated(recorded, "run.yaml", TrainConfig)
+    assert current_settings(recorded) == GIVEN | {"algorithm": new}
+    assert not list(removed_changes(recorded))
+    assert NAMES.isdisjoint(one for merged in MERGED for one in merged.old)
+
+
+@pytest.mark.parametrize(("name", "removed"), [(n, r) for n, r in REMOVED.items() if r.by_type])
+def test_a_removed_setting_has_the_value_that_the_type_picks(name: str, removed: Removed) -> None:
+    for type_, value in removed.by_type.items():
+        recorded = given(name, value)
+        recorded["algorithm"]["type"] = type_
+        assert not list(removed_changes(recorded))
+        (change,) = removed_changes(given(name, value))
+        assert (change.before, change.after) == (value, removed.value)
+        assert getattr(AlgorithmConfig.model_validate({"type": type_}), name[10:]) == value
 
 
 def test_all_old_names_are_listed_at_once() -> None:
