@@ -33,11 +33,6 @@ class DraftingSection(Frozen):
     """Directory for the run's index files, on disk or in shared memory, for example `/dev/shm`. Set
     it if the run's directory is on a slow disk. Engines and history workers must see it; nodes that
     do not share it copy files from each other. Default: `history` in the run's directory."""
-    max_index_bytes: PositiveInt = 64 * 2**30
-    """Disk space for index files in bytes, on each node if nodes do not share the directory. For
-    example, 8589934592 (8 GiB) for a small `/dev/shm`. When it is full, the files of prompts that
-    return last are compressed to a third, then deleted and later rebuilt. Raise it if many are
-    deleted (`history/num_evicted`)."""
 
 
 class DraftingConfig(DraftingSection):
@@ -55,6 +50,10 @@ class DraftingConfig(DraftingSection):
     """Size limit, in tokens of 17 bytes each, of the index that all prompts share: 18 MB. It holds
     the last two epochs, or as much as fits, and drafts where a prompt's own history knows less. 0:
     prompts draft only from their own history."""
+    max_index_bytes: PositiveInt = 64 * 2**30
+    """Disk space for index files in bytes, on each node if nodes do not share the directory. A run
+    takes at most half of the disk, too. When it is full, the files of prompts that return last are
+    compressed to a third, then deleted and later rebuilt."""
     look_ahead: bool = True
     """Use a sample's noise, which is known beforehand, to draft the tokens that this sample would
     draw. Off: draft the continuation with the highest rewards, or the most frequent one."""

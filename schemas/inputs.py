@@ -46,6 +46,10 @@ Texts = Annotated[tuple[_Text, ...], BeforeValidator(_as_list)]
 """Several texts of at most 100 characters, or one."""
 
 
+LOCALE = {"LANG": "C.UTF-8", "TZ": "UTC"}
+"""Locale of scorers, so that no score depends on the machine."""
+
+
 class DataConfig(Frozen):
     """Data sets in veRL's format: Parquet, JSON or JSONL with `data_source`, `prompt`,
     `reward_model`."""
@@ -75,10 +79,6 @@ class DataConfig(Frozen):
     """Date and time that the chat template uses as the current time (`strftime_now`), for example
     `2026-11-26` or `2026-11-26 09:30`. Scorers find it in `REFRAIN_DATE`. Set it to repeat a run's
     prompts on another day. Default: the start of the run; a resumed run keeps it."""
-    locale: dict[str, str] | None = None
-    """Environment variables `LANG`, `LANGUAGE`, `LC_*` and `TZ` of scorers, for example `{TZ:
-    Europe/Berlin}`. Set them if scores depend on language or time zone. Default: those at the start
-    of the run; a resumed run keeps them."""
     max_response_tokens: PositiveInt = 8192
     """Longest response in tokens, for example `4096`. A longer one is cut, with finish reason
     `length`. Raise it if many are cut (`response_length/clip_ratio`). Lower it if memory is
@@ -91,6 +91,4 @@ class DataConfig(Frozen):
     def surroundings(self) -> dict[str, str] | None:
         """Environment variables that scorers see instead of their machine's. None: not known
         yet."""
-        if self.date is None or self.locale is None:
-            return None
-        return {**self.locale, "REFRAIN_DATE": self.date.isoformat()}
+        return {**LOCALE, "REFRAIN_DATE": self.date.isoformat()} if self.date else None

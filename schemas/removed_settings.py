@@ -51,6 +51,8 @@ def _tis_mode(tis_level: str = "token", tis_reject: bool = False) -> str:
     return f"{tis_level}_{'mask' if tis_reject else 'truncate'}"
 
 
+_LOCALE = "scorers have LANG=C.UTF-8 and TZ=UTC. Name variables of your own in reward.environment"
+
 RENAMED = {"rollout.weights": "rollout.weight_sync"}
 """New name of each renamed setting, both dotted."""
 
@@ -107,14 +109,21 @@ REMOVED: dict[str, Removed] = {
     "drafting.look_ahead": Removed(True, "drafts always use the noise of their sample"),
     "drafting.foresee": Removed(True, "drafts always use the noise of their sample"),
     "drafting.gate": Removed(True, "only drafts that pay are verified. `refrain bench` compares"),
+    "drafting.max_index_bytes": Removed(
+        64 * 2**30, "indexes take up to half of their disk, at most 64 GiB. See drafting.index_dir"
+    ),
     "drafting.plain_share": Removed(1 / 16, "it is 1/16 without a profile, and 0 with one"),
     "drafting.index_cpus": Removed(None, "indexes are built by a quarter of each node's cores"),
+    "data.locale": Removed(None, _LOCALE),
+    "reward.max_processes": Removed(None, "call resource.setrlimit in your function"),
+    "reward.max_file_bytes": Removed(None, "call resource.setrlimit in your function"),
     "reward.max_retries": Removed(8, "`on_error: retry` scores a response up to 8 times again"),
     "rollout.start_timeout_s": Removed(
         3000.0, "a start may take five times `rollout.stall_timeout_s`. Raise that"
     ),
     "rollout.metrics": Removed(True, "vLLM's metrics are exported if RAY_ADDRESS names a cluster"),
     "trainer.adam_beta1": Removed(0.9, "it is 0.9. Change adam_beta2 instead", OnResume.KEPT),
+    "trainer.reshard": Removed(True, "gathered weights are freed after each micro-batch"),
     "trainer.max_skipped_updates": Removed(3, "more than three skipped updates in a row end a run"),
     "algorithm.importance_ratio": Removed(
         "token",
