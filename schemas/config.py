@@ -88,10 +88,6 @@ class RolloutConfig(Frozen):
     """An engine that has work and reports nothing for this many seconds counts as dead. For
     example, `1200`: 20 minutes. Raise it if engines are restarted that only were slow. Engines and
     drafters have five times as long to start."""
-    max_restarts: Free[int] = Field(default=3, ge=0)
-    """Restarts of one engine, or of one drafter, that a run allows, for example `10`. When the
-    engine dies once more, the run crashes (`trainer.max_failures`). Without the drafter it goes on.
-    Raise it for a long run on machines that often fail."""
     weight_sync: Free[Literal["file", "ipc"]] = "file"
     """How engines get new weights. `file`: from a file in the node's shared memory. `ipc`: vLLM
     copies them from the trainer on the same GPU, before the trainer's turn ends. It needs
@@ -228,9 +224,6 @@ class TrainConfig(Frozen):
     """Name of the run and of its directory, for example `gsm8k`: at most 64 letters, digits, `.`,
     `_` and `-`. Choose a new one for each run. A name that is taken is refused, unless you resume
     that run."""
-    experiment: Free[str] = Field(default="refrain", min_length=1)
-    """MLflow experiment that the run is logged to, for example `gsm8k`. Change it to group the runs
-    of one project."""
     runs_dir: Free[Path] = Path("runs")
     """Directory that holds all runs, for example `/files/runs`. Change it if this disk is too
     small, or if other nodes do not see it."""

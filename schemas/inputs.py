@@ -66,9 +66,6 @@ class DataConfig(Frozen):
     """Action for a prompt that is too long. `refuse`: the run does not start, and the error names
     file and row. `drop`: the prompt is left out. Choose `drop` if you can do without the longest
     prompts."""
-    max_samples: PositiveInt | None = None
-    """Use only this many training prompts, from the first row on. For example, `100` for a trial.
-    Default: all."""
     system_prompt: str | None = None
     """System message, put before the messages of each row that has none of its own, for example
     `Answer in one line`. Set it if the data lacks instructions that your scorer relies on."""

@@ -100,7 +100,7 @@ REMOVED: dict[str, Removed] = {
     "specactor.max_race_batch": Removed(8, "an engine races 8 responses at the same time"),
     "specactor.race_kv_tokens": Removed(2048, "the KV cache is copied from 2048 tokens on"),
     "specactor.gpu_memory_share": Removed(0.9, "a drafter uses 0.9 of its own GPU"),
-    "specactor.max_restarts": Removed(3, "`rollout.max_restarts` holds for drafters too"),
+    "specactor.max_restarts": Removed(3, "a drafter is restarted 3 times"),
     "drafting.min_match": Removed(2, "matches have 2 to 16 tokens"),
     "drafting.max_match": Removed(16, "matches have 2 to 16 tokens"),
     "drafting.window": Removed("goodput", "a step verifies as many draft tokens as pay"),
@@ -114,10 +114,19 @@ REMOVED: dict[str, Removed] = {
     ),
     "drafting.plain_share": Removed(1 / 16, "it is 1/16 without a profile, and 0 with one"),
     "drafting.index_cpus": Removed(None, "indexes are built by a quarter of each node's cores"),
+    "data.max_samples": Removed(
+        None,
+        "set max_steps for a trial, or name a file with fewer rows in data.train",
+        OnResume.KEPT,
+    ),
     "data.locale": Removed(None, _LOCALE),
     "reward.max_processes": Removed(None, "call resource.setrlimit in your function"),
     "reward.max_file_bytes": Removed(None, "call resource.setrlimit in your function"),
     "reward.max_retries": Removed(8, "`on_error: retry` scores a response up to 8 times again"),
+    "experiment": Removed("refrain", "set the environment variable MLFLOW_EXPERIMENT_NAME"),
+    "rollout.max_restarts": Removed(
+        3, "an engine is restarted 10 times, a drafter 3 times. trainer.max_failures counts crashes"
+    ),
     "rollout.start_timeout_s": Removed(
         3000.0, "a start may take five times `rollout.stall_timeout_s`. Raise that"
     ),

@@ -29,6 +29,7 @@ from itertools import cycle
 from engines.balance import in_turn
 from engines.bounded import cancel
 from engines.rollout import gpu_handover, orders, slow_policy
+from engines.rollout.deaths import MAX_RESTARTS
 from engines.rollout.engine_reports import Copied, EngineReport, Fatal, Refreshed, Signal, Synced
 from engines.rollout.fleet import Fleet
 from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone, Finished
@@ -52,7 +53,7 @@ class Coordinator:
         self,
         engines: Sequence[Engine],
         policies: Sequence[Policy] = (),
-        max_restarts: int = 3,
+        max_restarts: int = MAX_RESTARTS,
         pools: Sequence[Pool] = (),
         keep_parked_current: bool = True,
         log: Callable[[str], None] = lambda _: None,

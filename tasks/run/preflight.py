@@ -155,11 +155,10 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     check = partial(check_ground_truth, config.reward)
     max_tokens = config.data.max_prompt_tokens
     load = lru_cache(
-        lambda paths, how: load_dataset(paths, tokenizer, max_tokens, check, _settings(config, how))
+        lambda paths: load_dataset(paths, tokenizer, max_tokens, check, _settings(config))
     )
-    used = {Split.TRAIN: config.data.max_samples}
     with closing(templates):
-        datasets = {split: load(paths, used.get(split)) for split, paths in files.items() if paths}
+        datasets = {split: load(paths) for split, paths in files.items() if paths}
     check_reward(
         config.reward,
         set().union(*(dataset.data_sources for dataset in datasets.values())),
@@ -183,13 +182,12 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     return Inputs(datasets, prompts, loader, tokenizer, latency, ladder, warnings)
 
 
-def _settings(config: TrainConfig, max_prompts: int | None) -> PromptSettings:
+def _settings(config: TrainConfig) -> PromptSettings:
     data = config.data
     return PromptSettings(
         data.system_prompt,
         data.template_arguments,
         data.overlong == "drop",
-        max_prompts,
         data.date,
     )
 

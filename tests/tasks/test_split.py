@@ -114,7 +114,7 @@ async def test_drafters_of_a_model_share_the_engines_evenly(
     monkeypatch.setattr(Drafter, "start", start)
     (one,) = CONFIG.engine.drafter_processes
     engines: Any = [Engine(index) for index in range(num_engines)]
-    drafters = Drafters([one] * num_drafters, engines, 0, print)
+    drafters = Drafters([one] * num_drafters, engines, print)
     await drafters.start()
     await drafters.shutdown()
     assert all(len(addresses) == 1 for addresses in reached.values())
