@@ -266,7 +266,7 @@ async def _measure(
         earlier = Earlier(Path(directory))
         per_process = 1 if placement.num_gpus else 0
         engines = [RayEngine(i, engine, config.rollout.tp_degree * per_process) for i in range(2)]
-        drafters = Drafters(processes, engines, 0, console.print, per_process)
+        drafters = Drafters(processes, engines, console.print, per_process, max_restarts=0)
         try:
             await asyncio.gather(drafters.start(), *(one.start() for one in engines))
             if own:

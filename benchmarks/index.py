@@ -7,8 +7,8 @@ response extends the tree that all requests share and the tree of its own reques
 own estimate for the shared tree; the growth of the process agrees within a few percent.
 
 "refrain, shared" drafts all rows first from the prompt's index, then from a full index that all
-prompts share (`drafting.shared_tokens`: 1 M tokens). Its build time is that of one of the index's
-files.
+prompts share (`DraftingConfig.shared_tokens`: 1 M tokens). Its build time is that of one of the
+index's files.
 
 "refrain, cold" is the prompt's index when disk space is short: compressed, then decompressed.
 

@@ -171,7 +171,7 @@ def replay(
     found = []
     with TemporaryDirectory(prefix="refrain-bench-") as directory:
         num_rows = len(epochs[0])
-        shipped = Shipped(config.drafting, RowTimes(CHEAP), num_rows, Path(directory), 1)
+        shipped = Shipped(config.engine.drafting, RowTimes(CHEAP), num_rows, Path(directory), 1)
         for number, tokens in enumerate(epochs):
             responses = [np.array(one, np.int32) for one in tokens.values()]
             batch = Batch(

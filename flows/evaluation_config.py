@@ -122,11 +122,11 @@ def _settings_file(given: EvaluateConfig, checkpoint: Checkpoint) -> Path | None
 
 
 def _dates(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the date and locale of the checkpoint's run."""
+    """Return the date of the checkpoint's run."""
     if checkpoint.run_dir is None:
         return {}
     recorded = read_values(checkpoint.run_dir / CONFIG_FILE, ())["data"]
-    return {name: recorded[name] for name in ("date", "locale") if name in recorded}
+    return {"date": recorded["date"]} if "date" in recorded else {}
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:

@@ -24,23 +24,21 @@ AlgorithmType = Literal[
 SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dapo": {"clip_high": 0.28, "dynamic_sampling": True},
-    "dr_grpo": {"normalise_by_std": False, "loss_aggregation": "fixed_length"},
+    "dr_grpo": {"scale_rewards": "none", "loss_aggregation": "fixed_length"},
     "gspo": {
         "clip_low": 3e-4,
         "clip_high": 4e-4,
-        "importance_ratio": "sequence",
         "loss_aggregation": "sequence_mean",
         "tis_cap": 2.0,
     },
-    "rloo": {
-        "baseline": "leave_one_out",
-        "normalise_by_std": False,
-        "loss_aggregation": "fixed_length",
-    },
-    "reinforce_plus_plus": {"baseline": "none", "std_over": "batch", "kl_estimator": "k2"},
-    "reinforce_plus_plus_baseline": {"std_over": "batch", "kl_estimator": "k2"},
+    "rloo": {"scale_rewards": "none", "loss_aggregation": "fixed_length"},
+    "reinforce_plus_plus": {"scale_rewards": "batch", "kl_estimator": "k2"},
+    "reinforce_plus_plus_baseline": {"scale_rewards": "batch", "kl_estimator": "k2"},
 }
 """Settings of each algorithm that differ from the fields' defaults, which are GRPO's."""
+
+BASELINES = {"rloo": "leave_one_out", "reinforce_plus_plus": "none"}
+RATIOS = {"gspo": "sequence"}
 
 MINIBATCHES = {"gspo": 4}
 """Updates per step of the algorithms that need more than one: with a single update GSPO has no
@@ -104,20 +102,11 @@ class AlgorithmConfig(Frozen):
     """Largest loss of a token with a negative advantage, as a multiple of the advantage. For
     example, `3` as in veRL. A token beyond it has no gradient. Set it if large ratios upset
     training (`actor/ratio_max`). Default: no bound."""
-    importance_ratio: Literal["token", "sequence"] = "token"
-    """Ratio to the old policy that is clipped. `token`: of each token. `sequence`: the geometric
-    mean over the response (GSPO). Leave it to `algorithm.type`."""
-    baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
-    """Baseline that is subtracted from a reward. `group_mean`: the mean of its group.
-    `leave_one_out`: the mean of the other responses of its group (RLOO). `none`: nothing
-    (REINFORCE++). Leave it to `algorithm.type`."""
-    normalise_by_std: bool = True
-    """Divide advantages by a standard deviation (`std_over`). Switch it off if groups whose rewards
-    hardly differ weigh too much. Dr. GRPO and RLOO: false, others: true."""
-    std_over: Literal["group", "batch"] = "group"
+    scale_rewards: Literal["group", "batch", "none"] = "group"
     """Standard deviation that advantages are divided by. `group`: of the rewards of the group.
-    `batch`: of the advantages of all tokens of the step, after their mean is subtracted
-    (REINFORCE++). Leave it to `algorithm.type`."""
+    `batch`: of the advantages of all tokens of the step, after their mean is subtracted. Choose
+    `none` if groups whose rewards hardly differ weigh too much. Dr. GRPO and RLOO: none,
+    REINFORCE++: batch, others: group."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
     """`token_mean`: mean over all tokens of the batch (GRPO, DAPO). `sequence_mean`: mean over
     responses of their token means (GSPO), so that long ones weigh no more. `fixed_length`: sum over
@@ -160,13 +149,14 @@ class AlgorithmConfig(Frozen):
     example `2.0`. pi_old is the trainer's policy before the step, pi_inference the engine's; none
     uses pi_inference as pi_old. Set it if both differ much (`mismatch/k1`) and a step makes several
     updates. Default: 2.0 for GSPO, none otherwise."""
-    tis_level: Literal["token", "sequence"] = "token"
+    tis_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "token_truncate"
+    )
     """Weight of a token in truncated importance sampling. `token`: its own ratio. `sequence`: the
-    product over its response, which has less bias and more noise."""
-    tis_reject: bool = False
-    """Set a weight above tis_cap, or below 1 / tis_cap, to 0 instead of tis_cap. Such tokens or
-    responses have no part in the policy loss. Switch it on if tokens that engine and trainer
-    disagree on upset training."""
+    product over its response, which has less bias and more noise. `truncate`: at most tis_cap.
+    `mask`: 0 if it is above tis_cap or below 1 / tis_cap, so the token or response has no part in
+    the policy loss. Choose `token_mask` if tokens that engine and trainer disagree on upset
+    training."""
     file: Path | None = None
     """Python file with your own `compute_advantage(reward, group_rewards)`, your own
     `compute_loss(log_ratios, advantages, algorithm)`, or both. For example, `mine.py`. Set it to
@@ -178,6 +168,18 @@ class AlgorithmConfig(Frozen):
         if not isinstance(given, dict):
             return given
         return SETTINGS.get(str(given.get("type", "grpo")), {}) | given
+
+    @property
+    def importance_ratio(self) -> str:
+        """Ratio to the old policy that is clipped. `token`: of each token. `sequence`: the
+        geometric mean over the response (GSPO)."""
+        return RATIOS.get(self.type, "token")
+
+    @property
+    def baseline(self) -> str:
+        """Baseline that is subtracted from a reward. `group_mean`: the mean of its group.
+        `leave_one_out`: the mean of the others of its group (RLOO). `none`: 0 (REINFORCE++)."""
+        return BASELINES.get(self.type, "group_mean")
 
     @property
     def refills(self) -> bool:

@@ -13,7 +13,13 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from schemas.algorithm import MINIBATCHES, AlgorithmConfig
 from schemas.base import Frozen, UnitInterval, refuse_unusable
-from schemas.drafting import HISTORY, DrafterConfig, DraftingConfig, SpecActorConfig
+from schemas.drafting import (
+    HISTORY,
+    DrafterConfig,
+    DraftingConfig,
+    DraftingSection,
+    SpecActorConfig,
+)
 from schemas.inputs import DataConfig, ModelConfig, Texts
 from schemas.removed_settings import refuse_removed
 from schemas.resume import Free, Kept, Rounding
@@ -34,16 +40,14 @@ class RolloutConfig(Frozen):
     the model's attention heads. Raise it if one GPU cannot hold the model and its KV cache."""
     placement: Kept[Literal["histopipe", "queue", "even"]] = "histopipe"
     """Which engine generates a response. `histopipe`: ranking groups of prompts by the lengths of
-    their last epoch, placed before the step begins. `queue`: responses wait in one queue, longest
-    expected first, and an engine takes the next when it has room. `even`: prompts are dealt by
-    expected work. Choose `even` if lengths do not repeat from epoch to epoch (`refrain report
-    RUN`)."""
+    their last epoch. `queue`: responses wait in one queue, longest expected first, and an engine
+    takes the next when it has room. `even`: prompts are dealt by expected work. Choose `even` if
+    lengths do not repeat from epoch to epoch (`refrain report RUN`)."""
     weight_update: Free[Literal["drain", "in_flight"]] = "drain"
     """When an engine takes the weights of the next step. `drain`: when it has finished its part of
-    this one, so every response is of one policy version. `in_flight`: when no response waits in the
-    queue. Its unfinished responses go on with the new weights (their KV cache is computed again),
-    and each span of tokens records its version. Try it with `staleness` and `placement: queue`,
-    which it needs, if engines run half empty at the end of a step."""
+    this one. `in_flight`: when no response waits in the queue. Its unfinished responses go on with
+    the new weights, and their KV cache is computed again. Try it with `staleness` and `placement:
+    queue`, which it needs, if engines run half empty at the end of a step."""
     group_size: Kept[int] = Field(default=8, ge=2)
     """Responses sampled for each prompt: at least two, as their rewards are compared. For example,
     `16`. Raise it if too many groups have equal rewards (`critic/zero_variance_share`)."""
@@ -90,16 +94,10 @@ class RolloutConfig(Frozen):
     enforce_eager: Free[bool] = False
     """Skip compilation and CUDA graphs: a faster start, slower decoding. Switch it on for short
     trials. Always on for a CPU."""
-    start_timeout_s: Free[PositiveFloat] = 1800.0
-    """Longest time in seconds for an engine or a drafter to start, which includes loading the
-    model. For example, `3600`: an hour. Raise it for a large model on a slow disk."""
     stall_timeout_s: Free[PositiveFloat] = 600.0
     """An engine that has work and reports nothing for this many seconds counts as dead. For
-    example, `1200`: 20 minutes. Raise it if engines are restarted that only were slow."""
-    max_restarts: Free[int] = Field(default=3, ge=0)
-    """Restarts of one engine, or of one drafter, that a run allows, for example `10`. When the
-    engine dies once more, the run crashes (`trainer.max_failures`). Without the drafter it goes on.
-    Raise it for a long run on machines that often fail."""
+    example, `1200`: 20 minutes. Raise it if engines are restarted that only were slow. Engines and
+    drafters have five times as long to start."""
     weight_sync: Free[Literal["file", "ipc"]] = "file"
     """How engines get new weights. `file`: from a file in the node's shared memory. `ipc`: vLLM
     copies them from the trainer on the same GPU, before the trainer's turn ends. It needs
@@ -111,6 +109,11 @@ class RolloutConfig(Frozen):
     for example `0.1`. Set it if the check fails in bfloat16 and holds in float32. Default: 1e-3 in
     float32. In bfloat16 each sync measures it: a little more than rounding to bfloat16 changes the
     trainer's own."""
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Longest time in seconds for an engine or a drafter to load the model and start."""
+        return 5.0 * self.stall_timeout_s
 
     def sampling(self, split: Split) -> "RolloutConfig | SamplingConfig":
         """Return the config that has the temperature, `top_p` and `top_k` of a split."""
@@ -149,13 +152,6 @@ class PatConfig(Frozen):
     after `rollout.tp_degree: 2`: each is a multiple of the one before. Set them if many GPUs wait
     for a few long responses, with a `profile` that measured all of them. Empty: GPUs never
     switch."""
-    rule: Literal["forecast", "paper"] = "forecast"
-    """When GPUs switch. `forecast`: when the lengths of the last epoch predict an earlier end of
-    the step (with `staleness`: fewer GPU seconds), and no later switch would be better. `paper`:
-    every response is expected to reach `data.max_response_tokens`, and a later switch is not
-    considered. Steps begin in the degree that is predicted to end them soonest. With `paper`,
-    without lengths, with `staleness`, and with `rollout.weight_sync: ipc` on shared GPUs they
-    begin in `rollout.tp_degree`. Choose `paper` only to compare."""
     gpus_per_node: PositiveInt = 8
     """Number of GPUs of a node, for example `4`. Set it to that of your nodes if you set
     `tp_degrees`: a switch stays within one node."""
@@ -236,9 +232,6 @@ class TrainConfig(Frozen):
     """Name of the run and of its directory, for example `gsm8k`: at most 64 letters, digits, `.`,
     `_` and `-`. Choose a new one for each run. A name that is taken is refused, unless you resume
     that run."""
-    experiment: Free[str] = Field(default="refrain", min_length=1)
-    """MLflow experiment that the run is logged to, for example `gsm8k`. Change it to group the runs
-    of one project."""
     runs_dir: Free[Path] = Path("runs")
     """Directory that holds all runs, for example `/files/runs`. Change it if this disk is too
     small, or if other nodes do not see it."""
@@ -247,9 +240,8 @@ class TrainConfig(Frozen):
     Change it to repeat an experiment with other noise."""
     staleness: Kept[int] = Field(default=0, ge=0, le=16)
     """Policy versions that a response may be behind the one that is trained. 0: one step at a time,
-    strictly on-policy. For example, `1`: engines generate the next step while this one is scored
-    and trained on, one version behind (RhymeRL's pipeline). Raise it if engines wait for the
-    trainer or for the last responses; learning needs more care then (`algorithm.tis_cap`)."""
+    strictly on-policy. For example, `1`: engines generate the next step while this one is trained
+    on (RhymeRL). Raise it if engines wait for the trainer or for the last responses."""
     placement: Free[Literal["auto", "shared", "split"]] = "auto"
     """`shared`: engines and trainer take turns on the same GPUs; one GPU is enough. `split`: each
     has GPUs of its own. `auto`: shared with `staleness: 0`, split otherwise. Leave `auto`, unless
@@ -272,13 +264,13 @@ class TrainConfig(Frozen):
     validation prompts make the mean noisy."""
     profile: Free[str | None] = None
     """Name or directory of measured engine times, for example `mine` after `refrain profile --name
-    mine`. `drafting.gate`, `histopipe.two_tier`, `specactor.ladder` and the savings of each
-    technique use it. Set it for `pat.tp_degrees` and `specactor.split_gpus`, which need it.
+    mine`. Drafts, `histopipe.two_tier`, the choice of drafters and the savings of each technique
+    use it. Set it for `pat.tp_degrees` and `specactor.split_gpus`, which need it.
     Default: engines measure their steps while the run goes on."""
     model: Kept[ModelConfig]
     data: Kept[DataConfig]
     rollout: RolloutConfig = RolloutConfig()
-    drafting: Free[DraftingConfig] = DraftingConfig()
+    drafting: Free[DraftingSection] = DraftingSection()
     specactor: Free[SpecActorConfig] = SpecActorConfig()
     histopipe: Kept[HistoPipeConfig] = HistoPipeConfig()
     pat: Free[PatConfig] = PatConfig()
@@ -344,7 +336,7 @@ class TrainConfig(Frozen):
             rollout=self.rollout,
             max_model_len=self.max_model_len,
             seed=self.seed,
-            drafting=self.drafting,
+            drafting=DraftingConfig(**dict(self.drafting)),
             specactor=self.specactor,
             history_dir=self.history_dir,
         )
@@ -378,20 +370,17 @@ class TrainConfig(Frozen):
                 "sample must fit; raise the first or lower the others"
             )
         specactor = self.specactor
-        if self.rollout.model_runner == "v2" and (
-            specactor.draft_models or specactor.drafter != HISTORY
-        ):
+        only_history = not specactor.draft_models and specactor.drafter == HISTORY
+        if self.rollout.model_runner == "v2" and not only_history:
             raise ValueError(
                 "rollout.model_runner: v2 drafts from history only: remove specactor.draft_models "
                 "and specactor.drafter, or set model_runner: v1"
             )
-        if self.rollout.weight_update == "in_flight" and (
-            not self.staleness or self.rollout.placement != "queue" or self.pat.tp_degrees
-        ):
+        queued = self.staleness and self.rollout.placement == "queue" and not self.pat.tp_degrees
+        if self.rollout.weight_update == "in_flight" and not queued:
             raise ValueError(
-                "rollout.weight_update is in_flight, which needs staleness of at least 1 and "
-                "rollout.placement: queue, without pat.tp_degrees: set these, or "
-                "weight_update: drain"
+                "rollout.weight_update is in_flight: set staleness to 1 or more, and "
+                "rollout.placement: queue, without pat.tp_degrees; or weight_update: drain"
             )
         if self.staleness and self.placement == "shared":
             raise ValueError(

@@ -20,46 +20,46 @@ MATCH, PAPER_MATCH = (2, 16), (3, 7)
 they cost little. RhymeRL has no such gate, and takes 3 to 7."""
 
 
-class DraftingConfig(Frozen):
+class DraftingSection(Frozen):
     """Draft responses from a prompt's earlier ones (RhymeRL, section 5). No token changes."""
 
     enabled: bool = True
     """Draft from a prompt's history. Switch it off if few drafts are accepted, as with prompts that
     never return. Off: only the drafters of `specactor` draft, if there are any."""
-    window: Literal["goodput", "paper", "doubling"] = "goodput"
-    """How many draft tokens a step verifies for a request. `goodput`: as many as pay, by each
-    token's probability of being accepted. `paper`: 2 more after full acceptance, back to 2 after a
-    rejection, and matches of 3 to 7 tokens instead of 2 to 16. `doubling`: twice as many after full
-    acceptance, half after a rejection. Leave `goodput`, unless you compare."""
     max_draft: int = Field(default=16, ge=1, le=64)
     """Longest draft, in tokens, for example `32`. Raise it if `rollout/spec_accept_length` comes
     close to it."""
-    siblings: bool = False
-    """Draft from running samples of the same prompt where its history has nothing. Switch it on for
-    a first epoch whose requests start one after the other. It brings little if they run side by
-    side."""
-    shared_tokens: int = Field(default=2**20, ge=0)
-    """Size limit, in tokens of 17 bytes each, of the index that all prompts share. It holds the
-    last two epochs, or as much as fits, and drafts where a prompt's own history knows less. For
-    example, `4000000` takes 68 MB. Raise it if two epochs have more tokens; 0: prompts draft only
-    from their own history."""
-    look_ahead: bool = True
-    """Use a sample's noise, which is known beforehand, to draft the tokens that this sample would
-    draw. Off: draft the continuation with the highest rewards, or the most frequent one. Switch it
-    off only to compare."""
-    gate: bool = True
-    """Verify only as many drafts as pay in the running batch. Step times come from the run's
-    `profile`, or from steps that the engine has measured. Off, for comparison: verify every
-    draft."""
     index_dir: Path | None = None
     """Directory for the run's index files, on disk or in shared memory, for example `/dev/shm`. Set
     it if the run's directory is on a slow disk. Engines and history workers must see it; nodes that
     do not share it copy files from each other. Default: `history` in the run's directory."""
+
+
+class DraftingConfig(DraftingSection):
+    """The settings, and variants that benchmarks compare. A run has the defaults, which won."""
+
+    window: Literal["goodput", "paper", "doubling"] = "goodput"
+    """How many draft tokens a step verifies for a request. `goodput`: as many as pay, by each
+    token's probability of being accepted. `paper`: 2 more after full acceptance, back to 2 after a
+    rejection, and matches of 3 to 7 tokens instead of 2 to 16. `doubling`: twice as many after full
+    acceptance, half after a rejection."""
+    siblings: bool = False
+    """Draft from running samples of the same prompt where its history has nothing. It brings little
+    if the samples run side by side, as they do in a run."""
+    shared_tokens: int = Field(default=2**20, ge=0)
+    """Size limit, in tokens of 17 bytes each, of the index that all prompts share: 18 MB. It holds
+    the last two epochs, or as much as fits, and drafts where a prompt's own history knows less. 0:
+    prompts draft only from their own history."""
     max_index_bytes: PositiveInt = 64 * 2**30
-    """Disk space for index files in bytes, on each node if nodes do not share the directory. For
-    example, 8589934592 (8 GiB) for a small `/dev/shm`. When it is full, the files of prompts that
-    return last are compressed to a third, then deleted and later rebuilt. Raise it if many are
-    deleted (`history/num_evicted`)."""
+    """Disk space for index files in bytes, on each node if nodes do not share the directory. A run
+    takes at most half of the disk, too. When it is full, the files of prompts that return last are
+    compressed to a third, then deleted and later rebuilt."""
+    look_ahead: bool = True
+    """Use a sample's noise, which is known beforehand, to draft the tokens that this sample would
+    draw. Off: draft the continuation with the highest rewards, or the most frequent one."""
+    gate: bool = True
+    """Verify only as many drafts as pay in the running batch. Step times come from the run's
+    `profile`, or from steps that the engine has measured. Off: verify every draft."""
 
     @property
     def min_match(self) -> int:
@@ -113,11 +113,9 @@ class SpecActorConfig(Frozen):
     are free. Empty: only `drafter` has an effect in this section."""
     drafter: str = HISTORY
     """Drafter of new responses: `histospec` (history), `ngram` or the name of one of
-    `draft_models`. Choose a model if most prompts have no history."""
-    ladder: bool = True
-    """Begin each step with the drafter that is fastest by the run's `profile`, at the acceptance of
-    the last steps. This draft ladder needs a profile, draft models and `drafter: histospec`.
-    Without these, or off: begin with `drafter`. Switch it off to keep one drafter throughout."""
+    `draft_models`. Choose a model if most prompts have no history. With `histospec`, a `profile`
+    and draft models, each step begins with the fastest drafter by the profile, at the acceptance of
+    the last steps."""
     window: int = Field(default=4, ge=1, le=64)
     """Draft tokens per verification, w, for example `6`. A draft model is at most 2w - 1 tokens
     ahead. Raise it if nearly all drafts are accepted. With a profile of the draft model, responses

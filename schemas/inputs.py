@@ -46,6 +46,10 @@ Texts = Annotated[tuple[_Text, ...], BeforeValidator(_as_list)]
 """Several texts of at most 100 characters, or one."""
 
 
+LOCALE = {"LANG": "C.UTF-8", "TZ": "UTC"}
+"""Locale of scorers, so that no score depends on the machine."""
+
+
 class DataConfig(Frozen):
     """Data sets in veRL's format: Parquet, JSON or JSONL with `data_source`, `prompt`,
     `reward_model`."""
@@ -62,9 +66,6 @@ class DataConfig(Frozen):
     """Action for a prompt that is too long. `refuse`: the run does not start, and the error names
     file and row. `drop`: the prompt is left out. Choose `drop` if you can do without the longest
     prompts."""
-    max_samples: PositiveInt | None = None
-    """Use only this many training prompts, from the first row on. For example, `100` for a trial.
-    Default: all."""
     system_prompt: str | None = None
     """System message, put before the messages of each row that has none of its own, for example
     `Answer in one line`. Set it if the data lacks instructions that your scorer relies on."""
@@ -75,10 +76,6 @@ class DataConfig(Frozen):
     """Date and time that the chat template uses as the current time (`strftime_now`), for example
     `2026-11-26` or `2026-11-26 09:30`. Scorers find it in `REFRAIN_DATE`. Set it to repeat a run's
     prompts on another day. Default: the start of the run; a resumed run keeps it."""
-    locale: dict[str, str] | None = None
-    """Environment variables `LANG`, `LANGUAGE`, `LC_*` and `TZ` of scorers, for example `{TZ:
-    Europe/Berlin}`. Set them if scores depend on language or time zone. Default: those at the start
-    of the run; a resumed run keeps them."""
     max_response_tokens: PositiveInt = 8192
     """Longest response in tokens, for example `4096`. A longer one is cut, with finish reason
     `length`. Raise it if many are cut (`response_length/clip_ratio`). Lower it if memory is
@@ -91,6 +88,4 @@ class DataConfig(Frozen):
     def surroundings(self) -> dict[str, str] | None:
         """Environment variables that scorers see instead of their machine's. None: not known
         yet."""
-        if self.date is None or self.locale is None:
-            return None
-        return {**self.locale, "REFRAIN_DATE": self.date.isoformat()}
+        return {**LOCALE, "REFRAIN_DATE": self.date.isoformat()} if self.date else None

@@ -1,15 +1,20 @@
 """Settings that earlier versions had: new names, and the values of those that cannot be set now.
 
+RENAMED   one setting that has another name now
+MERGED    two settings that are one now
+REMOVED   a setting that cannot be set any more, with its value
+
 run.yaml, overrides ──► refuse_removed      an old name is an error that tells what to do
 a run's config.json ──► current_settings    old names are replaced or dropped
                    └──► removed_changes     values that differ from now, for the resume
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
+from schemas.algorithm import BASELINES, RATIOS
 from schemas.resume import OnResume, SettingChange
 
 
@@ -22,21 +27,61 @@ class Removed(NamedTuple):
     """Reason, or what to do instead."""
     on_resume: OnResume = OnResume.FREE
     """KEPT: a run that had another value cannot be resumed."""
+    by_type: Mapping[str, JsonValue] = {}
+    """Values of algorithm types that have another one."""
 
 
-RENAMED = {
-    "rollout.weights": "rollout.weight_sync",
-    "drafting.foresee": "drafting.look_ahead",
-    "mode": "staleness",
-    "histopipe.enabled": "rollout.placement",
-}
+class Merged(NamedTuple):
+    """Settings that are one now."""
+
+    old: tuple[str, ...]
+    new: str
+    convert: Callable[..., JsonValue]
+    """Returns the new value from the old ones, by the last parts of their names. A default stands
+    for one that a run did not record."""
+    example: str
+    """An old value and the new one."""
+
+
+def _scale_rewards(normalise_by_std: bool = True, std_over: str = "group") -> str:
+    return std_over if normalise_by_std else "none"
+
+
+def _tis_mode(tis_level: str = "token", tis_reject: bool = False) -> str:
+    return f"{tis_level}_{'mask' if tis_reject else 'truncate'}"
+
+
+_LOCALE = "scorers have LANG=C.UTF-8 and TZ=UTC. Name variables of your own in reward.environment"
+
+RENAMED = {"rollout.weights": "rollout.weight_sync"}
 """New name of each renamed setting, both dotted."""
 
-NEW_VALUES: dict[str, dict[JsonValue, JsonValue]] = {
-    "mode": {"sync": 0, "pipelined": 1},
-    "histopipe.enabled": {True: "histopipe", False: "even"},
-}
-"""New value of each value of a renamed setting, where they differ."""
+MERGED = (
+    Merged(
+        ("algorithm.normalise_by_std", "algorithm.std_over"),
+        "algorithm.scale_rewards",
+        _scale_rewards,
+        "`normalise_by_std: false` is now `scale_rewards: none`",
+    ),
+    Merged(
+        ("algorithm.tis_level", "algorithm.tis_reject"),
+        "algorithm.tis_mode",
+        _tis_mode,
+        "`tis_reject: true` is now `tis_mode: token_mask`",
+    ),
+    Merged(
+        ("mode",),
+        "staleness",
+        lambda mode: int(mode == "pipelined"),
+        "`mode: pipelined` is now `staleness: 1`",
+    ),
+    Merged(
+        ("histopipe.enabled",),
+        "rollout.placement",
+        lambda enabled: "histopipe" if enabled else "even",
+        "`enabled: false` is now `placement: even`",
+    ),
+)
 
 REMOVED: dict[str, Removed] = {
     f"{section}.profile": Removed(
@@ -44,13 +89,19 @@ REMOVED: dict[str, Removed] = {
     )
     for section in ("drafting", "specactor", "histopipe", "pat")
 } | {
-    "pat.lengths": Removed("history", "`pat.rule: paper` expects maximum lengths"),
-    "pat.opening": Removed("best", "`pat.rule: paper` begins each step in rollout.tp_degree"),
-    "pat.waits": Removed(True, "`pat.rule: paper` does not consider later switches"),
+    "pat.rule": Removed(
+        "forecast", "GPUs switch when the lengths of the last epoch predict a gain"
+    ),
+    "pat.lengths": Removed("history", "a response is expected to be as long as in the last epoch"),
+    "pat.opening": Removed("best", "steps begin in the TP degree that is predicted to be fastest"),
+    "pat.waits": Removed(True, "refrain always considers whether to switch later"),
     "pat.kv": Removed("auto", "refrain moves or recomputes, whichever it predicts to be faster"),
     "pat.parked_weights": Removed("auto", "parked engines keep their weights if there is room"),
     "pat.switch_s": Removed(0.5, "refrain measures it"),
     "pat.kv_bytes_per_s": Removed(2e9, "refrain measures it"),
+    "specactor.ladder": Removed(
+        True, "with a profile, steps begin with the fastest drafter. Name one in specactor.drafter"
+    ),
     "specactor.expected_acceptance": Removed(0.7, "`split_gpus` assumes 0.7"),
     "specactor.coupled": Removed(
         False, "models draft ahead, except where the profile shows that it does not pay"
@@ -61,15 +112,52 @@ REMOVED: dict[str, Removed] = {
     "specactor.max_race_batch": Removed(8, "an engine races 8 responses at the same time"),
     "specactor.race_kv_tokens": Removed(2048, "the KV cache is copied from 2048 tokens on"),
     "specactor.gpu_memory_share": Removed(0.9, "a drafter uses 0.9 of its own GPU"),
-    "specactor.max_restarts": Removed(3, "`rollout.max_restarts` holds for drafters too"),
-    "drafting.min_match": Removed(2, "matches have 2 to 16 tokens, with `window: paper` 3 to 7"),
-    "drafting.max_match": Removed(16, "matches have 2 to 16 tokens, with `window: paper` 3 to 7"),
+    "specactor.max_restarts": Removed(3, "a drafter is restarted 3 times"),
+    "drafting.min_match": Removed(2, "matches have 2 to 16 tokens"),
+    "drafting.max_match": Removed(16, "matches have 2 to 16 tokens"),
+    "drafting.window": Removed("goodput", "a step verifies as many draft tokens as pay"),
+    "drafting.siblings": Removed(False, "running samples of a prompt do not draft for each other"),
+    "drafting.shared_tokens": Removed(2**20, "all prompts share an index of 1,048,576 tokens"),
+    "drafting.look_ahead": Removed(True, "drafts always use the noise of their sample"),
+    "drafting.foresee": Removed(True, "drafts always use the noise of their sample"),
+    "drafting.gate": Removed(True, "only drafts that pay are verified. `refrain bench` compares"),
+    "drafting.max_index_bytes": Removed(
+        64 * 2**30, "indexes take up to half of their disk, at most 64 GiB. See drafting.index_dir"
+    ),
     "drafting.plain_share": Removed(1 / 16, "it is 1/16 without a profile, and 0 with one"),
     "drafting.index_cpus": Removed(None, "indexes are built by a quarter of each node's cores"),
+    "data.max_samples": Removed(
+        None,
+        "set max_steps for a trial, or name a file with fewer rows in data.train",
+        OnResume.KEPT,
+    ),
+    "data.locale": Removed(None, _LOCALE),
+    "reward.max_processes": Removed(None, "call resource.setrlimit in your function"),
+    "reward.max_file_bytes": Removed(None, "call resource.setrlimit in your function"),
     "reward.max_retries": Removed(8, "`on_error: retry` scores a response up to 8 times again"),
+    "experiment": Removed("refrain", "set the environment variable MLFLOW_EXPERIMENT_NAME"),
+    "rollout.max_restarts": Removed(
+        3, "an engine is restarted 10 times, a drafter 3 times. trainer.max_failures counts crashes"
+    ),
+    "rollout.start_timeout_s": Removed(
+        3000.0, "a start may take five times `rollout.stall_timeout_s`. Raise that"
+    ),
     "rollout.metrics": Removed(True, "vLLM's metrics are exported if RAY_ADDRESS names a cluster"),
     "trainer.adam_beta1": Removed(0.9, "it is 0.9. Change adam_beta2 instead", OnResume.KEPT),
+    "trainer.reshard": Removed(True, "gathered weights are freed after each micro-batch"),
     "trainer.max_skipped_updates": Removed(3, "more than three skipped updates in a row end a run"),
+    "algorithm.importance_ratio": Removed(
+        "token",
+        "the type picks it. Set `algorithm.type: gspo` for that of the sequence",
+        OnResume.KEPT,
+        RATIOS,
+    ),
+    "algorithm.baseline": Removed(
+        "group_mean",
+        "the type picks it. Set `algorithm.type: rloo` to leave one out",
+        OnResume.KEPT,
+        BASELINES,
+    ),
     "histopipe.num_ranking_groups": Removed(
         None, "there is a group for every four engines, from 2 to 16"
     ),
@@ -85,7 +173,13 @@ REMOVED: dict[str, Removed] = {
 
 def refuse_removed(values: Mapping[str, Any]) -> None:
     """Raise ValueError, with a line for each old name, if the values of a config have any."""
-    lines = [_renamed(old, new) for old, new in RENAMED.items() if _has(values, old)]
+    lines = [f"{old} is now {new}: rename it" for old, new in RENAMED.items() if _has(values, old)]
+    lines += [
+        f"{old} is now part of {merged.new}: {merged.example}"
+        for merged in MERGED
+        for old in merged.old
+        if _has(values, old)
+    ]
     lines += [
         f"{name} is gone: {removed.advice}. Leave it out"
         for name, removed in REMOVED.items()
@@ -100,29 +194,28 @@ def current_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
     values = _copied(recorded)
     for old, new in RENAMED.items():
         if _has(values, old):
-            value = _section(values, old).pop(_last(old))
-            value = NEW_VALUES.get(old, {}).get(value, value)
-            _section(values, new).setdefault(_last(new), value)
+            _section(values, new).setdefault(_last(new), _section(values, old).pop(_last(old)))
+    for merged in MERGED:
+        found = [old for old in merged.old if _has(values, old)]
+        if found:
+            given = {_last(old): _section(values, old).pop(_last(old)) for old in found}
+            _section(values, merged.new).setdefault(_last(merged.new), merged.convert(**given))
     for name in REMOVED:
         if _has(values, name):
             del _section(values, name)[_last(name)]
     return values
 
 
-def _renamed(old: str, new: str) -> str:
-    new_values = NEW_VALUES.get(old, {}).items()
-    examples = ", ".join(f"{new}={value} for {str(before).lower()}" for before, value in new_values)
-    return f"{old} is now {new}: rename it" + (f", and set {examples}" if examples else "")
-
-
 def removed_changes(recorded: Mapping[str, Any]) -> Iterator[SettingChange]:
     """Yield the removed settings that had another value in a run's recorded config."""
+    algorithm = recorded.get("algorithm", {}).get("type", "grpo")
     for name, removed in REMOVED.items():
         if _has(recorded, name):
             before = _section(recorded, name)[_last(name)]
-            if before != removed.value:
+            after = removed.by_type.get(algorithm, removed.value)
+            if before != after:
                 yield SettingChange(
-                    name=name, before=before, after=removed.value, on_resume=removed.on_resume
+                    name=name, before=before, after=after, on_resume=removed.on_resume
                 )
 
 

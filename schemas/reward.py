@@ -50,13 +50,6 @@ class FunctionReward(Frozen):
     """Memory in bytes that each process of your function may allocate (RLIMIT_DATA), without
     libraries and mapped files. For example, 2000000000 (2 GB). Set it if your function runs code
     that may take all memory. Default: no limit."""
-    max_processes: Free[PositiveInt | None] = None
-    """Processes and threads that your Linux user may have in all, other programs included
-    (RLIMIT_NPROC). For example, `4096`. Set it if your function runs code that may start many. It
-    does not limit root. Default: no limit."""
-    max_file_bytes: Free[PositiveInt | None] = None
-    """Largest file in bytes that your function may write (RLIMIT_FSIZE), for example 10000000 (10
-    MB). Set it if your function runs code that may fill the disk. Default: no limit."""
 
     @property
     def arguments(self) -> dict[str, str | int | float | bool]:
@@ -67,10 +60,7 @@ class FunctionReward(Frozen):
         }
 
 
-JSON_ONLY = (
-    "kwargs", "on_error", "environment",
-    "max_memory_bytes", "max_processes", "max_file_bytes",
-)  # fmt: skip
+JSON_ONLY = ("kwargs", "on_error", "environment", "max_memory_bytes")
 """Settings that only the JSON view of the form takes."""
 
 
@@ -93,7 +83,7 @@ def _reward_form() -> dict[str, Any]:
     fields["path"]["description"] = "`function`: the Python file that defines your function."
     fields["function"]["description"] = (
         "`function`: name of your function. Default: `compute_score`. The JSON view also takes "
-        "its `kwargs`, limits for its processes and `on_error`."
+        "its `kwargs`, `environment`, `max_memory_bytes` and `on_error`."
     )
     return {"title": "Reward", "type": "object", "properties": fields}
 

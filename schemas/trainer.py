@@ -92,10 +92,6 @@ class TrainerConfig(Frozen):
     gradient_checkpointing: Free[bool] = True
     """Recompute activations in the backward pass. It takes far less memory and a third more time.
     Switch it off if memory suffices."""
-    reshard: Free[bool] = True
-    """Free the gathered weights after each micro-batch. Off: they are gathered once per update, and
-    each process holds the whole model in the engines' data type meanwhile. Switch it off if memory
-    suffices and gathering takes long."""
     save_every_steps: Free[PositiveInt] = 10
     """RL steps between checkpoints, for example `50`. A crash loses the steps after the last one. A
     checkpoint takes 14 bytes per parameter in bfloat16, 16 in float32. Lower it on machines that

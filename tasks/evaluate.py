@@ -77,7 +77,7 @@ async def open_evaluation(plan: RunPlan, policy_version: int) -> AsyncGenerator[
             StoreClient(start_store(plan.addresses.store, STORE)),
             TrainerGroup(config),
             scorers,
-            HistoryWorkers(config.history_dir, config.drafting, progress.phase),
+            HistoryWorkers(config.history_dir, config.engine.drafting, progress.phase),
             Tracker(
                 config, plan.addresses.mlflow, failures, experiment=EXPERIMENT, runs_dir=runs_dir
             ),

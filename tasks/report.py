@@ -151,7 +151,7 @@ async def _predict_gain(run: Run, report: StepReport) -> None:
     keys = run.inputs.loader.prompts_of(report.step)[:_NUM_FORETOLD]
     rows = await run.store("index_rows", Split.TRAIN, dict.fromkeys(keys, report.step))
     groups = await asyncio.to_thread(_response_groups, rows, run.config)
-    gain = await asyncio.to_thread(predict_gain, groups, run.config.drafting)
+    gain = await asyncio.to_thread(predict_gain, groups, run.config.engine.drafting)
     if gain is None:
         return
     run.progress.phase(

@@ -248,7 +248,6 @@ def _write_config(directory: Path, mode: RunMode, strikes: Sequence[Strike]) -> 
     values["model"]["path"] = str(DEMO / "model")
     values["data"]["max_response_tokens"] = 96
     values["rollout"] |= {"group_size": GROUP_SIZE, "stall_timeout_s": STALL_S}
-    values["rollout"] |= {"start_timeout_s": 300.0}
     values["trainer"] |= {"timeout_s": 120.0}
     values["reward"] = {"type": "builtin", "timeout_s": 20.0}
     if mode is RunMode.PIPELINED:
@@ -272,7 +271,7 @@ def _have_target(values: dict[str, Any], strike: Strike, directory: Path) -> Non
         values["rollout"] |= {"tp_degree": 2, "num_engines": 1}
     if strike.target is Target.DRAFTER:
         model = {"name": DRAFT_MODEL, "path": str(DEMO / "drafter")}
-        values["specactor"] = {"draft_models": [model], "drafter": DRAFT_MODEL, "ladder": False}
+        values["specactor"] = {"draft_models": [model], "drafter": DRAFT_MODEL}
 
 
 def profile_as_if_it_paid(file: Path) -> Path:

@@ -26,7 +26,7 @@ from engines.histopipe.step_end import StepPace, TokenTimes
 from engines.latency.drafted import DraftedLatency
 from engines.latency.interface import Latency
 from engines.pat.costs import SwitchCosts
-from engines.pat.remaining import FromHistory, Maximum, Remaining
+from engines.pat.remaining import FromHistory, Remaining
 from engines.rollout.moves import Move, Policy, RolloutView
 from engines.specactor.best_of_n import BestOfN, TokensToCome
 from engines.specactor.ladder import Ladder, token_acceptance
@@ -60,10 +60,8 @@ class MoveModel:
     speculation: tuple[float, int] = (1.0, 0)
     """Tokens per forward pass and draft tokens verified per pass, for a request that is drafted
     from history. Measured in the step before."""
-    waits: bool = True
-    """Off: compare a switch with no switch only, also with `pat.rule: forecast`."""
     opens: bool = True
-    """Off: begin in the lowest TP degree, also with `pat.rule: forecast`."""
+    """Off: begin in the lowest TP degree, for comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +139,6 @@ def sample_queue(
 def expected_lengths(config: TrainConfig, lengths: Mapping[str, LengthHistory]) -> Remaining:
     """Return the estimate of remaining tokens. `lengths`: last epoch's lengths, by prompt."""
     max_tokens = config.data.max_response_tokens
-    if config.pat.rule == "paper":
-        return Maximum(max_tokens)
     return FromHistory(lengths, max_tokens, group_size=config.rollout.group_size)
 
 
@@ -176,8 +172,7 @@ def _controller(
     races: BestOfN | None,
 ) -> Controller:
     objective = FewestGpuSeconds() if config.staleness else SoonestEnd()
-    wait_shares = WAIT_SHARES if model.waits and config.pat.rule == "forecast" else ()
-    reshaping = Reshaping(objective, wait_shares, model.missed_savings)
+    reshaping = Reshaping(objective, WAIT_SHARES, model.missed_savings)
     techniques: list[MoveTechnique] = [reshaping]
     if outliers:
         techniques.append(Outliers(outliers))
@@ -204,7 +199,7 @@ def _opens(config: TrainConfig) -> bool:
     leaves the weights on the GPUs for the engines of the lowest TP degree.
     """
     handed = config.takes_turns and config.rollout.weight_sync == "ipc"
-    return config.pat.rule == "forecast" and not config.staleness and not handed
+    return not config.staleness and not handed
 
 
 def stage_outlook(

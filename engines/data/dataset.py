@@ -112,8 +112,6 @@ def load_dataset(
                 num_overlong += 1
                 continue
             first, row = samples.find(prompt), RowName(Path(path), number)
-            if first is None and len(rows) == settings.max_prompts:
-                continue
             num_rows += 1
             if first is None:
                 rows[samples.add(prompt).key] = row

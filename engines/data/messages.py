@@ -15,7 +15,7 @@ class BadRowError(ValueError):
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """Settings that turn a file's rows into prompts, and select among them."""
+    """Settings that turn a file's rows into prompts."""
 
     system_prompt: str | None = None
     """System message for rows that have none."""
@@ -23,8 +23,6 @@ class PromptSettings:
     """Arguments of the chat template."""
     drops_overlong: bool = False
     """Whether to leave out rows that are too long. Otherwise they raise an error."""
-    max_prompts: int | None = None
-    """Number of prompts to use, from the first. None: all."""
     date: datetime | None = None
     """Current time for the chat template. None: the clock's."""
 

@@ -6,9 +6,9 @@
 
 Files are indexes that never change (`engines.histospec.index_file`). So the cost of new histories
 depends on their length alone; merging makes it a few times as much. The list names the current
-files and the steps of each of their parts. Histories older than `SHARED_EPOCHS` are dropped, and so
-are the oldest beyond `drafting.shared_tokens`. Lost or damaged files are skipped: the indexes fill
-again during the epoch.
+files and the steps of each of their parts. Histories older than `SHARED_EPOCHS` are dropped, and
+so are the oldest beyond `DraftingConfig.shared_tokens`. Lost or damaged files are skipped: the
+indexes fill again during the epoch.
 """
 
 import json

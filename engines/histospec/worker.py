@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from shutil import disk_usage
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +59,7 @@ class HistoryWorker:
         self._num_threads = keep_to()
         num_sharing = min(num_shares, SHARING_WORKERS)
         own_bytes = {
-            "max_index_bytes": config.max_index_bytes // num_shares,
+            "max_index_bytes": room_for_indexes(directory, config) // num_shares,
             "shared_tokens": config.shared_tokens // num_sharing if share < num_sharing else 0,
         }
         self._directory, self._config = directory, config.model_copy(update=own_bytes)
@@ -152,6 +153,12 @@ def keep_to(num_cpus: int | None = None) -> int:
     os.sched_setaffinity(0, kept)
     os.nice(_NICENESS)
     return len(kept)
+
+
+def room_for_indexes(directory: Path, config: DraftingConfig) -> int:
+    """Return the bytes that index files of a directory may take: at most half of its disk."""
+    there = next(one for one in (directory, *directory.absolute().parents) if one.exists())
+    return min(config.max_index_bytes, disk_usage(there).total // 2)
 
 
 def share_of(prompt_key: str, num_shares: int) -> int:

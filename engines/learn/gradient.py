@@ -13,7 +13,6 @@ from engines.learn.minibatch import Share
 from engines.learn.objective import LossTokens, policy_loss
 from engines.learn.packing import MicroBatch, pack
 from engines.learn.policy import PolicyModel, score_sequences
-from engines.learn.sharding import keep_gathered
 from schemas.config import TrainConfig
 
 
@@ -56,17 +55,14 @@ def accumulate_gradient(
     budget = config.trainer.micro_batch_tokens
     measured = []
     micro_batches = pack(share.sequences, budget, alone=policy.alone)
-    num_passes = len(micro_batches) + share.num_idle_passes
-    for index, micro_batch in enumerate(micro_batches):
-        keep_gathered(policy, not config.trainer.reshard and index < num_passes - 1)
+    for micro_batch in micro_batches:
         tokens = LossTokens.gather(micro_batch.samples, share, policy.device)
         loss, sums = _loss(policy, reference, micro_batch, tokens, config)
         # FSDP2 averages gradients over ranks, but the loss is a sum over ranks.
         (loss * world_size).backward()
         measured.append(sums)
     (idle,) = pack([share.idle], budget)
-    for index in range(len(micro_batches), num_passes):
-        keep_gathered(policy, not config.trainer.reshard and index < num_passes - 1)
+    for _ in range(share.num_idle_passes):
         measured.append(_idle_pass(policy, reference, idle, config))
     return combine(measured, share.num_counted, world_size)
 

@@ -78,13 +78,14 @@ def policy_loss(
     mismatch = torch.where(tokens.counted, before - tokens.inference_logprobs, 0.0)
     sums: Sums = {}
     if algorithm.tis_cap is not None:
+        level, _, beyond_cap = algorithm.tis_mode.partition("_")
         weights, beyond = importance_weights(
             mismatch,
             tokens.counted,
             tokens.num_tokens,
             cap=algorithm.tis_cap,
-            level=algorithm.tis_level,
-            reject=algorithm.tis_reject,
+            level=level,
+            reject=beyond_cap == "mask",
         )
         losses = losses * weights
         sums["actor/tis_mean"] = (weights * tokens.counted).sum()

@@ -28,9 +28,7 @@ def _unused(config: TrainConfig) -> Iterator[str]:
     algorithm, trainer = config.algorithm, config.trainer
     needs = (
         (algorithm, "kl_estimator", algorithm.kl_coefficient > 0, "algorithm.kl_coefficient is 0"),
-        (algorithm, "tis_level", algorithm.tis_cap is not None, "algorithm.tis_cap is not set"),
-        (algorithm, "tis_reject", algorithm.tis_cap is not None, "algorithm.tis_cap is not set"),
-        (algorithm, "std_over", algorithm.normalise_by_std, "algorithm.normalise_by_std is false"),
+        (algorithm, "tis_mode", algorithm.tis_cap is not None, "algorithm.tis_cap is not set"),
         (
             algorithm,
             "overlong_penalty",

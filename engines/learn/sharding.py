@@ -2,7 +2,7 @@
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from engines.learn.policy import PolicyModel
 
@@ -21,10 +21,3 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> 
     # Reshard the root too. Otherwise, after a forward pass without a backward pass (as for
     # canaries), its parameters would no longer be the ones that the optimiser knows.
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-
-
-def keep_gathered(policy: PolicyModel, keep: bool) -> None:
-    """Set whether a sharded policy's layers stay gathered after each forward and backward pass."""
-    if isinstance(policy, FSDPModule):
-        policy.set_reshard_after_forward(not keep)
-        policy.set_reshard_after_backward(not keep)

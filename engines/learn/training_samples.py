@@ -115,7 +115,7 @@ def _advantages(
     number of tokens of each response that are trained on."""
     algorithm = config.algorithm
     advantages = [_advantage(*own, config) for own in rewards]
-    if algorithm.normalise_by_std and algorithm.std_over == "batch":
+    if algorithm.scale_rewards == "batch":
         return whitened(np.array(advantages), num_tokens_N).tolist()
     return advantages
 
@@ -126,7 +126,7 @@ def _advantage(reward: float, rewards_G: NDArray[np.float64], config: TrainConfi
     own = own_functions(algorithm.file)
     if own.advantage is not None:
         return own.advantage_of(reward, rewards_G)
-    by_group = algorithm.normalise_by_std and algorithm.std_over == "group"
+    by_group = algorithm.scale_rewards == "group"
     return group_relative_advantage(
         reward, rewards_G, normalise_by_std=by_group, baseline=algorithm.baseline
     )

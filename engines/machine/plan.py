@@ -129,7 +129,6 @@ def training_of(config: TrainConfig, shape: ModelShape) -> Training:
         adapter_params=adapters,
         weight_bytes=DTYPE_BYTES[trainer.dtype],
         offload_optimizer=trainer.offload_optimizer,
-        reshard=trainer.reshard,
     )
 
 

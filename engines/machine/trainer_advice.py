@@ -56,7 +56,6 @@ def _smaller(training: Training, max_model_len: int) -> dict[str, Training]:
         f"trainer.micro_batch_tokens={least}": fewer,
         "algorithm.kl_coefficient=0": replace(training, has_reference=False),
         "trainer.num_replicas=1": replace(training, num_replicas=1),
-        "trainer.reshard=true": replace(training, reshard=True),
         "trainer.offload_optimizer=true": replace(training, offload_optimizer=True),
     }
 

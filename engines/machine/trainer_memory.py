@@ -58,8 +58,6 @@ class Training:
     """Whether moments are on the GPU only during the update, when there are no activations."""
     entropy_gradient: bool = False
     """Whether the loss has an entropy bonus."""
-    reshard: bool = True
-    """Whether to reshard after each micro-batch; otherwise the gathered model stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +118,6 @@ def trainer_footprint(shape: ModelShape, training: Training) -> TrainerFootprint
     weights, moments = training.weight_bytes * held / shards, moment_bytes(shape, training) / shards
     reference = training.weight_bytes * shape.num_params / shards
     kept, work = widening * kept, widening * phases[peak]
-    if not training.reshard:
-        work += shape.element_bytes * shape.num_params
     if training.offload_optimizer:
         if moments > kept + work:
             peak, work = "update", moments - kept

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from engines.reward import guard, worker
 from engines.reward.channel import Channel, NoReplyError, ReplyLine
-from engines.reward.worker import LIMITS, Call, RefusedError, Reply, Setup, checked_score, to_json
+from engines.reward.worker import Call, RefusedError, Reply, Setup, checked_score, to_json
 from schemas.reward import FunctionReward
 
 START_TIMEOUT_S = 300.0
@@ -80,9 +80,9 @@ class ScorerProcess:
         self.close()
         environment = passed_on(os.environ, self._config.environment)
         if self._surroundings is not None:
-            own = locale_of(environment)
-            environment = {n: v for n, v in environment.items() if n not in own}
-            environment |= self._surroundings
+            own = locale_of(environment).keys() - set(self._config.environment)
+            kept = {n: v for n, v in environment.items() if n not in own}
+            environment = {**self._surroundings, **kept}
         own, theirs = socket.socketpair()
         self._channel = Channel(own)
         with theirs:
@@ -158,7 +158,7 @@ class ScorerProcess:
             "name": config.function,
             "kwargs": config.arguments,
             "search_path": [str(entry) for entry in sys.path],
-            "limits": {name: value for name in LIMITS if (value := getattr(config, name))},
+            "max_memory_bytes": config.max_memory_bytes,
         }
 
     def _outcomes(self, channel: Channel, calls: Sequence[Call]) -> list[Scored | Failed | None]:

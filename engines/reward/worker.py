@@ -13,7 +13,6 @@ hangs and checks all replies (`channel.py`).
 """
 
 import asyncio
-import errno
 import hashlib
 import importlib.util
 import inspect
@@ -56,14 +55,6 @@ MAX_EXTRA_BYTES = 2**16
 """Largest size of all extra values of a response, as JSON."""
 MAX_DEPTH = 20
 """Deepest nesting of an extra value."""
-
-LIMITS = {
-    "max_memory_bytes": resource.RLIMIT_DATA,
-    "max_processes": resource.RLIMIT_NPROC,
-    "max_file_bytes": resource.RLIMIT_FSIZE,
-}
-"""Settings of `reward` that limit the scorer's process, and each process that it starts."""
-LIMIT_OF_ERRNO = {errno.EAGAIN: "max_processes", errno.EFBIG: "max_file_bytes"}
 
 
 class Reply(StrEnum):
@@ -132,17 +123,18 @@ def set_up(
     name: str,
     kwargs: Mapping[str, Any],
     search_path: Sequence[str],
-    limits: Mapping[str, int],
+    max_memory_bytes: int | None,
 ) -> Callable[..., Any]:
-    """Set the import path and the limits of this process, and return the user's function.
+    """Set the import path and the memory limit of this process, and of those that it starts. Return
+    the user's function.
 
     Raises RefusedError as `load_function` does.
     """
     sys.path[:] = ordered_path(Path(path).absolute().parent, [*sys.path, *search_path])
-    for limit, value in limits.items():
-        _, hard = resource.getrlimit(LIMITS[limit])
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(LIMITS[limit], (value, value))
+    if max_memory_bytes:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = max_memory_bytes if hard == resource.RLIM_INFINITY else min(max_memory_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     return partial(load_function(Path(path), name, kwargs), **kwargs)
 
 
@@ -257,15 +249,11 @@ def _message_of(error: BaseException) -> str:
 
 
 def _limit_of(error: BaseException) -> str:
-    """Return the `reward` limit that caused an error, or nothing if that limit is not set."""
-    if isinstance(error, MemoryError):
-        limit = "max_memory_bytes"
-    elif isinstance(error, OSError) and error.errno in LIMIT_OF_ERRNO:
-        limit = LIMIT_OF_ERRNO[error.errno]
-    else:
+    """Return the memory limit if it caused an error, or nothing."""
+    most, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if not isinstance(error, MemoryError) or most == resource.RLIM_INFINITY:
         return ""
-    value, _ = resource.getrlimit(LIMITS[limit])
-    return "" if value == resource.RLIM_INFINITY else f" (reward.{limit} is {value})"
+    return f" (reward.max_memory_bytes is {most})"
 
 
 class RefusedError(ValueError):

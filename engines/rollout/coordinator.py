@@ -30,6 +30,7 @@ from itertools import count
 
 from engines.bounded import cancel
 from engines.rollout import gpu_handover, orders, slow_policy
+from engines.rollout.deaths import MAX_RESTARTS
 from engines.rollout.engine_reports import Copied, EngineReport, Fatal, Refreshed, Signal, Synced
 from engines.rollout.fleet import Fleet
 from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone, Finished
@@ -54,7 +55,7 @@ class Coordinator:
         self,
         engines: Sequence[Engine],
         policies: Sequence[Policy] = (),
-        max_restarts: int = 3,
+        max_restarts: int = MAX_RESTARTS,
         pools: Sequence[Pool] = (),
         keep_parked_current: bool = True,
         log: Callable[[str], None] = lambda _: None,
@@ -125,15 +126,13 @@ class Coordinator:
     ) -> "asyncio.Future[Outcome]":
         """Queue a stage that generates every request, and return the future of its outcome.
 
-        A request starts on its assigned engine. If that engine is gone, or its GPUs are in another
-        layout, the request starts on another one. Without an engine it waits in the stage's queue
-        until a policy starts it (`moves.Start`). Stages that are under way go first.
+        A request starts on its assigned engine, or on another one if that is gone or its GPUs are
+        in another layout. Without an engine it waits until a policy starts it (`moves.Start`).
         `weights`: policy version to generate with; default: that of `load_weights`.
         `min_rollouts`: requests that must finish in this stage. The rest may be deferred to the
         next stage, if that one sets `min_rollouts` too. None: no request is deferred from or to
         this stage.
-        `in_flight`: engines may go on from this stage to the next with unfinished requests, which
-        then get its weights, if that one is `in_flight`, too.
+        `in_flight`: see `GenerationStage`.
 
         Raises RuntimeError while the trainer has the GPUs, `EngineGone` when no engine is left. The
         future raises `EngineDied` when one engine dies more than `max_restarts` times in a run, or

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
+
 from engines.accounting.names import MAX_PARAMETER_CHARACTERS, tracked_text
 from engines.accounting.step_requests import StepRequest
 from engines.failures import Failures
@@ -62,7 +64,7 @@ class Tracker:
 
         Args:
             tracking_uri: MLflow's URI. None: SQLite and files in the runs directory.
-            experiment: MLflow experiment, by default the config's.
+            experiment: MLflow experiment, by default that of MLFLOW_EXPERIMENT_NAME, or `refrain`.
             runs_dir: Runs directory, by default the config's.
             delivers: Whether this process delivers records. Only the driver of the run does, and it
                 delivers the records of the other processes too.
@@ -72,7 +74,7 @@ class Tracker:
         # Measured once, so that a span has the same times in every timeline that shows it.
         self._clock_zero_s = time.time() - time.monotonic()
         client, artifacts = open_client(runs_dir or config.runs_dir, tracking_uri)
-        name = experiment or config.experiment
+        name = experiment or MLFLOW_EXPERIMENT_NAME.get() or "refrain"
         self._run = MlflowRun(client, config, name, artifacts, self._failures)
         if delivers:
             with self._failures.contained("making the MLflow run"):

@@ -34,10 +34,10 @@ _ADVICE = {
     "this model.dtype.",
     EngineGone: "No engine is left. Bring the node back, or lower rollout.num_engines to a number "
     "that fits on the remaining GPUs.",
-    EngineDied: "It died more often than rollout.max_restarts allows. The reason is in Ray's logs, "
+    EngineDied: "It died 4 times in a row, or 11 times in all. The reason is in Ray's logs, "
     "in {logs} on its node. Out of memory: lower rollout.kv_cache_bytes or "
-    "rollout.max_num_seqs. Too slow to answer: raise rollout.stall_timeout_s or "
-    "rollout.start_timeout_s.",
+    "rollout.max_num_seqs. Too slow to start or to answer: raise "
+    "rollout.stall_timeout_s.",
     WeightsLost: "The trainer process that wrote the weights has died, or the engine is some steps "
     "behind the trainer: give engines more cores, or use fewer pat.tp_degrees.",
     WeightSyncError: "Nothing was generated with these weights. Try model.dtype=float32. If "

@@ -108,7 +108,7 @@ def _attach(ref: RunRef) -> Run:
     inputs = read_inputs(config)
     progress = TerminalProgress()
     trainer, scorers = TrainerGroup(config), ScorerPool(config)
-    history = HistoryWorkers(config.history_dir, config.drafting, progress.phase)
+    history = HistoryWorkers(config.history_dir, config.engine.drafting, progress.phase)
     trainer.adopt([_find(ref, f"{TRAINER}-{rank}") for rank in range(config.trainer.num_processes)])
     scorers.adopt(_find(ref, SCORER))
     history.adopt(_find_history(ref))

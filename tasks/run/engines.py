@@ -168,7 +168,6 @@ async def make_generation(
     )
     coordinator = Coordinator(
         engines,
-        max_restarts=config.rollout.max_restarts,
         pools=pools,
         keep_parked_current=keeps_weights,
         log=log,
@@ -177,7 +176,6 @@ async def make_generation(
     drafters = Drafters(
         engine.drafter_processes,
         engines,
-        config.rollout.max_restarts,
         log,
         num_gpus=1 if placement.num_gpus else 0,
         nodes=[placement.node(drafter_name(i)) for i in range(len(engine.drafter_processes))],

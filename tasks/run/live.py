@@ -198,7 +198,7 @@ async def _start_actors(
     stack.push_async_callback(trainer.shutdown)
     if config.takes_turns:
         engines.take_turns(trainer)
-    history = HistoryWorkers(config.history_dir, config.drafting, progress.phase, HISTORY)
+    history = HistoryWorkers(config.history_dir, config.engine.drafting, progress.phase, HISTORY)
     stack.push_async_callback(history.shutdown)
     if config.drafting.enabled:
         history.start(inputs.loader.steps_per_epoch, anew=checkpoint is None)

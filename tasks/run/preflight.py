@@ -21,7 +21,7 @@ from engines.reward import check_ground_truth, check_reward, check_reward_file
 from engines.specactor.ladder import Ladder
 from schemas.config import TrainConfig
 from schemas.data import Prompt
-from schemas.drafting import HISTORY, NGRAM, DraftModel
+from schemas.drafting import HISTORY, NGRAM
 from schemas.latency import PointKind
 from schemas.rollout import Split
 from schemas.secret import fill_in, secrets_of
@@ -118,7 +118,7 @@ def check_ways_of_weights(config: TrainConfig) -> None:
     if not config.takes_turns:
         raise ValueError(
             "rollout.weight_sync is ipc, which needs engines and trainer on the same GPUs, but "
-            "they are on separate ones: set mode=sync and placement=shared, or "
+            "they are on separate ones: set staleness=0 and placement=shared, or "
             "rollout.weight_sync=file"
         )
     num_gpus = config.rollout.num_engines * config.rollout.tp_degree
@@ -155,11 +155,10 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     check = partial(check_ground_truth, config.reward)
     max_tokens = config.data.max_prompt_tokens
     load = lru_cache(
-        lambda paths, how: load_dataset(paths, tokenizer, max_tokens, check, _settings(config, how))
+        lambda paths: load_dataset(paths, tokenizer, max_tokens, check, _settings(config))
     )
-    used = {Split.TRAIN: config.data.max_samples}
     with closing(templates):
-        datasets = {split: load(paths, used.get(split)) for split, paths in files.items() if paths}
+        datasets = {split: load(paths) for split, paths in files.items() if paths}
     check_reward(
         config.reward,
         set().union(*(dataset.data_sources for dataset in datasets.values())),
@@ -183,13 +182,12 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     return Inputs(datasets, prompts, loader, tokenizer, latency, ladder, warnings)
 
 
-def _settings(config: TrainConfig, max_prompts: int | None) -> PromptSettings:
+def _settings(config: TrainConfig) -> PromptSettings:
     data = config.data
     return PromptSettings(
         data.system_prompt,
         data.template_arguments,
         data.overlong == "drop",
-        max_prompts,
         data.date,
     )
 
@@ -240,40 +238,23 @@ def read_latency(config: TrainConfig) -> FittedLatency | None:
     if config.engine.speculates:
         kinds.append(PointKind.VERIFY)
     advice = f"make it again with {command}, or switch off the techniques that need them"
-    drafters = [model.name for model in _timed(config)]
+    drafters = [model.name for model in config.specactor.draft_models]
     require_points(profile, path, config.tp_degrees, kinds, advice, drafters)
     return FittedLatency(profile)
 
 
 def _profile_command(config: TrainConfig) -> str:
     """Return the shell command that measures the profile for the config."""
-    given = [f"--draft-model {model.name}={model.path}" for model in _timed(config)]
+    given = [f"--draft-model {model.name}={model.path}" for model in config.specactor.draft_models]
     tp_degrees = ",".join(map(str, config.tp_degrees))
     model = f"--model {config.model.path} --dtype {config.model.dtype}"
     return " ".join([f"refrain profile {model} --tp {tp_degrees}", *given])
 
 
-def _timed(config: TrainConfig) -> tuple[DraftModel, ...]:
-    """Return the draft models whose times the run needs.
-
-    These are all models for a ladder or a split of GPUs. With switches of the TP degree, it is the
-    model in use, because a switch changes how much its drafts gain.
-    """
-    models, used = config.specactor.draft_models, config.specactor.drafter
-    if config.specactor.split_gpus is not None:
-        return models
-    in_use = [model for model in models if config.pat.tp_degrees and model.name == used]
-    return _on_ladder(config) or tuple(in_use)
-
-
-def _on_ladder(config: TrainConfig) -> tuple[DraftModel, ...]:
-    return config.specactor.draft_models if config.specactor.ladder else ()
-
-
 def _ladder(config: TrainConfig, latency: FittedLatency | None) -> Ladder | None:
     """Return the ladder of the run's drafters that the profile has measured, with history first.
-    None: there is no profile or no ladder."""
-    if latency is None or not _on_ladder(config):
+    None: there is no profile or no draft model."""
+    if latency is None or not config.specactor.draft_models:
         return None
     drafters = tuple(name for name in config.specactor.drafters if name in latency.drafters)
     if config.drafting.enabled and NGRAM in drafters:

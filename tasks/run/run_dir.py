@@ -27,8 +27,8 @@ from tasks.run.config_record import CONFIG_FILE, read_values, refuse_redacted, w
 
 Config = TrainConfig | ProfileConfig
 
-DATED = ("data.date", "data.locale")
-"""Settings that a run fills in at its start (`tasks.run.start_date`)."""
+DATE = "data.date"
+"""Setting that a run fills in at its start (`tasks.run.start_date`)."""
 CHANGES_FILE = "changes.jsonl"
 """Settings that changed when the run was resumed, one `SettingChange` per line."""
 STORE_FILE = "refrain.duckdb"
@@ -78,7 +78,7 @@ def check_run_dir(config: Config, resume: bool) -> list[SettingChange]:
     changes = [c for c in changed_settings(before, config) if c.name not in ("runs_dir", "name")]
     changes += removed_changes(read_json_object(stored))
     # Runs of an earlier version have no date, and a config file given for a resume need not.
-    changes = [c for c in changes if c.name not in DATED or None not in (c.before, c.after)]
+    changes = [c for c in changes if c.name != DATE or None not in (c.before, c.after)]
     kept = [str(change) for change in changes if change.on_resume is OnResume.KEPT]
     if kept:
         raise ValueError(

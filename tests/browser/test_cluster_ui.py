@@ -37,8 +37,8 @@ from tests.infra.test_monitoring import dashboard_metrics
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 NUM_STEPS, GROUP_SIZE, NUM_ENGINES = 4, 64, 3
-DRAFTS = {"drafting.siblings": True, "drafting.gate": False}
-"""Draft from the first epoch on, even if it does not pay, so that there are metrics of drafts."""
+DRAFTS = {"specactor.drafter": "ngram"}
+"""Draft from the first step on, even if it does not pay, so that there are metrics of drafts."""
 MACHINE = ("--num-cpus=2", "--num-gpus=2")
 """Simulated resources of a node. Engines and trainer take all GPUs of two nodes."""
 METRICS_TIMEOUT_S = 60.0

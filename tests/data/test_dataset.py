@@ -71,14 +71,6 @@ def test_long_prompts_are_left_out_where_that_is_asked_for(tmp_path, tokenizer):
         load_dataset([path], tokenizer, 2, settings=PromptSettings(drops_overlong=True))
 
 
-def test_the_first_prompts_may_be_all_that_is_used(tmp_path, tokenizer):
-    rows = [make_row(text) for text in ("hello", "hello", "world", "hello world")]
-    path = write(tmp_path / "t.jsonl", rows)
-    dataset = load_dataset([path], tokenizer, 10, settings=PromptSettings(max_prompts=2))
-    assert texts(dataset) == ["user hello assistant", "user world assistant"]
-    assert dataset.num_duplicates == 1
-
-
 def test_a_system_prompt_comes_before_rows_that_have_none(tmp_path, tokenizer):
     own = [{"role": "system", "content": "world"}, {"role": "user", "content": "hello"}]
     path = write(tmp_path / "t.jsonl", [make_row("hello"), make_row(prompt=own)])
@@ -213,8 +205,6 @@ def test_each_sample_of_a_prompt_has_noise_and_rewards_of_its_own(tmp_path, toke
     assert {one.token_ids for one in dataset.prompts} == {(1, 3, 2)}
     assert len({sample_key(0, 1, "train", one.key, 0) for one in dataset.prompts}) == 3
     assert [dataset.by_key[one.key].extra_info["target"] for one in dataset.prompts] == [0, 1, 2]
-    few = PromptSettings(max_prompts=2)
-    assert len(load_dataset([tmp_path / "a.jsonl"], tokenizer, 10, settings=few).prompts) == 2
 
 
 def test_validation_rows_compare_by_extra_info(tmp_path, tokenizer):

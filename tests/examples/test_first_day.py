@@ -20,9 +20,8 @@ SMALL = (
     "data.template_arguments={}",
     "data.max_prompt_tokens=256",
     "data.max_response_tokens=64",
-    "data.max_samples=16",
     "prompts_per_step=8",
-    "num_epochs=1",
+    "max_steps=2",
     "validate_every_steps=0",
     "trainer.num_threads=1",
 )

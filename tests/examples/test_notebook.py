@@ -3,19 +3,24 @@
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.conftest import DEMO, REPOSITORY
 from tests.flows.commands import Command
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-SMALL = ("data.max_samples=8", "prompts_per_step=8", "rollout.num_engines=1", "data.validation=[]")
+SMALL = ("prompts_per_step=8", "rollout.num_engines=1", "data.validation=[]")
 
 
 def test_notebook_cells_run(tmp_path: Path) -> None:
     notebook = REPOSITORY / "examples" / "notebook.ipynb"
-    cells = Command(notebook, tmp_path, *SMALL, module="tests.examples.cells")
+    few = tmp_path / "few.parquet"
+    pq.write_table(pq.read_table(DEMO / "data" / "train.parquet").slice(0, 8), few)
+    cells = Command(
+        notebook, tmp_path, *SMALL, f"data.train=[{few}]", module="tests.examples.cells"
+    )
     try:
         cells.finish()
     finally:

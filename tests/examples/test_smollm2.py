@@ -63,7 +63,7 @@ def summary(data: Path) -> dict[str, Any]:
 
 
 def test_smollm2_trains_one_step(smollm2_dir: Path, data: Path) -> None:
-    train(smollm2_dir, data, "num_epochs=1", "data.max_samples=4").finish()
+    train(smollm2_dir, data, "max_steps=1").finish()
     assert summary(data)["steps"] == 1
     assert summary(data)["failures"] == {}
 
@@ -96,6 +96,6 @@ def test_other_weights_than_the_trainers_stop_the_run(
 @pytest.mark.slow
 def test_another_architecture_trains(gemma3_dir: Path, data: Path) -> None:
     """Gemma 3 has sliding windows, its own norms, and a vocabulary of a quarter million tokens."""
-    train(gemma3_dir, data, "num_epochs=1", "data.max_samples=8").finish()
+    train(gemma3_dir, data, "max_steps=2").finish()
     assert summary(data)["steps"] == 2
     assert summary(data)["failures"] == {}

@@ -71,7 +71,6 @@ def test_preset_names_missing_settings(preset: Path, tmp_path: Path, capsys, mon
         ("rollout.max_num_batched_tokens=255", "is less than rollout.max_num_seqs"),
         ("drafting.min_match=17", "drafting.min_match is gone: .* Leave it out"),
         ("drafting.max_draft=0", "drafting.max_draft: .*greater than or equal to 1"),
-        ("drafting.window=aimd", "drafting.window: .*'goodput', 'paper' or 'doubling'"),
         ("profile=nowhere", "no profile at nowhere"),
         ("profile=pyproject.toml", "pyproject.toml is not a profile"),
         ("pat.tp_degrees=[2]", "but profile is not: .* refrain profile --model .* --tp 1,2,"),
@@ -176,12 +175,6 @@ SMALL = f"specactor.draft_models=[{{name: small, path: {REPOSITORY / 'infra/demo
             r"--tp 1,2 --draft-model small=\S+, or",
         ),
         ([SMALL], ["draft points of small"], r"--tp 1 --draft-model small=\S+, or"),
-        # Without a ladder, a switch of the TP degree still changes whether drafts pay.
-        (
-            ["pat.tp_degrees=[2]", SMALL, "specactor.ladder=false", "specactor.drafter=small"],
-            ["decode points at", "prefill points at", "verify points at", "draft points of small"],
-            r"--tp 1,2 --draft-model small=\S+, or",
-        ),
     ],
 )
 def test_points_that_the_profile_lacks_are_named(tmp_path, overrides, missing, fix):
@@ -202,7 +195,6 @@ def test_disabled_techniques_need_no_profile_points(tmp_path):
     check(config, f"profile={decoding}", "drafting.enabled=false")
     with pytest.raises(ValueError, match="no verify points at TP 1, only at TP none: make"):
         check(config, f"profile={decoding}")
-    check(config, f"profile={PROFILE}", SMALL, "specactor.ladder=false")
 
 
 def write_rows(directory: Path, *rows: dict) -> str:

@@ -56,13 +56,13 @@ def test_a_checkpoint_is_evaluated_with_the_date_of_its_run(runs: Path, tmp_path
     file = runs / "mine" / "config.json"
     config = json.loads(file.read_text())
     assert subject(runs, "mine").config.data.date is None, "a date, although the run has none"
-    config["data"] |= {"date": "2024-07-26T00:00:00", "locale": {"TZ": "UTC"}}
+    config["data"] |= {"date": "2024-07-26T00:00:00"}
     file.write_text(json.dumps(config))
     other = tmp_path / "other.yaml"
     other.write_text(yaml.safe_dump({"data": {"validation": [DATA]}}))
     for given in ({}, {"config": str(other)}):
         data = subject(runs, "mine", **given).config.data
-        assert (data.date, data.locale) == (datetime(2024, 7, 26), {"TZ": "UTC"})
+        assert data.date == datetime(2024, 7, 26)
     mine = subject(runs, "mine", overrides=["data.date=2024-07-27"]).config.data
     assert mine.date == datetime(2024, 7, 27)
 

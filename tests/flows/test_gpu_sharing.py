@@ -72,7 +72,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def config(directory: Path) -> Path:
     """Write a config with which a killed trainer ends the run. The test resumes it."""
-    return write_config(directory, rollout__max_restarts=9, trainer__max_failures=0)
+    return write_config(directory, trainer__max_failures=0)
 
 
 @pytest.fixture(scope="module")

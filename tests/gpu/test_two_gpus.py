@@ -71,7 +71,7 @@ def _engine_of(tp_degree: int) -> Callable[..., Any]:
 def _layout(config: Any, tp_degree: int) -> Any:
     rollout = config.rollout.model_copy(update={"tp_degree": tp_degree})
     changes = {"rollout": rollout, "pooled": True}
-    off = config.drafting.model_copy(update={"enabled": False})
+    off = config.engine.drafting.model_copy(update={"enabled": False})
     return config.engine.model_copy(update={**changes, "drafting": off})
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from engines.histospec import worker as history_worker
 from engines.histospec.index import build_index
 from engines.histospec.index_file import index_path, shared_dir
 from engines.histospec.shared import SharedReader
-from engines.histospec.worker import HistoryWorker, keep_to
+from engines.histospec.worker import HistoryWorker, keep_to, room_for_indexes
 from engines.histospec.workers import HistoryWorkers
 from schemas.drafting import DraftingConfig
 from tests.histospec.test_workers import rows_of
@@ -225,6 +226,22 @@ async def test_copies_stay_within_the_room(tmp_path):
     for node in (tmp_path / "c", tmp_path / "d"):
         held = sum(path.stat().st_size for path in node.glob("*.index*"))
         assert held <= len(KEYS) * size // 2
+
+
+def test_indexes_take_half_of_a_small_disk(tmp_path, monkeypatch):
+    config, looked_at = DraftingConfig(max_index_bytes=1000), []
+
+    def disk_of(size: int) -> None:
+        monkeypatch.setattr(
+            history_worker,
+            "disk_usage",
+            lambda p: looked_at.append(p) or SimpleNamespace(total=size),
+        )
+
+    for size, expected in ((1000, 500), (10**6, 1000)):
+        disk_of(size)
+        assert room_for_indexes(tmp_path / "not" / "yet", config) == expected
+    assert looked_at == [tmp_path, tmp_path]
 
 
 async def test_only_files_of_an_earlier_run_are_deleted(tmp_path):

@@ -43,7 +43,7 @@ async def drafters(engines, history_dir):
     for path in history_dir.glob("*.index"):
         path.unlink()
     said: list[str] = []
-    drafters = Drafters(CONFIG.engine.drafter_processes, engines[1:], 3, said.append)
+    drafters = Drafters(CONFIG.engine.drafter_processes, engines[1:], said.append)
     await drafters.start()
     # Each engine and the drafter open a port of Ray and some of vLLM. The drafter opens one more.
     assert_on_loopback(family(), at_least=7)

@@ -47,7 +47,7 @@ class Engine:
         config = CONFIG.engine.model_copy(
             update={
                 "history_dir": history,
-                "drafting": CONFIG.drafting.model_copy(update={"gate": gate}),
+                "drafting": CONFIG.engine.drafting.model_copy(update={"gate": gate}),
             }
         )
         self.requests: dict[str, Any] = {}

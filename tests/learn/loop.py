@@ -46,10 +46,10 @@ def advantages_of(rows: Rows, config: TrainConfig) -> list[float]:
             own -= fmean(group)
         elif algorithm.baseline == "leave_one_out":
             own -= (sum(group) - own) / (len(group) - 1)
-        if algorithm.normalise_by_std and algorithm.std_over == "group":
+        if algorithm.scale_rewards == "group":
             own /= stdev(group) + 1e-6
         found.append(own)
-    if algorithm.normalise_by_std and algorithm.std_over == "batch":
+    if algorithm.scale_rewards == "batch":
         of_tokens = [
             advantage
             for advantage, row in zip(found, rows, strict=True)
@@ -91,11 +91,11 @@ def weight_of(
     if cap is None:
         return [1.0] * len(old)
     differences = (old - inference).tolist()
-    if algorithm.tis_level == "sequence":
+    if algorithm.tis_mode.startswith("sequence"):
         total = sum(one for one, counts in zip(differences, counted, strict=True) if counts)
         differences = [total] * len(differences)
     ratios = [math.exp(min(max(one, -20.0), 20.0)) for one in differences]
-    if algorithm.tis_reject:
+    if algorithm.tis_mode.endswith("mask"):
         return [ratio if 1.0 / cap <= ratio <= cap else 0.0 for ratio in ratios]
     return [min(ratio, cap) for ratio in ratios]
 

@@ -33,9 +33,8 @@ def test_a_types_row_has_its_settings(name: str) -> None:
     (row,) = [row for row in rows if row[0] == name]
     required = {"model": {"path": Path("m")}, "data": {"train": ["d"]}}
     config = TrainConfig.model_validate(required | {"algorithm": {"type": name}})
-    values = config.algorithm.model_dump() | {"minibatches": config.num_minibatches}
     for column, cell in zip(head[1:], row[1:], strict=True):
-        value = values[column]
+        value = getattr(config.algorithm, column, config.num_minibatches)
         same = float(cell) == value if isinstance(value, float) else cell == shown(value)
         assert same, f"{name}: {column} is {value}"
 
@@ -57,7 +56,8 @@ def test_each_type_has_a_section_with_its_paper_and_its_peers(name: str) -> None
 def test_page_names_exactly_the_settings() -> None:
     head, *_ = table("type")
     of_any = [CODE.findall(row[0])[0] for row in table("setting")[1:]]
-    assert {*head[1:], *of_any} - {"minibatches"} == AlgorithmConfig.model_fields.keys() - {"type"}
+    derived = {"minibatches", "importance_ratio", "baseline"}
+    assert {*head[1:], *of_any} - derived == AlgorithmConfig.model_fields.keys() - {"type"}
 
 
 def test_every_metric_of_a_step_is_described(make_config: Callable[..., TrainConfig]) -> None:

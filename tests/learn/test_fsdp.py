@@ -127,7 +127,6 @@ def test_processes_update_as_one_and_checkpoints_fit_any_number(
 
 OTHERS = {
     "two replicas": (4, {"num_processes": 4, "num_replicas": 2}),
-    "gathered once": (2, {"reshard": False}),
     "moments in host memory": (2, {"offload_optimizer": True}),
     "adapters": (2, {"lora": {"rank": 4}, "learning_rate": 3e-4}),
 }

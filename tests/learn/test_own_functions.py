@@ -56,7 +56,7 @@ def test_the_built_in_ones_written_by_a_user_do_the_same(trained: Callable) -> N
 
 
 def test_others_do_something_else(trained: Callable) -> None:
-    expected, weights = trained(None, normalise_by_std=False)
+    expected, weights = trained(None, scale_rewards="none")
     metrics, others = trained(REINFORCE)
     assert metrics["actor/pg_loss"] != pytest.approx(expected["actor/pg_loss"], rel=1e-2)
     assert any(not torch.equal(weights[name], others[name]) for name in weights)

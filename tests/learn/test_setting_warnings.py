@@ -37,9 +37,7 @@ def test_a_clip_without_a_ratio_never_acts(given: dict, inert: bool) -> None:
     ("section", "name", "value", "remedy"),
     [
         ("algorithm", "kl_estimator", "k1", {"kl_coefficient": 0.1}),
-        ("algorithm", "tis_level", "sequence", {"tis_cap": 2.0}),
-        ("algorithm", "tis_reject", True, {"tis_cap": 2.0}),
-        ("algorithm", "std_over", "batch", {"normalise_by_std": True}),
+        ("algorithm", "tis_mode", "sequence_mask", {"tis_cap": 2.0}),
         ("algorithm", "overlong_penalty", 1.0, {"overlong_buffer_tokens": 9}),
         ("trainer", "decay_steps", 9, {"decay": "linear"}),
         ("trainer", "min_learning_rate", 1e-7, {"decay": "linear", "decay_steps": 9}),
@@ -48,8 +46,7 @@ def test_a_clip_without_a_ratio_never_acts(given: dict, inert: bool) -> None:
 def test_a_setting_that_another_one_switches_off_is_named(
     section: str, name: str, value: object, remedy: dict
 ) -> None:
-    off = {"normalise_by_std": False} if name == "std_over" else {}
-    (found,) = warnings_of(**{section: {name: value} | off})
+    (found,) = warnings_of(**{section: {name: value}})
     assert found.startswith(f"{section}.{name} never acts: ")
     two = {"minibatches_per_step": 2}
     given = {section: {name: value} | remedy}

@@ -133,7 +133,7 @@ def test_rewards_before_and_after_the_punishment_are_told() -> None:
 
 def test_spread_of_advantages_is_over_the_tokens_trained_on() -> None:
     rollouts = make_rollouts([[7] * 3, [7]], rewards=[[1.0, 0.0], [0.0, 1.0]])
-    _, metrics = samples_of(rollouts, normalise_by_std=False)
+    _, metrics = samples_of(rollouts, scale_rewards="none")
     figures = {"mean": 0.25, "max": 0.5, "min": -0.5, "std": np.std([0.5, 0.5, 0.5, -0.5])}
     assert {n: metrics[f"critic/advantages/{n}"] for n in figures} == pytest.approx(figures)
 
@@ -142,7 +142,7 @@ def test_a_batch_is_whitened_over_what_is_trained_on() -> None:
     """Mean and deviation leave out the group of equal rewards."""
     groups = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
     rollouts = make_rollouts([[7], [7] * 3, [7] * 9], rewards=groups)
-    samples, _ = samples_of(rollouts, std_over="batch", dynamic_sampling=True)
+    samples, _ = samples_of(rollouts, scale_rewards="batch", dynamic_sampling=True)
     mean, deviation = -0.25, np.std([0.5, -0.5, -0.5, -0.5])
     expected = [(one - mean) / (deviation + 1e-6) for one in (0.5, -0.5)]
     assert [sample.advantage for sample in samples[:2]] == pytest.approx(expected)

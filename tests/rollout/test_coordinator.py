@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from engines.rollout.coordinator import Coordinator
+from engines.rollout.deaths import MAX_IN_VAIN, MAX_RESTARTS, Deaths
 from engines.rollout.interface import EngineDied, EngineFails, WeightSyncError
 from engines.rollout.moves import Migrate, RolloutView
 from tests.rollout.fakes import FakeEngine, Recorder, request, weights
@@ -62,6 +63,19 @@ async def test_an_engine_that_keeps_dying_fails_the_stage_by_name():
     with pytest.raises(EngineDied, match="engine 0 died: killed by the test"):
         await roll_out([engine], [(0, r) for _, r in REQUESTS], max_restarts=2)
     assert engine.num_starts == 3
+
+
+@pytest.mark.parametrize(("works", "num_restarts"), [(True, MAX_RESTARTS), (False, MAX_IN_VAIN)])
+def test_an_engine_that_works_in_between_is_restarted_more_often(works, num_restarts):
+    deaths, death = Deaths(), EngineDied(0, "killed by the test")
+    for _ in range(num_restarts):
+        if works:
+            deaths.note_work(0)
+        deaths.count(death)
+    if works:
+        deaths.note_work(0)
+    with pytest.raises(EngineDied, match="killed by the test"):
+        deaths.count(death)
 
 
 class Doomed(FakeEngine):

@@ -3,11 +3,13 @@
 import pytest
 
 from engines.user_files import validated
+from schemas.algorithm import AlgorithmConfig
 from schemas.config import TrainConfig
 from schemas.removed_settings import (
-    NEW_VALUES,
+    MERGED,
     REMOVED,
     RENAMED,
+    Removed,
     current_settings,
     removed_changes,
 )
@@ -27,10 +29,8 @@ def given(name: str, value: object) -> dict:
 def test_an_old_name_is_refused_with_the_new_one(old: str, new: str) -> None:
     with pytest.raises(ValueError, match=rf"{old} is now {new}: rename it"):
         validated(given(old, 1), "run.yaml", TrainConfig)
-    before, after = next(iter(NEW_VALUES.get(old, {1: 1}).items()))
-    current = current_settings(given(old, before))
-    assert {name: current[name] for name in given(new, after)} == given(new, after)
-    assert not list(removed_changes(given(old, before)))
+    assert current_settings(given(old, 1)) == given(new, 1)
+    assert not list(removed_changes(given(old, 1)))
     assert (old in NAMES, new in NAMES) == (False, True)
 
 
@@ -49,6 +49,55 @@ def test_a_removed_setting_is_refused_with_the_reason(name: str) -> None:
     assert name not in NAMES
 
 
+@pytest.mark.parametrize(
+    ("old", "value", "new", "converted"),
+    [
+        ("mode", "pipelined", "staleness", 1),
+        ("mode", "sync", "staleness", 0),
+        ("histopipe.enabled", False, "rollout.placement", "even"),
+        ("histopipe.enabled", True, "rollout.placement", "histopipe"),
+    ],
+)
+def test_a_recorded_value_is_converted(old, value, new, converted) -> None:
+    current = TrainConfig.model_validate(current_settings(given(old, value)))
+    for part in new.split("."):
+        current = getattr(current, part)
+    assert current == converted
+    with pytest.raises(ValueError, match=rf"{old} is now part of {new}"):
+        validated(given(old, value), "run.yaml", TrainConfig)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"normalise_by_std": True, "std_over": "batch"}, {"scale_rewards": "batch"}),
+        ({"normalise_by_std": False, "std_over": "group"}, {"scale_rewards": "none"}),
+        ({"normalise_by_std": True}, {"scale_rewards": "group"}),
+        ({"tis_level": "sequence", "tis_reject": True}, {"tis_mode": "sequence_mask"}),
+        ({"tis_level": "token", "tis_reject": False}, {"tis_mode": "token_truncate"}),
+    ],
+)
+def test_settings_that_are_one_now_are_refused_and_converted(old: dict, new: dict) -> None:
+    recorded = GIVEN | {"algorithm": old}
+    name, example = next((one.new, one.example) for one in MERGED if one.new[10:] in new)
+    with pytest.raises(ValueError, match=f"{next(iter(old))} is now part of {name}: {example}"):
+        validated(recorded, "run.yaml", TrainConfig)
+    assert current_settings(recorded) == GIVEN | {"algorithm": new}
+    assert not list(removed_changes(recorded))
+    assert NAMES.isdisjoint(one for merged in MERGED for one in merged.old)
+
+
+@pytest.mark.parametrize(("name", "removed"), [(n, r) for n, r in REMOVED.items() if r.by_type])
+def test_a_removed_setting_has_the_value_that_the_type_picks(name: str, removed: Removed) -> None:
+    for type_, value in removed.by_type.items():
+        recorded = given(name, value)
+        recorded["algorithm"]["type"] = type_
+        assert not list(removed_changes(recorded))
+        (change,) = removed_changes(given(name, value))
+        assert (change.before, change.after) == (value, removed.value)
+        assert getattr(AlgorithmConfig.model_validate({"type": type_}), name[10:]) == value
+
+
 def test_all_old_names_are_listed_at_once() -> None:
     values = GIVEN | {"drafting": {"profile": "a"}, "pat": {"profile": "b"}}
     with pytest.raises(ValueError, match=r"(?s)drafting\.profile is gone.*pat\.profile is gone"):
@@ -56,7 +105,7 @@ def test_all_old_names_are_listed_at_once() -> None:
 
 
 def test_current_names_pass() -> None:
-    values = GIVEN | {"profile": "mine", "drafting": {"window": "paper"}}
+    values = GIVEN | {"profile": "mine", "drafting": {"max_draft": 9}}
     assert current_settings(values) == values
     assert not list(removed_changes(values))
     assert validated(values, "run.yaml", TrainConfig).profile == "mine"

@@ -38,12 +38,12 @@ def test_settings_that_decide_tokens_are_kept() -> None:
 
 
 def test_a_section_speaks_for_the_settings_that_do_not() -> None:
-    other = GIVEN | {"reward": OWN_REWARD | {"timeout_s": 9.0}, "drafting": {"window": "paper"}}
+    other = GIVEN | {"reward": OWN_REWARD | {"timeout_s": 9.0}, "drafting": {"max_draft": 9}}
     told = {
         c.name: c.on_resume for c in changed_settings(CONFIG, TrainConfig.model_validate(other))
     }
     kept = dict.fromkeys(("reward.function", "reward.kwargs", "reward.path", "reward.type"), "kept")
-    free = ("drafting.window", "reward.environment", "reward.timeout_s", "reward.on_error")
+    free = ("drafting.max_draft", "reward.environment", "reward.timeout_s", "reward.on_error")
     assert told == kept | dict.fromkeys(free, "free")
 
 

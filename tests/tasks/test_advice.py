@@ -34,7 +34,7 @@ FULL = disk_full(Path("runs"), "checkpoint global_step_4", 12, 4)
 @pytest.mark.parametrize(
     ("error", "setting"),
     [
-        (EngineDied(1, "killed"), "rollout.max_restarts"),
+        (EngineDied(1, "killed"), "rollout.stall_timeout_s"),
         (EngineFails(1, "head_dim 48", "head_dim 48"), "model.dtype"),
         (EngineGone(0, "its node is dead"), "rollout.num_engines"),
         (WeightSyncError("engine 0 differs"), "rollout.canary_tolerance"),

@@ -137,14 +137,12 @@ async def test_forecasts_know_what_each_prompt_gains_by_drafts(
 
 
 async def test_disabled_techniques_do_not_use_the_profile(tmp_path: Path, profile: Path) -> None:
-    off = ("histopipe.two_tier=false", "specactor.ladder=false")
+    off = "histopipe.two_tier=false"
     measured = measuring((0.01, 0.0, 0.0, 0.0, 0.0, 0.0))
-    run: Any = run_of(tmp_path, *ALL_ON[:1], SMALL, f"profile={profile}", *off)
+    run: Any = run_of(tmp_path, *ALL_ON[:1], f"profile={profile}", off)
     assert run.inputs.ladder is None
     assert _rollout_time(run, measured) is None
     assert not any(isinstance(one, Controller) for one in await step_policies(run, ENGINES, plan()))
-    without_models: Any = run_of(tmp_path, f"profile={profile}")
-    assert without_models.inputs.ladder is None
 
 
 def measuring(*costs: tuple[float, ...]) -> Any:
@@ -212,14 +210,8 @@ async def test_without_one_a_running_stage_shows_what_engines_measured(tmp_path:
     assert await predict_end(run, plan()) is None
 
 
-async def test_an_end_is_unknown_where_the_time_of_a_drafter_is(
-    tmp_path: Path, profile: Path
-) -> None:
-    unknown = SMALL.replace("small", "unknown")
-    run: Any = run_of(tmp_path, unknown, f"profile={profile}", "specactor.ladder=false")
-    run.last = measuring((0.01, 0.001, 0.001, 0.0, 0.0, 0.0))
-    assert await predict_end(run, plan()) is None
-    run = run_of(tmp_path, unknown)
+async def test_an_end_is_unknown_where_the_time_of_a_drafter_is(tmp_path: Path) -> None:
+    run: Any = run_of(tmp_path, SMALL.replace("small", "unknown"))
     run.last = measuring((0.01, 0.001, 0.001, 0.0, 0.0, 0.0))
     assert await predict_end(run, plan()) is None
 

@@ -23,7 +23,6 @@ from engines.latency.analytic import AnalyticLatency
 from engines.latency.hardware import H100
 from engines.latency.model_shape import SHAPES
 from engines.pat.costs import SwitchCosts
-from engines.pat.remaining import Maximum
 from engines.rollout.moves import EngineView, Reshape, RolloutView
 from engines.simulate.trace import Trace
 from engines.specactor.best_of_n import BestOfN
@@ -158,26 +157,11 @@ async def test_switch_costs_are_those_measured_in_the_run():
     assert controller.effects.costs == told
 
 
-async def test_the_paper_s_rule_is_a_setting():
-    (controller,) = await step_policies(run_of(), ENGINES, plan())
-    assert controller.techniques[0].wait_shares
-    (paper,) = await step_policies(
-        run_of(pat={"tp_degrees": [2, 4], "rule": "paper"}), ENGINES, plan()
-    )
-    assert paper.techniques[0].wait_shares == ()
-    assert isinstance(paper.outlook.remaining, Maximum)
-
-
 LADDER = Ladder(AffineLatency(10e-3, 1e-4, 5e-5), 1, ("ngram", "small"), 300.0, max_window=8)
 PIPELINED = {"staleness": 1}
 DRAFTING = {"specactor": {"draft_models": [DRAFTER]}}
 CONFIGS = {
     "switching": ({}, plan(), None),
-    "switching, the paper's rule": (
-        {"pat": {"tp_degrees": [2], "rule": "paper"}},
-        plan(),
-        None,
-    ),
     "everything": (PIPELINED | DRAFTING, RANKED, LADDER),
     "each for itself": (PIPELINED | DRAFTING | {"pat": {}}, RANKED, LADDER),
     "races without a ladder": (DRAFTING | {"pat": {}}, plan(), None),
@@ -259,7 +243,6 @@ def test_paper_scenes_switch_as_runs_do():
     [
         ({}, True),
         ({"staleness": 1}, False),
-        ({"pat": {"tp_degrees": [2], "rule": "paper"}}, False),
         ({"rollout": {"num_engines": 4, "weight_sync": "ipc"}}, False),
     ],
 )

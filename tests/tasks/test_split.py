@@ -114,7 +114,7 @@ async def test_drafters_of_a_model_share_the_engines_evenly(
     monkeypatch.setattr(Drafter, "start", start)
     (one,) = CONFIG.engine.drafter_processes
     engines: Any = [Engine(index) for index in range(num_engines)]
-    drafters = Drafters([one] * num_drafters, engines, 0, print)
+    drafters = Drafters([one] * num_drafters, engines, print)
     await drafters.start()
     await drafters.shutdown()
     assert all(len(addresses) == 1 for addresses in reached.values())
@@ -151,11 +151,8 @@ def test_a_drafter_that_was_not_measured_is_refused(tmp_path: Path, profile: str
     measured = Profile.model_validate_json(path.read_bytes())
     points = tuple(point for point in measured.points if point.drafter != "small")
     path.write_text(measured.model_copy(update={"points": points}).model_dump_json())
-    for ladder in ("true", "false"):
-        with pytest.raises(
-            ValueError, match="no draft points of small: make it again with refrain"
-        ):
-            planned(tmp_path, SPLIT, profile, f"specactor.ladder={ladder}")
+    with pytest.raises(ValueError, match="no draft points of small: make it again with refrain"):
+        planned(tmp_path, SPLIT, profile)
 
 
 def test_resumed_run_keeps_its_split_unless_changed(

@@ -299,9 +299,9 @@ def test_a_checkpoint_is_a_model_with_its_validation(config, client):
     assert [(m.step, m.value) for m in history] == [(2, 0.25), (4, 0.5)]
 
 
-def test_data_sets_and_experiment_are_logged(config, client):
-    mine = config.model_copy(update={"experiment": "mine"})
-    tracker = Tracker(mine, None)
+def test_data_sets_and_experiment_are_logged(config, client, monkeypatch):
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    tracker = Tracker(config, None)
     dataset = {"name": "train", "digest": "0123", "context": "training", "files": ["train.parquet"]}
     for _ in range(2):
         tracker.log_datasets([dataset | {"num_rows": 7}])

@@ -68,6 +68,10 @@ class Drafter:
             actor.kill()
 
 
+MAX_RESTARTS = 3
+"""Restarts of a drafter that a run allows. Then rollouts go on without it."""
+
+
 class Drafters:
     """All drafters of a run. Drafters with the same name divide the engines among themselves."""
 
@@ -75,12 +79,12 @@ class Drafters:
         self,
         configs: Sequence[DrafterConfig],
         engines: Sequence[RayEngine],
-        max_restarts: int,
         log: Callable[[str], None],
         num_gpus: int = 0,
         nodes: Sequence[str | None] | None = None,
         *,
         on_cluster: bool = False,
+        max_restarts: int = MAX_RESTARTS,
     ) -> None:
         """Describe the drafters; `start` starts them.
 
