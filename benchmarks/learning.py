@@ -1,12 +1,12 @@
-"""Train with every algorithm over several seeds, and compare pipelined runs with synchronous ones.
+"""Train with every algorithm over several seeds, and compare stale runs with synchronous ones.
 
     refrain bench learning --json benchmarks/baselines/learning.json
 
 Each run is `refrain train infra/demo/train.yaml` for a few epochs. Does the share of right answers
-to held-out prompts rise with every `algorithm.type`? Does a run that is one step off-policy learn
-as well as an on-policy run? The second answer is the mean difference between the two over seeds,
-with its 95 % confidence interval (Student's t, paired by seed). Complete runs under `--runs-dir`
-are read and not repeated.
+to held-out prompts rise with every `algorithm.type`? Does a run with a `staleness` of 1, 2 or 4
+learn as well as an on-policy run? The second answer is the mean difference over seeds, with its
+95 % confidence interval (Student's t, paired by seed). Complete runs under `--runs-dir` are read
+and not repeated.
 """
 
 import json
@@ -30,7 +30,8 @@ from tasks.run.run_dir import STORE_FILE
 
 COMPARED = "grpo"
 """The algorithm whose synchronous and pipelined runs are compared."""
-MODES = {"sync": 0, "pipelined": 1}
+MODES = {"sync": 0, "pipelined": 1, "stale_2": 2, "stale_4": 4}
+"""Staleness of each mode, in policy versions."""
 CLIPPED = """
     SELECT max(coalesce((report -> 'metrics' ->> 'actor/pg_clipfrac')::DOUBLE, 0)) AS clipped
     FROM steps
@@ -47,7 +48,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=int,
         default=5,
         metavar="N",
-        help="seeds for comparing both modes [default: 5]",
+        help="seeds for comparing each staleness [default: 5]",
     )
     parser.add_argument(
         "--epochs", type=int, default=2, metavar="N", help="epochs of a run [default: 2]"
@@ -82,17 +83,18 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         found[f"rise_min_{kind}"] = min(row["rise"] for row in of_kind)
         found[f"rise_mean_{kind}"] = mean(row["rise"] for row in of_kind)
         found[f"clipped_max_{kind}"] = max(row["clipped"] for row in of_kind)
-    sync, pipelined = (
-        {row["seed"]: row["last"] for row in rows_with(rows, algorithm=COMPARED, mode=mode)}
+    last_of = {
+        mode: {row["seed"]: row["last"] for row in rows_with(rows, algorithm=COMPARED, mode=mode)}
         for mode in MODES
-    )
-    differences = [last - sync[seed] for seed, last in pipelined.items()]
-    low, high = interval(differences)
-    return found | {
-        "pipelined_less_sync": mean(differences),
-        "pipelined_less_sync_low": low,
-        "pipelined_less_sync_high": high,
     }
+    sync = last_of.pop("sync")
+    for mode, last in last_of.items():
+        differences = [last[seed] - sync[seed] for seed in last]
+        if differences:
+            low, high = interval(differences)
+            name = f"{mode}_less_sync"
+            found |= {name: mean(differences), f"{name}_low": low, f"{name}_high": high}
+    return found
 
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
@@ -111,11 +113,14 @@ def show(report: BenchReport, console: Console) -> None:
         clipped = report.figures[f"clipped_max_{kind}"]
         table.add_row(kind, *(f"{value:+.3f}" for value in columns), f"{clipped:.2f}")
     console.print(table)
-    names = ("pipelined_less_sync", "pipelined_less_sync_low", "pipelined_less_sync_high")
-    least, low, high = (report.figures[name] for name in names)
-    console.print(
-        f"pipelined - sync, held-out reward: {least:+.3f} (95 %: {low:+.3f} to {high:+.3f})"
-    )
+    for mode, staleness in MODES.items():
+        name = f"{mode}_less_sync"
+        if name in report.figures:
+            least, low, high = (report.figures[name + of] for of in ("", "_low", "_high"))
+            console.print(
+                f"staleness {staleness} - 0, held-out reward: {least:+.3f} "
+                f"(95 %: {low:+.3f} to {high:+.3f})"
+            )
 
 
 def _row(args: Namespace, algorithm: str, mode: str, seed: int, console: Console) -> Row:

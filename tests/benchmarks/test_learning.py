@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.learning import figures, interval, planned
+from benchmarks.learning import MODES, figures, interval, planned
 from engines.store.store import Store
 from flows.cli import main
 from schemas.algorithm import AlgorithmType
@@ -28,10 +28,10 @@ def row(kind="grpo", mode="sync", seed=0, last=0.6, clipped=0.0) -> dict:
 
 def test_runs_cover_algorithms_and_modes_by_seed_once():
     runs = planned(seeds=3, pipelined_seeds=5)
-    assert len(runs) == len(set(runs)) == len(get_args(AlgorithmType)) * 3 + 2 * 5 - 3
+    assert len(runs) == len(set(runs)) == len(get_args(AlgorithmType)) * 3 + 4 * 5 - 3
     for kind in get_args(AlgorithmType):
         assert {(kind, "sync", seed) for seed in range(3)} <= set(runs)
-    assert {("grpo", m, s) for m in ("sync", "pipelined") for s in range(5)} <= set(runs)
+    assert {("grpo", m, s) for m in MODES for s in range(5)} <= set(runs)
 
 
 def test_figures_are_the_least_rises_and_the_difference_paired_by_seed():
@@ -42,6 +42,7 @@ def test_figures_are_the_least_rises_and_the_difference_paired_by_seed():
         row("gspo", seed=1, last=0.43, clipped=0.2),
         row(mode="pipelined", seed=1, last=0.66),
         row(mode="pipelined", seed=0, last=0.58),
+        row(mode="stale_4", seed=1, last=0.69),
     ]
     found = figures(rows)
     assert found["rise_min_grpo"] == pytest.approx(0.2)
@@ -49,6 +50,8 @@ def test_figures_are_the_least_rises_and_the_difference_paired_by_seed():
     assert found["rise_mean_gspo"] == pytest.approx(0.04)
     assert found["clipped_max_gspo"] == 0.3
     assert found["pipelined_less_sync"] == pytest.approx(-0.03)
+    assert found["stale_4_less_sync"] == pytest.approx(-0.01)
+    assert "stale_2_less_sync" not in found
     # With one degree of freedom t is 12.706. The deviation is 0.01 * sqrt(2).
     assert found["pipelined_less_sync_high"] == pytest.approx(-0.03 + 12.706 * 0.01, abs=1e-4)
 
