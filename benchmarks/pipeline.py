@@ -1,14 +1,16 @@
-"""Train end to end in three modes: rollouts, rewards, training and checkpoints of real runs.
+"""Train end to end in several modes: rollouts, rewards, training and checkpoints of real runs.
 
     refrain bench pipeline --engines 2,4 --json benchmarks/baselines/pipeline.json
 
     sync        every step waits for the one before
     pipelined   engines generate the next step while this one is trained on
     histopipe   pipelined, with prompts ranked by length and long responses moved
+    queue       pipelined, with responses that wait in one queue
+    queue_0     from one queue, with a staleness of 0; so, too, queue_2 and queue_4
 
 A lap runs `refrain train CONFIG` for each number of engines and each mode. Every run has a process
 and a directory of its own. The mode that comes first changes from lap to lap. The bench changes
-only four things in CONFIG: the mode, the engines, the epochs, and validation, which happens before
+only four things in CONFIG: staleness and placement, the engines, the epochs, and validation, which happens before
 the first step and after the last. Figures are medians over laps. Ratios are ratios of medians.
 
 If CONFIG sets the trainer's threads, the trainer of a pipelined run has one thread, as it shares
@@ -71,6 +73,8 @@ MODES = {
     "queue_2": ("staleness=2", "rollout.placement=queue"),
     "queue_4": ("staleness=4", "rollout.placement=queue"),
 }
+COMPARED = ("sync", "pipelined", "histopipe", "queue")
+"""Modes that are compared by default."""
 ONE_THREAD = ("trainer.num_threads=1",)
 """Override for the trainer of a pipelined run if CONFIG sets its threads, which is on a CPU. There
 it shares the cores with engines that always have work. In `sync` it has them to itself."""
@@ -103,7 +107,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--epochs", type=int, default=4, metavar="N", help="epochs of a run [default: 4]"
     )
-    modes = ",".join(MODES)
+    modes = ",".join(COMPARED)
     parser.add_argument(
         "--modes", default=modes, metavar="LIST", help=f"modes to compare [default: {modes}]"
     )
@@ -155,7 +159,8 @@ def overrides(
     laps."""
     given = f"name={NAME} seed={seed} num_epochs={num_epochs} rollout.num_engines={num_engines}"
     fixed = "validate_every_steps=0 drafting.index_dir=null"
-    threads = ONE_THREAD if shares_cores and (mode != "sync" or split_cores) else ()
+    overlaps = "staleness=0" not in MODES[mode]
+    threads = ONE_THREAD if shares_cores and (overlaps or split_cores) else ()
     return (*MODES[mode], *threads, *given.split(), *fixed.split())
 
 
