@@ -10,8 +10,9 @@
 
 A lap runs `refrain train CONFIG` for each number of engines and each mode. Every run has a process
 and a directory of its own. The mode that comes first changes from lap to lap. The bench changes
-only four things in CONFIG: staleness and placement, the engines, the epochs, and validation, which happens before
-the first step and after the last. Figures are medians over laps. Ratios are ratios of medians.
+only four things in CONFIG: staleness and placement, the engines, the epochs, and validation, which
+happens before the first step and after the last. Figures are medians over laps. Ratios are ratios
+of medians.
 
 If CONFIG sets the trainer's threads, the trainer of a pipelined run has one thread, as it shares
 the cores with the engines.
