@@ -9,12 +9,11 @@ every run.
 """
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
 
 from engines.accounting.names import MAX_PARAMETER_CHARACTERS, tracked_text
 from engines.accounting.step_requests import StepRequest
@@ -74,7 +73,7 @@ class Tracker:
         # Measured once, so that a span has the same times in every timeline that shows it.
         self._clock_zero_s = time.time() - time.monotonic()
         client, artifacts = open_client(runs_dir or config.runs_dir, tracking_uri)
-        name = experiment or MLFLOW_EXPERIMENT_NAME.get() or "refrain"
+        name = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "refrain"
         self._run = MlflowRun(client, config, name, artifacts, self._failures)
         if delivers:
             with self._failures.contained("making the MLflow run"):
