@@ -21,7 +21,7 @@ from engines.failures import Failures
 from engines.learn.checkpoint import CheckpointState, checkpoints_dir, write_checkpoint
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.interface import EngineEvents
-from engines.store.actor import StoreClient, StoredRows, count_rows
+from engines.store.actor import Batch, StoreClient, StoredRows, count_rows
 from engines.store.rows import rollout_rows
 from engines.store.store import Store
 from engines.tracking.tracker import Tracker
@@ -77,6 +77,7 @@ class LocalStore(StoreClient):
     """A store in this process."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__(None)
         self._store = Store(path)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -86,9 +87,10 @@ class LocalStore(StoreClient):
         table = await self.call(method, *args)
         return StoredRows(table, count_rows(table))
 
-    async def _keep(self, reference: pa.Table, selected: list[int], epoch: int) -> str:
-        await self.call("add_rollouts", reference.take(selected), epoch)
-        return ""
+    async def _keep(self, batches: list[Batch]) -> list[str]:
+        for table, selected, epoch in batches:
+            await self.call("add_rollouts", table.take(selected), epoch)
+        return ["" for _ in batches]
 
 
 class StubTrainer:

@@ -69,7 +69,7 @@ def test_table_lists_all_runs(runs: Path) -> None:
     table = refrain("runs", "--runs-dir", runs)
     assert table.splitlines()[1].startswith("killed"), "the oldest run is not first"
     assert row_of(table, "killed")[:6] == [
-        *("killed", "sync", "stopped, resumable", "2/4", "2", "0.625"),
+        *("killed", "0", "stopped, resumable", "2/4", "2", "0.625"),
     ]
     assert row_of(table, "killed")[-1] == "00:01:10"
     assert row_of(table, "done")[2:6] == ["finished", "4/4", "2", "0.875"]

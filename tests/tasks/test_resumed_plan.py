@@ -114,6 +114,6 @@ async def test_a_step_is_planned_as_in_the_run_that_went_on(
 
 async def test_plan_depends_on_the_stored_steps(tmp_path: Path) -> None:
     """Negative control: with one step less in the database, the plan differs."""
-    config = config_of(tmp_path, "sync")
+    config = config_of(tmp_path, 0)
     (fewer,), went_on = await databases(config, (2,))
     assert await planned(config, LocalStore(fewer)) != went_on
