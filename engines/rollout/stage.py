@@ -131,7 +131,7 @@ class GenerationStage:
 
     def follows_in_flight(self, stage: "GenerationStage") -> bool:
         """Whether engines at this stage may also generate requests of the given earlier one."""
-        return self.in_flight and self.number > stage.number
+        return self.in_flight and stage.in_flight and self.number > stage.number
 
     @property
     def takes_deferred(self) -> bool:

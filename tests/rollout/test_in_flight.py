@@ -45,6 +45,16 @@ class Taking:
         return moves
 
 
+class OneEach:
+    """Gives the n-th waiting request to engine n."""
+
+    def decide(self, view):
+        engines = [engine.engine for engine in view.engines]
+        if len(view.waiting) < NUM_ENGINES or len(engines) < NUM_ENGINES:
+            return []
+        return [Start(id, engine) for id, engine in zip(view.waiting, engines, strict=True)]
+
+
 def roll_out(engines, works, policy, *, in_flight=True, lost=(), placed=()):
     """Queue all stages at once, each with weights of its own. Return the recorder. `placed`: stages
     whose requests have engines from the start."""
@@ -124,10 +134,19 @@ def test_engines_ahead_take_the_requests_of_one_that_is_gone():
     """They do not go back to its stage and its weights."""
     works = works_of([[4, 3, 3], [50, 50, 50]])
     late = Lost(0, dies_in="after", sync_s=0.02)
-    recorder = roll_out([late, FakeEngine(1), FakeEngine(2)], works, Taking(0, ()), placed=(1,))
+    recorder = roll_out([late, FakeEngine(1), FakeEngine(2)], works, OneEach())
     check(recorder, works)
     (left,) = (r for r in recorder.finished[1] if r.request.max_response_tokens == 4)
     assert versions_of(left) == [1]
+
+
+def test_engines_go_back_to_a_stage_that_is_not_in_flight():
+    """A validation has the version that it measures."""
+    works = works_of([[4, 3, 3], [50, 50, 50]])
+    late = Lost(0, dies_in="after", sync_s=0.02)
+    recorder = roll_out([late, FakeEngine(1), FakeEngine(2)], works, OneEach(), placed=(1,))
+    check(recorder, works)
+    assert {tuple(versions_of(r)) for r in recorder.finished[1]} == {(0,)}
 
 
 @settings(max_examples=150, deadline=None)
