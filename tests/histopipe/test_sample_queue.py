@@ -1,6 +1,7 @@
 """Which waiting samples engines take, and what they expect of them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -146,3 +147,32 @@ def test_a_longer_staleness_gives_engines_more_time():
     assert seconds(0) < seconds(1) < seconds(2)
     assert seconds(1, train_s=1000.0) == 1000.0
     assert seconds(0) > 10000 * 0.010
+
+
+def test_requests_in_flight_keep_the_time_in_which_they_should_end():
+    """The engine takes fewer samples of the next step beside those that must end soon."""
+    before = queue_of({"old": 4000}, num_engines=1)
+    old = requests(old=4)
+    before.decide(view_of(old, {}))
+    end_s = before._ends_s[0]
+
+    def num_started(now_s, earlier):
+        limits, times = before._limits, before._limits.times
+        queue = SampleQueue(lengths_of({"a": 1000}), limits, StepPace(times, 1, 1, 0.0), before)
+        waiting = {
+            replace(id, step=2): replace(r, id=replace(id, step=2))
+            for id, r in requests(a=64).items()
+        }
+        engines = (EngineView(0, {}, earlier=dict.fromkeys(earlier, 2000)),)
+        view = RolloutView(0.0, engines, 0, 64, waiting=waiting, now_s=now_s)
+        return len(started(queue.decide(view), 0))
+
+    hurried_s = end_s - 2200 * LATENCY.decode_s(1, 12, 0.0)
+    alone, relaxed, hurried = (
+        num_started(0.0, ()),
+        num_started(0.0, old),
+        num_started(hurried_s, old),
+    )
+    assert 0 < hurried < relaxed < alone
+    before._ends_s[0] = math.inf
+    assert num_started(hurried_s, old) > hurried

@@ -17,10 +17,12 @@ from engines.control.controller import Controller
 from engines.control.objective import FewestGpuSeconds, SoonestEnd
 from engines.control.proposal import Outliers, Racing
 from engines.control.reshaping import MissedSavings, Reshaping
-from engines.control.techniques import StepInputs
+from engines.control.techniques import OnceStarted, StepInputs, plan_policies
 from engines.histopipe.migration import Migration
+from engines.histopipe.sample_queue import SampleQueue
 from engines.latency.analytic import AnalyticLatency
 from engines.latency.hardware import H100
+from engines.latency.measured import MeasuredLatency
 from engines.latency.model_shape import SHAPES
 from engines.pat.costs import SwitchCosts
 from engines.rollout.moves import EngineView, Reshape, RolloutView
@@ -29,10 +31,12 @@ from engines.specactor.best_of_n import BestOfN
 from engines.specactor.ladder import Ladder
 from engines.specactor.reconfigure import Reconfiguration
 from schemas.config import TrainConfig
-from schemas.counts import SwitchCounts
+from schemas.counts import DraftingCounts, SwitchCounts
 from schemas.layout import Pool
-from schemas.rollout import LengthHistory, RequestId, Split
+from schemas.rollout import LengthHistory, RequestId, RolloutRequest, Split
 from schemas.step import PromptGroup, RankingGroup, StepPlan
+from tasks.history import known_before
+from tasks.run.model_inputs import model_shape
 from tasks.run.policies import FIRST_KV_BYTES_PER_S, FIRST_SWITCH_S, _costs, step_policies
 from tasks.run.preflight import Inputs
 from tests.conftest import DEMO
@@ -54,6 +58,7 @@ class StandIn:
     ladder: Ladder | None = None
     acceptances: dict[str, float] = field(default_factory=dict)
     stage: Any = None
+    trainer: Any = None
 
     @property
     def inputs(self) -> Any:
@@ -264,3 +269,93 @@ async def test_races_have_the_window_that_the_ladder_says():
     assert races._settings["small"].window > 4
     assert not races._settings["small"].coupled
     assert races._settings["ngram"].window > 4, "unknown acceptance: take that of the others"
+
+
+QUEUE = {"rollout": {"num_engines": 4, "placement": "queue", "kv_cache_bytes": 10**9}, "pat": {}}
+STEP_COSTS = (0.01, 1e-3, 1e-4, 1e-7, 1e-4, 1e-5)
+
+
+def last_step(*step_costs: float) -> Any:
+    """Return the rollouts of the last known step, of an engine that measured these costs."""
+    share = SimpleNamespace(drafting=DraftingCounts(step_costs=step_costs))
+    return SimpleNamespace(speculation=(3.0, 4), mean_response_tokens=700.0, shares=(share,))
+
+
+def queueing(stage: Any, **changes: Any) -> tuple[Any, Any]:
+    """Return a run and its engines."""
+    run = run_of(**QUEUE | changes)
+    run.latency, run.stage, run.trainer = None, stage, SimpleNamespace(train_s=5.0)
+    return run, SimpleNamespace(living=(0, 1, 2, 3), queue=None)
+
+
+async def test_a_queue_needs_the_times_of_steps():
+    """Without them, and in validations, prompts keep the engines of the plan."""
+    assert await step_policies(*queueing(None), plan()) == ()
+    assert await step_policies(*queueing(last_step()), plan()) == ()
+    run, engines = queueing(last_step(*STEP_COSTS))
+    validation = plan().model_copy(update={"split": Split.VALIDATION})
+    assert await step_policies(run, engines, validation) == ()
+    (queue,) = await step_policies(run, engines, plan())
+    assert isinstance(queue, SampleQueue)
+    assert engines.queue is queue
+    dealt = queueing(last_step(*STEP_COSTS), rollout={"num_engines": 4})
+    assert await step_policies(*dealt, plan()) == ()
+
+
+async def test_a_queue_expects_what_the_last_step_showed():
+    """A prompt without a history is as long as the last step's responses, a token takes its share
+    of a pass with drafts, and the KV cache holds what its bytes say."""
+    run, engines = queueing(last_step(*STEP_COSTS))
+    (queue,) = await step_policies(run, engines, plan())
+    assert isinstance(queue, SampleQueue)
+    assert queue._lengths.tokens("a") == pytest.approx(700.0)
+    measured = MeasuredLatency(STEP_COSTS)
+    decode_s = queue._limits.latency.decode_s(1, 8, 800.0)
+    assert decode_s == pytest.approx(measured.verify_s(1, 8, 800.0, 4) / 3.0)
+    shape = model_shape(run.config)
+    assert queue._limits.max_context_tokens == 10**9 / shape.kv_bytes_per_token
+    run.stage.speculation = (1.0, 0)
+    (later,) = await step_policies(run, engines, plan())
+    assert later._earlier == []
+    assert later._limits.latency.decode_s(1, 8, 800.0) == measured.decode_s(1, 8, 800.0)
+
+
+def test_an_engine_takes_a_prompt_token_for_a_draft_token():
+    measured = MeasuredLatency(STEP_COSTS)
+    assert measured.prefill_s(1, 2, 100.0) == pytest.approx(0.01 + 2 * (1e-4 + 100 * 1e-5))
+
+
+def test_other_policies_wait_until_all_samples_are_started():
+    decided: list[RolloutView] = []
+    once = OnceStarted(SimpleNamespace(decide=lambda view: decided.append(view) or ["a move"]))
+    id = RequestId(Split.TRAIN, 4, "a", 0)
+    waiting = RolloutView(0.0, (), 0, 1, waiting={id: RolloutRequest(id, (1,), 0, 10)})
+    assert once.decide(waiting) == ()
+    assert not decided
+    assert once.decide(RolloutView(0.0, (), 0, 1)) == ["a move"]
+    config = run_of(specactor={"draft_models": [DRAFTER]}, pat={}).config
+    queue: Any = SimpleNamespace()
+    first, *others = plan_policies(config, StepInputs(plan=plan(), queue=queue))
+    assert first is queue
+    assert [type(policy.policy) for policy in others] == [BestOfN]
+
+
+@pytest.mark.parametrize(("staleness", "known"), [(0, 4), (1, 2), (2, 1), (4, 1)])
+def test_a_step_is_planned_with_what_is_trained_by_then(staleness, known):
+    run: Any = run_of(staleness=staleness, pat={})
+    assert known_before(run, 4) == known
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"staleness": 0},
+        {"rollout": {"weight_update": "in_flight"}},
+        {"pat": {"tp_degrees": [2]}},
+    ],
+)
+def test_weights_in_flight_need_a_queue_and_staleness(changes):
+    flying = {"rollout": {"weight_update": "in_flight", "placement": "queue"}, "staleness": 1}
+    assert run_of(**flying, pat={}).config.rollout.weight_update == "in_flight"
+    with pytest.raises(ValueError, match="weight_update is in_flight: set staleness to 1 or more"):
+        run_of(**flying | {"pat": {}} | changes)
