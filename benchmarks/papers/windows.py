@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from engines.latency.drafted import DraftingIncluded
 from engines.latency.interface import Latency
 from engines.simulate.member import Passes
 from schemas.drafting import HISTORY
@@ -61,8 +62,8 @@ class GatedHistory:
 
 
 @dataclass(frozen=True)
-class TokenLatency:
-    """Latency of decoding with these drafts, for a plan, which asks for nothing else."""
+class TokenLatency(DraftingIncluded):
+    """Latency of decoding with these drafts."""
 
     gate: GatedHistory
 
@@ -72,10 +73,3 @@ class TokenLatency:
 
     def prefill_s(self, tp_degree: int, batch: int, rms_tokens: float) -> float:
         return self.gate.latency.prefill_s(tp_degree, batch, rms_tokens)
-
-    def verify_s(self, tp_degree: int, batch: int, context_tokens: float, window: int) -> float:
-        assert window == 0, "drafting is in the time of decoding"
-        return self.decode_s(tp_degree, batch, context_tokens)
-
-    def draft_s(self, drafter: str, batch: int, window: int) -> float:
-        raise AssertionError(f"{drafter} has drafted {window} tokens for {batch} already")

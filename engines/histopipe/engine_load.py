@@ -80,6 +80,7 @@ class EngineLoad:
         self.engine = view.engine
         self.ids = list(view.progress)
         self.step = step
+        self._of_steps = (step, *earlier.values())
         self.groups = Counter(id.prompt_key for id in view.progress)
         self.remaining: list[float] = []
         self.context: list[float] = []
@@ -88,7 +89,6 @@ class EngineLoad:
         for id, num_tokens in view.earlier.items():
             if (of := earlier.get(id.step)) is not None:
                 self._add(of, id, num_tokens)
-        self.steps = [of for of in (step, *earlier.values()) if of.longest]
 
     def __len__(self) -> int:
         return len(self.remaining)
@@ -97,8 +97,6 @@ class EngineLoad:
         """Add a request of its own step, without response tokens."""
         self.groups[id.prompt_key] += 1
         self._add(self.step, id, 0)
-        if self.step not in self.steps:
-            self.steps.append(self.step)
 
     def _add(self, step: StepLoad, id: RequestId, num_tokens: int) -> None:
         self.remaining.append(step.lengths.remaining(id.prompt_key, num_tokens))
@@ -109,11 +107,11 @@ class EngineLoad:
     @property
     def longest(self) -> float:
         """Tokens to come of the longest request, with a margin."""
-        return max((step.longest for step in self.steps), default=0.0)
+        return max(of.longest for of in self._of_steps)
 
     def token_s(self, now_s: float) -> float:
         """Return the seconds in which each request must gain a token for all to end in time."""
-        return min((of.end_s - now_s) / of.longest for of in self.steps)
+        return min((of.end_s - now_s) / of.longest for of in self._of_steps if of.longest)
 
     def context_each(self) -> float:
         """Return the mean context of a request, halfway to its end."""

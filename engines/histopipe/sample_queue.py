@@ -155,7 +155,7 @@ class SampleQueue:
     def _places(self, load: EngineLoad, now_s: float) -> float:
         """Return how many requests the engine may have so that its longest ends in time."""
         times = self._limits.times
-        if not load.steps:
+        if not load.longest:
             return times.max_num_seqs
         context = load.context_each()
         late_s = LATE_FACTOR * times.token_s(1, context)
