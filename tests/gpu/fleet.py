@@ -13,6 +13,7 @@ interpreted_env`).
 
 import os
 import statistics
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ SHAPE = "qwen3-tiny" if REHEARSAL else "qwen3-1.7b"
 PROMPT_TOKENS, RESPONSE_TOKENS = (16, 24) if REHEARSAL else (64, 256)
 NUM_PROMPTS, GROUP_SIZE = (2, 4) if REHEARSAL else (32, 8)
 NUM_ROWS = NUM_PROMPTS * GROUP_SIZE
+SHORT_TOKENS = RESPONSE_TOKENS // 4
 FEW = 4 if REHEARSAL else 16
 """Number of requests in a small batch."""
 LAPS = 1 if REHEARSAL else 3
@@ -68,6 +70,10 @@ class Fleet:
         """Weights with which every draft from history is right, without near ties."""
         self.history = directory / "history"
         self.history.mkdir()
+        self.first_sync_s: dict[str, float] = {}
+        self.first_request_s: dict[str, float] = {}
+        self.failed: dict[str, str] = {}
+        """Why an engine is not there, by its name. The others are measured without it."""
 
     def requests(self, epoch: int, response_tokens: int = RESPONSE_TOKENS) -> list:
         """Return all requests. Each epoch has other noise."""
@@ -91,24 +97,38 @@ class Fleet:
 
     @contextmanager
     def started(self) -> Iterator["Fleet"]:
-        from tests.gpu.local_engine import all_started
+        from tests.gpu.local_engine import all_begun
 
+        kinds = self._kinds()
+        with all_begun(list(kinds.values())) as engines:
+            self._engines = dict(zip(kinds, engines, strict=True))
+            for name in kinds:
+                try:
+                    self._warm_up(name)
+                except Exception as error:
+                    self.failed[name] = "".join(traceback.format_exception(error))
+                    del self._engines[name]
+            yield self
+
+    def _kinds(self) -> dict[str, tuple[Any, Any]]:
         kinds = {
             "off": (_other(**SAMPLED), self._config(False, takes_turns=True)),
             "on": (_other(**SAMPLED), self._config(True, history_dir=self.history)),
             "stock": (_stock(), self._config(False)),
-            "v2_on": (_other(), self._config(True, "v2", history_dir=self.history)),
-            "v2": (_other(), self._config(False, "v2")),
+            "v2_on": (_other(**SAMPLED), self._config(True, "v2", history_dir=self.history)),
+            "v2": (_other(**SAMPLED), self._config(False, "v2")),
             "slow": (_other(**SLOW), self._config(False)),
         }
         if not REHEARSAL and _card_bytes() < MUCH_MEMORY:
             del kinds["slow"], kinds["v2"]
         if REHEARSAL and os.environ.get("TRITON_INTERPRET") != "1":
             del kinds["v2"], kinds["v2_on"]
-        with all_started(list(kinds.values())) as engines:
-            self._engines = dict(zip(kinds, engines, strict=True))
-            self.first_sync_s = {name: self.load(name, self.weights) for name in kinds}
-            yield self
+        return kinds
+
+    def _warm_up(self, name: str) -> None:
+        self[name].started()
+        self.first_sync_s[name] = self.load(name, self.weights)
+        _, self.first_request_s[name] = self[name].roll_out(self.requests(0)[:1])
 
     def load(self, name: str, weights: Any) -> float:
         """Load weights into an engine. Return the seconds. Stock vLLM keeps its own."""

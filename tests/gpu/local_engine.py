@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +24,10 @@ from schemas.weights import PolicyWeights
 from tests.gpu.models import give_back
 from tests.gpu.needs import REHEARSAL
 
-LIMIT_S = 300.0 if REHEARSAL else 180.0
-"""Longest wait for anything that an engine does."""
+START_S = 300.0 if REHEARSAL else 180.0
+"""Longest wait for an engine to start."""
+LIMIT_S = 300.0 if REHEARSAL else 60.0
+"""Longest wait for anything else that an engine does."""
 LOOK_S = 0.05
 ENDING_S = 30.0
 """Longest wait for an engine's processes to end."""
@@ -44,6 +46,7 @@ class LocalEngine:
         self._num_received = 0
         self._processes: set[multiprocessing.process.BaseProcess] = set()
         self._starting: Future[None] = Future()
+        self._late: str = ""
 
     def start(self) -> None:
         """Begin to start the engine, and return once its process exists.
@@ -59,7 +62,7 @@ class LocalEngine:
     def _start(self) -> None:
         started_s = time.perf_counter()
         try:
-            self.wait(self.engine.start())
+            self.wait(self.engine.start(), START_S)
             self.start_s = time.perf_counter() - started_s
         except BaseException as error:
             self._starting.set_exception(error)
@@ -68,12 +71,20 @@ class LocalEngine:
 
     def started(self) -> None:
         """Wait until the engine has started. Raise the error of its start if it failed."""
-        self._starting.result(LIMIT_S)
+        self._starting.result(START_S)
 
-    def wait(self, doing: Awaitable[T]) -> T:
-        return self._runner.run(asyncio.wait_for(doing, LIMIT_S))
+    def wait(self, doing: Coroutine[Any, Any, T], limit_s: float = LIMIT_S) -> T:
+        """Return the result. Once an engine was too late, raise at once: it may hang."""
+        if self._late:
+            doing.close()
+            raise TimeoutError(self._late)
+        try:
+            return self._runner.run(asyncio.wait_for(doing, limit_s))
+        except TimeoutError:
+            self._late = f"this engine once took more than {limit_s:.0f} s, in {doing}"
+            raise
 
-    def timed(self, doing: Awaitable[T]) -> tuple[T, float]:
+    def timed(self, doing: Coroutine[Any, Any, T]) -> tuple[T, float]:
         """Return the result, and the seconds that it took."""
         started_s = time.perf_counter()
         return self.wait(doing), time.perf_counter() - started_s
@@ -99,8 +110,8 @@ class LocalEngine:
     def stop(self) -> None:
         """Stop the engine. Return when its GPUs are free."""
         try:
-            if not self._starting.exception(LIMIT_S):
-                self.wait(self.engine.shutdown())
+            if not self._starting.exception(START_S):
+                self._runner.run(asyncio.wait_for(self.engine.shutdown(), LIMIT_S))
         finally:
             self._runner.close()
             for process in self._processes:
@@ -110,15 +121,16 @@ class LocalEngine:
 @contextmanager
 def started(kind: Callable[..., VLLMEngine], config: EngineConfig) -> Iterator[LocalEngine]:
     """Run one engine inside the context."""
-    with all_started([(kind, config)]) as (engine,):
+    with all_begun([(kind, config)]) as (engine,):
+        engine.started()
         yield engine
 
 
 @contextmanager
-def all_started(
+def all_begun(
     kinds: Sequence[tuple[Callable[..., VLLMEngine], EngineConfig]],
 ) -> Iterator[list[LocalEngine]]:
-    """Run engines inside the context. They start in parallel: a start mostly uses one core."""
+    """Begin to start engines, in parallel: a start mostly uses one core. They end after it."""
     before = dict(os.environ)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     engines = [LocalEngine(kind(0, config)) for kind, config in kinds]
@@ -126,8 +138,6 @@ def all_started(
         for engine in engines:
             # Each process inherits the current environment, and each engine changes it.
             engine.start()
-        for engine in engines:
-            engine.started()
         yield engines
     finally:
         for engine in engines:

@@ -1,9 +1,11 @@
-"""Sample what the thread of an engine does. The worker shares its process and its thread."""
+"""Measure what an engine's thread and GPU do. The worker shares its process and its thread."""
 
 import sys
 import threading
 import time
 from collections import Counter
+
+import torch
 
 from engines.inference.engine.worker import WorkerExtension
 
@@ -47,6 +49,24 @@ class SampledWorker(WorkerExtension):
             {part: num / total for part, num in shares.items()},
             [f"{num / total:.3f} {' < '.join(stack[:6])}" for stack, num in frequent],
         )
+
+    def start_kernels(self) -> None:
+        activity = torch.profiler.ProfilerActivity.CUDA
+        self._kernels = torch.profiler.profile(activities=[activity])
+        self._kernels.start()
+        self._started_s = time.perf_counter()
+
+    def take_kernels(self) -> tuple[float, list[tuple[str, int, float]]]:
+        """Return the seconds, and of each kernel its name, calls and seconds, longest first."""
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - self._started_s
+        self._kernels.stop()
+        rows = [
+            (row.key, row.count, row.device_time_total / 1e6)
+            for row in self._kernels.key_averages()
+            if row.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        return seconds, sorted(rows, key=lambda row: -row[2])
 
     def _sample_stacks(self, thread: int) -> None:
         while self._sampling:

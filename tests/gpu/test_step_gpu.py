@@ -5,13 +5,18 @@ from statistics import median
 
 import pytest
 
-from tests.gpu.fleet import FEW, LAPS, MOST_FLIPS, NUM_ROWS, RESPONSE_TOKENS, Fleet
+from tests.gpu.fleet import FEW, LAPS, MOST_FLIPS, NUM_ROWS, RESPONSE_TOKENS, SHORT_TOKENS, Fleet
 from tests.gpu.needs import REHEARSAL, needs
-
-SHORT_TOKENS = RESPONSE_TOKENS // 4
 
 
 @needs("cuda", "vllm", "transformers", "numba", seconds=300)
+def test_all_engines_start(fleet: Fleet) -> None:
+    """The tests after this one are without the engines that failed."""
+    print(*fleet.failed.values(), sep="\n")
+    assert not fleet.failed
+
+
+@needs("cuda", "vllm", "transformers", "numba", seconds=120)
 @pytest.mark.parametrize("num_rows", [FEW, NUM_ROWS])
 def test_a_step(num_rows: int, fleet: Fleet, figures: Callable) -> None:
     """A step of each engine, without the start and the end of its requests.
@@ -32,14 +37,19 @@ def test_a_step(num_rows: int, fleet: Fleet, figures: Callable) -> None:
         figures(**{f"step_{name}_{num_rows}_rows_ms": 1e3 * median(laps[1:])})
 
 
+SAMPLED = pytest.mark.parametrize("name", ["off", "on", "v2", "v2_on"])
+
+
 @needs("cuda", "vllm", "transformers", "numba", seconds=20)
-@pytest.mark.parametrize("name", ["off", "on"])
+@SAMPLED
 @pytest.mark.parametrize("num_rows", [FEW, NUM_ROWS])
 def test_where_a_step_goes(num_rows: int, name: str, fleet: Fleet, figures: Callable) -> None:
     """Shares of the engine's thread by what it does, sampled every few milliseconds.
 
     The share `waits` is the GPU's: the host has nothing to do.
     """
+    if name not in fleet:
+        pytest.skip("needs this engine")
     engine = fleet[name]
     engine.wait(engine.engine._llm.collective_rpc("start_sampling"))
     engine.roll_out(fleet.requests(400)[:num_rows])
@@ -47,6 +57,27 @@ def test_where_a_step_goes(num_rows: int, name: str, fleet: Fleet, figures: Call
     assert shares
     print(*stacks, sep="\n")
     figures(**{f"share_{name}_{num_rows}_rows_{what}": share for what, share in shares.items()})
+
+
+@needs("cuda", "vllm", "transformers", "numba", seconds=20, rehearsed=False)
+@SAMPLED
+@pytest.mark.parametrize("num_rows", [FEW, NUM_ROWS])
+def test_kernels_of_a_step(num_rows: int, name: str, fleet: Fleet, figures: Callable) -> None:
+    """Kernel time per step, with the prefill counted in. `busy`: share of the wall clock."""
+    if name not in fleet:
+        pytest.skip("needs this engine")
+    engine = fleet[name]
+    engine.wait(engine.engine._llm.collective_rpc("start_kernels"))
+    engine.roll_out(fleet.requests(400, SHORT_TOKENS)[:num_rows])
+    ((seconds, rows),) = engine.wait(engine.engine._llm.collective_rpc("take_kernels"))
+    for kernel, num, kernel_s in rows[:25]:
+        print(
+            f"{1e3 * kernel_s / SHORT_TOKENS:8.4f} ms {num / SHORT_TOKENS:8.2f} calls {kernel[:90]}"
+        )
+    total_s = sum(kernel_s for _, _, kernel_s in rows)
+    assert total_s
+    key = f"kernels_{name}_{num_rows}_rows"
+    figures(**{f"{key}_ms": 1e3 * total_s / SHORT_TOKENS, f"{key}_busy": total_s / seconds})
 
 
 @needs("cuda", "vllm", "transformers", seconds=20)
