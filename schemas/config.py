@@ -48,6 +48,11 @@ class RolloutConfig(Frozen):
     this one. `in_flight`: when no response waits in the queue. Its unfinished responses go on with
     the new weights, and their KV cache is computed again. Try it with `staleness` and `placement:
     queue`, which it needs, if engines run half empty at the end of a step."""
+    oversample: Kept[float] = Field(default=0.05, ge=0.0, le=1.0)
+    """Extra prompts of a step, as a share of `prompts_per_step`, with `placement: histopipe` or
+    `queue` and `staleness`. For example, `0.1` draws 10 % more. A step defers at most these extra
+    samples to the next one. Raise it if every step defers as many as it may
+    (`rollout/num_deferred`); 0: none."""
     group_size: Kept[int] = Field(default=8, ge=2)
     """Responses sampled for each prompt: at least two, as their rewards are compared. For example,
     `16`. Raise it if too many groups have equal rewards (`critic/zero_variance_share`)."""
@@ -122,14 +127,8 @@ class RolloutConfig(Frozen):
 
 class HistoPipeConfig(Frozen):
     """Rank prompts by the lengths of their last epoch and give every engine long and short ones, so
-    that none waits (RhymeRL, section 6). Needs `rollout.placement: histopipe` and `staleness`,
-    except for `two_tier`."""
+    that none waits (RhymeRL, section 6). Needs `rollout.placement: histopipe` and `staleness`."""
 
-    two_tier: Free[bool] = True
-    """Place prompts by predicted times, from `profile` or from engines that draft. With
-    `staleness`: ranking groups with long responses get more engines. With `staleness: 0` and
-    `specactor.race`: engines end together, where this shortens the step. Off, for comparison: the
-    same number of engines for every group, and the same work for every engine."""
     last_share: float = Field(default=0.1, ge=0.0, le=1.0)
     """Outliers have outgrown their ranking group. They move to another engine or to the next step,
     once at most this share of the group is unfinished. For example, `0.2`: once a fifth is left.
@@ -138,10 +137,6 @@ class HistoPipeConfig(Frozen):
     """A response is an outlier beyond this many times the longest of its ranking group. For
     example, `1.2` is 20 % longer. Raise it if too many move (`rollout/num_migrated`). The factor is
     larger if lengths grew faster in the last epoch."""
-    oversample: float = Field(default=0.05, ge=0.0, le=1.0)
-    """Extra prompts of a step, as a share of `prompts_per_step`. For example, `0.1` draws 10 %
-    more. A step defers at most these extra samples, and trains on the others. Raise it if every
-    step defers as many as it may (`rollout/num_deferred`); 0: none."""
 
 
 class PatConfig(Frozen):
@@ -248,10 +243,9 @@ class TrainConfig(Frozen):
     `refrain simulate --divide` finds the other one faster."""
     num_epochs: Free[PositiveInt] = 1
     """Passes over the training prompts, for example `10`. Raise it if the reward still rises at the
-    end. Drafts from a prompt's own history start in the second epoch."""
+    end. Drafts from history start in the second one."""
     max_steps: Free[PositiveInt | None] = None
-    """End the run after this many RL steps, even within an epoch. For example, `2`: a short trial.
-    Default: after its epochs."""
+    """End the run after so many RL steps. For example, `2`: a short trial. Default: none."""
     prompts_per_step: Kept[PositiveInt] = 64
     """Prompts of one RL step. For example, `128` with `group_size: 16`: 2,048 responses a step.
     Raise it for steadier updates, lower it for shorter steps. The last step of an epoch takes the
@@ -264,9 +258,9 @@ class TrainConfig(Frozen):
     validation prompts make the mean noisy."""
     profile: Free[str | None] = None
     """Name or directory of measured engine times, for example `mine` after `refrain profile --name
-    mine`. Drafts, `histopipe.two_tier`, the choice of drafters and the savings of each technique
-    use it. Set it for `pat.tp_degrees` and `specactor.split_gpus`, which need it.
-    Default: engines measure their steps while the run goes on."""
+    mine`. Drafts, placement, the choice of drafters and the savings of each technique use it. Set
+    it for `pat.tp_degrees` and `specactor.split_gpus`, which need it. Default: engines measure
+    their steps while the run goes on."""
     model: Kept[ModelConfig]
     data: Kept[DataConfig]
     rollout: RolloutConfig = RolloutConfig()
@@ -301,10 +295,16 @@ class TrainConfig(Frozen):
         return self.staleness > 0 and self.rollout.placement == "histopipe"
 
     @property
+    def defers(self) -> bool:
+        """Whether a step may defer samples to the next one."""
+        ranked = self.ranks_prompts and self.histopipe.last_share > 0.0
+        queued = self.staleness > 0 and self.rollout.placement == "queue"
+        return (ranked or queued) and not self.algorithm.refills
+
+    @property
     def drawn_prompts_per_step(self) -> int:
         """Prompts of one step, the oversampled ones included."""
-        oversampled = self.ranks_prompts and self.histopipe.last_share > 0.0
-        share = self.histopipe.oversample if oversampled else 0.0
+        share = self.rollout.oversample if self.defers else 0.0
         return math.ceil(self.prompts_per_step * (1.0 + share))
 
     @property

@@ -53,7 +53,10 @@ def _tis_mode(tis_level: str = "token", tis_reject: bool = False) -> str:
 
 _LOCALE = "scorers have LANG=C.UTF-8 and TZ=UTC. Name variables of your own in reward.environment"
 
-RENAMED = {"rollout.weights": "rollout.weight_sync"}
+RENAMED = {
+    "rollout.weights": "rollout.weight_sync",
+    "histopipe.oversample": "rollout.oversample",
+}
 """New name of each renamed setting, both dotted."""
 
 MERGED = (
@@ -113,6 +116,9 @@ REMOVED: dict[str, Removed] = {
     "specactor.race_kv_tokens": Removed(2048, "the KV cache is copied from 2048 tokens on"),
     "specactor.gpu_memory_share": Removed(0.9, "a drafter uses 0.9 of its own GPU"),
     "specactor.max_restarts": Removed(3, "a drafter is restarted 3 times"),
+    "histopipe.two_tier": Removed(
+        True, "ranking groups with long responses get more engines where times are known"
+    ),
     "drafting.min_match": Removed(2, "matches have 2 to 16 tokens"),
     "drafting.max_match": Removed(16, "matches have 2 to 16 tokens"),
     "drafting.window": Removed("goodput", "a step verifies as many draft tokens as pay"),

@@ -86,14 +86,14 @@ class _Generation:
         all batches."""
         if not refills(self.run, plan):
             return plan, *await self._only_batch(plan, carried)
-        outcomes, since_s = [await self._batch(plan, carried)], self.engines.rolled_out_s
+        since_s = self.engines.open_timeline()
+        outcomes = [await self._batch(plan, carried, first=True)]
         while batch := await self._next(plan, len(outcomes)):
             plan = plan.refilled(batch)
             await self.run.store("add_plan", plan)
             outcomes.append(await self._batch(batch))
         outcome = joined(outcomes)
         timeline = self.engines.timeline(outcome, since_s)
-        await self.engines.queued.reach(plan.step, None)
         self.run.tracker.log_plan(plan)
         return plan, outcome, timeline
 
@@ -105,8 +105,6 @@ class _Generation:
     ) -> tuple[Outcome, Timeline]:
         async with scoring_new(self.run, plan.split, plan.step) as wake_scorer:
             page, running = await self._queue(plan, carried, wake_scorer)
-            if plan.split is Split.TRAIN:
-                await self.engines.queued.reach(plan.step, None)
             with page:
                 outcome = await running
                 # Take the timeline before any other await, because the next stage may begin then.
@@ -115,10 +113,14 @@ class _Generation:
         return outcome, timeline
 
     async def _batch(
-        self, plan: StepPlan, carried: Sequence[tuple[int, RolloutRequest]] = ()
+        self,
+        plan: StepPlan,
+        carried: Sequence[tuple[int, RolloutRequest]] = (),
+        *,
+        first: bool = False,
     ) -> Outcome:
         async with scoring_new(self.run, plan.split, plan.step) as wake_scorer:
-            page, running = await self._queue(plan, carried, wake_scorer)
+            page, running = await self._queue(plan, carried, wake_scorer, first=first)
             with page:
                 outcome = await running
                 page.show(1.0)
@@ -129,8 +131,11 @@ class _Generation:
         plan: StepPlan,
         carried: Sequence[tuple[int, RolloutRequest]],
         wake_scorer: Callable[[], None],
+        *,
+        first: bool = True,
     ) -> tuple[ProgressPage, "asyncio.Future[Outcome]"]:
-        """Queue the missing samples at the engines."""
+        """Queue the missing samples at the engines. The next step may then follow. If it does
+        before a further batch, that batch goes back to this step's weights."""
         run, engines = self.run, self.engines
         policies = await step_policies(run, engines, plan)
         queued = any(isinstance(policy, SampleQueue) for policy in policies)
@@ -148,9 +153,11 @@ class _Generation:
             weights=self.weights,
             policies=policies,
             min_rollouts=_min_rollouts(run, plan, len(self.done)),
-            in_flight=queued and run.config.rollout.weight_update == "in_flight",
+            in_flight=queued and first and run.config.rollout.weight_update == "in_flight",
             label=f"{plan.split}/{plan.step}",
         )
+        if first and plan.split is Split.TRAIN:
+            await engines.queued.reach(plan.step, None)
         # The engines have begun, so this delays none of them.
         watch.end = await predict_end(run, plan)
         return page, running
@@ -230,10 +237,7 @@ def _versions(run: Run, plan: StepPlan) -> list[int]:
 
 def _min_rollouts(run: Run, plan: StepPlan, num_done: int) -> int | None:
     """Return how many more rollouts the step must finish. It may defer the others. None: all."""
-    validating = plan.split is Split.VALIDATION
-    # When a step may draw more prompts, the next step is not queued yet. No request can be deferred
-    # to it.
-    if validating or not run.config.ranks_prompts or refills(run, plan):
+    if plan.split is Split.VALIDATION or not run.config.defers:
         return None
     full = run.config.prompts_per_step * plan.group_size
     return max(0, min(full, plan.num_planned) - num_done)

@@ -18,7 +18,7 @@ from schemas.step import HistoryReport, RolloutBatch, StepPlan
 from tasks.history import index_prompts, known_before, last_known
 from tasks.run.advice import run_task
 from tasks.run.attach import Run, attach
-from tasks.run.policies import choose_drafting, choose_trials
+from tasks.run.policies import choose_drafting, choose_trials, kv_capacity_tokens
 
 
 @run_task
@@ -65,9 +65,7 @@ def _rollout_time(run: Run, last: RolloutBatch | None) -> RolloutTime | None:
     profiled = run.inputs.latency
     latency = profiled or (measured_by(last.shares) if last else None)
     window = last.speculation[1] if last and run.config.engine.speculates else 0
-    tp_degree = run.config.rollout.tp_degree
-    held = profiled.profile.kv_capacity_tokens(tp_degree) if profiled else None
-    return time_rollouts(run.config, latency, window, held)
+    return time_rollouts(run.config, latency, window, kv_capacity_tokens(run))
 
 
 @run_task

@@ -251,8 +251,8 @@ def _write_config(directory: Path, mode: RunMode, strikes: Sequence[Strike]) -> 
     values["trainer"] |= {"timeout_s": 120.0}
     values["reward"] = {"type": "builtin", "timeout_s": 20.0}
     if mode is RunMode.PIPELINED:
-        moving = {"min_growth": 1.0, "last_share": 0.9, "oversample": 0.1}
-        values["histopipe"] = moving
+        values["histopipe"] = {"min_growth": 1.0, "last_share": 0.9}
+        values["rollout"]["oversample"] = 0.1
     for strike in strikes:
         _have_target(values, strike, directory)
     file = directory / "train.yaml"

@@ -30,6 +30,7 @@ def queued(
     staleness: int,
     train_s: float,
     in_flight: bool = False,
+    oversample: float | None = None,
     drafting: GatedHistory | None = None,
     lengths: Lengths = by_history,
 ) -> Configuration:
@@ -55,6 +56,7 @@ def queued(
         plan=plan,
         staleness=staleness,
         in_flight=in_flight,
+        oversample=oversample,
         queue=queue,
         drafting=drafting,
     )

@@ -45,6 +45,8 @@ PARTS = ("alternation", "two-tier", "HistoSpec")
 """Parts of RhymeRL. Each adds to those before it."""
 STALENESS = (1, 8)
 """AReaL's eta in 7.1. With 1 it is as stale as RhymeRL."""
+OVERSAMPLE = 0.05
+"""Share of a step's samples that may be deferred to the next."""
 REPORT_S = 5.0
 """Seconds between two reports of an engine: some 150 tokens of each request."""
 
@@ -207,9 +209,12 @@ def _queues(
     """Yield the queue with each staleness."""
     of = partial(queued, plan=dealt, cluster=cluster, latency=latency, train_s=train_s)
     for staleness, system in enumerate(("queue_0", "queue_total", "queue_2")):
-        way = of(f"queue, {staleness} stale", staleness=staleness, drafting=drafting)
+        closes = OVERSAMPLE if staleness else None
+        way = of(
+            f"queue, {staleness} stale", staleness=staleness, drafting=drafting, oversample=closes
+        )
         yield PipelineVariant(way, BASELINE, system=system)
-    plain = of("queue, 2 stale, no drafts", staleness=2)
+    plain = of("queue, 2 stale, no drafts", staleness=2, oversample=OVERSAMPLE)
     yield PipelineVariant(plain, BASELINE, system="queue_2_plain")
 
 
@@ -225,7 +230,7 @@ def _parts(
             policies=partial(migrating, run_config(16 * K, staleness=1, histopipe=config)),
             report_s=REPORT_S,
             drafting=drafts,
-            oversample=config.oversample,
+            oversample=OVERSAMPLE,
         )
         yield PipelineVariant(configuration, over, part)
         over = part

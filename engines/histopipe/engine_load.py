@@ -68,6 +68,8 @@ class StepLoad:
     """Prompt tokens by key."""
     end_s: float
     """When they should have ended."""
+    carried: "StepLoad | None" = None
+    """What is known of the step before, some of whose requests were deferred to this one."""
     longest: float = 0.0
     """Tokens to come of the longest, with a margin."""
 
@@ -99,9 +101,10 @@ class EngineLoad:
         self._add(self.step, id, 0)
 
     def _add(self, step: StepLoad, id: RequestId, num_tokens: int) -> None:
-        self.remaining.append(step.lengths.remaining(id.prompt_key, num_tokens))
-        self.context.append(step.prompts[id.prompt_key] + num_tokens)
-        most = step.lengths.most_remaining(id.prompt_key, num_tokens)
+        known = (id.sample_index < 0 and step.carried) or step
+        self.remaining.append(known.lengths.remaining(id.prompt_key, num_tokens))
+        self.context.append(known.prompts.get(id.prompt_key, 0) + num_tokens)
+        most = known.lengths.most_remaining(id.prompt_key, num_tokens)
         step.longest = max(step.longest, most)
 
     @property

@@ -75,6 +75,7 @@ class GroupLengths:
         self.margin = math.exp(MARGIN_SPREADS * self.noise)
         """Factor of the longest of some samples over the expectation."""
         self._max_tokens = float(max_response_tokens)
+        self._unknown = _Group(min(typical, math.log(self._max_tokens)), 1.0)
         weights = {True: (self.noise / self.drift) ** 2, False: (self.noise / _spread(logs)) ** 2}
         self._groups = {}
         for key in prompt_keys:
@@ -88,12 +89,13 @@ class GroupLengths:
         return self._groups[prompt_key].tokens
 
     def add(self, prompt_key: str, num_tokens: int) -> None:
-        """Add the length of a sibling that has finished."""
+        """Add the length of a sample of the step that has finished."""
         self._groups[prompt_key].add(math.log(max(1, num_tokens)))
 
     def remaining(self, prompt_key: str, num_tokens: int) -> float:
-        """Return the expected tokens to come of a sample with so many."""
-        group = self._groups[prompt_key]
+        """Return the expected tokens to come of a sample with so many. An unknown group counts as
+        a typical one."""
+        group = self._groups.get(prompt_key, self._unknown)
         spread = self.noise if group.num_seen else math.hypot(self.noise, self.drift)
         # Of the samples that get this far, half end within about so much more.
         to_come = max(group.tokens - num_tokens, spread * num_tokens, 1.0)

@@ -212,15 +212,14 @@ def time_rollouts(
     config: TrainConfig,
     latency: Latency | None,
     window: int,
-    max_context_tokens: float | None = None,
+    max_context_tokens: float = math.inf,
 ) -> RolloutTime | None:
-    """Return the estimate of rollout times for placement. None if `histopipe.two_tier` is off or no
-    latency is known.
+    """Return the estimate of rollout times for placement. None if no latency is known.
 
     `window`: draft tokens that a pass verifies for each request. `max_context_tokens`: tokens that
-    an engine's KV cache holds, or None if unknown.
+    an engine's KV cache holds.
     """
-    if latency is None or not config.histopipe.two_tier:
+    if latency is None:
         return None
     rollout = config.rollout
     return partial(
@@ -229,7 +228,7 @@ def time_rollouts(
         rollout.tp_degree,
         max_num_seqs=rollout.max_num_seqs,
         window=window,
-        max_context_tokens=max_context_tokens or math.inf,
+        max_context_tokens=max_context_tokens,
     )
 
 

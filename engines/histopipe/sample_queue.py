@@ -21,8 +21,8 @@ before a longer sample if the prefill saved takes longer than the difference in 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
+from itertools import islice, zip_longest
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from engines.histopipe.engine_load import EngineLoad, StepLoad, WaitingSamples, 
 from engines.histopipe.group_lengths import GroupLengths
 from engines.histopipe.step_end import StepPace, TokenTimes
 from engines.latency.interface import Latency
-from engines.rollout.moves import EngineView, Migrate, RolloutView, Start
+from engines.rollout.moves import Close, EngineView, Migrate, RolloutView, Start
 from schemas.rollout import RequestId, RolloutRequest
 
 REFILL_SHARE = 1 / 16
@@ -55,6 +55,24 @@ class EngineLimits:
     """Tokens that an engine's KV cache holds."""
 
 
+@dataclass(slots=True)
+class _Known:
+    """What a queue knows of its step."""
+
+    lengths: GroupLengths
+    number: int = -1
+    """Number of the step. -1: not known yet."""
+    prompts: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens by key."""
+    ends_s: dict[int, float] = field(default_factory=dict)
+    """When each engine should have done its part."""
+
+    def load(self, engine: int, before: "_Known | None") -> StepLoad:
+        end_s = self.ends_s.get(engine, math.inf)
+        carried = StepLoad(before.lengths, before.prompts, end_s) if before else None
+        return StepLoad(self.lengths, self.prompts, end_s, carried)
+
+
 class SampleQueue:
     """The policy of one step."""
 
@@ -67,25 +85,24 @@ class SampleQueue:
     ) -> None:
         """`before`: queue of the step before, some of whose samples may still run on engines that
         begin this step."""
-        self._earlier = [before, *before._earlier][: pace.staleness] if before else []
-        self._lengths = lengths
+        self._known = _Known(lengths)
+        steps = [before._known, *before._earlier] if before else []
+        self._earlier = steps[: pace.staleness + 1]
+        """The steps before, the last one first."""
         self._limits = limits
         self._pace = pace
         self._rollout_s: float | None = None
-        self._ends_s: dict[int, float] = {}
-        """When each engine should have done its part."""
         self._waiting: WaitingSamples | None = None
         self._num_waiting = 0
-        self._prompts: dict[str, int] = {}
-        """Prompt tokens by key."""
-        self._step = -1
-        """Number of the step."""
         self._num_finished = 0
         self._seen: dict[int, EngineView] = {}
         self._relieved_s = -math.inf
 
-    def decide(self, view: RolloutView) -> Sequence[Start | Migrate]:
+    def decide(self, view: RolloutView) -> Sequence[Start | Migrate | Close]:
         self._learn(view)
+        num_unfinished = view.num_rollouts - view.num_finished
+        if not view.waiting and 0 < num_unfinished <= view.num_deferrable:
+            return [Close()]
         waiting = self._queue(view)
         changed = [e for e in view.engines if self._seen.get(e.engine) is not e]
         self._seen |= {engine.engine: engine for engine in changed}
@@ -101,20 +118,20 @@ class SampleQueue:
         return moves
 
     def _load(self, engine: EngineView) -> EngineLoad:
-        earlier = {
-            queue._step: queue._step_load(engine.engine)
-            for queue in (self._earlier if engine.earlier else ())
-        }
-        return EngineLoad(engine, self._step_load(engine.engine), earlier)
-
-    def _step_load(self, engine: int) -> StepLoad:
-        return StepLoad(self._lengths, self._prompts, self._ends_s.get(engine, math.inf))
+        steps = [self._known, *self._earlier]
+        own, *earlier = (
+            (step.number, step.load(engine.engine, before))
+            for step, before in zip_longest(steps, steps[1:])
+        )
+        return EngineLoad(engine, own[1], dict(earlier if engine.earlier else ()))
 
     def _learn(self, view: RolloutView) -> None:
         """Take the lengths of finished siblings into account."""
         num_new = len(view.finished) - self._num_finished
         for id in islice(reversed(view.finished), num_new):
-            self._lengths.add(id.prompt_key, view.finished[id])
+            if id.sample_index < 0:
+                continue
+            self._known.lengths.add(id.prompt_key, view.finished[id])
             if self._waiting:
                 self._waiting.refresh(id.prompt_key)
         self._num_finished = len(view.finished)
@@ -122,14 +139,14 @@ class SampleQueue:
     def _queue(self, view: RolloutView) -> WaitingSamples:
         """Return the waiting samples. Read them again if others were started, or came back."""
         if self._waiting is None or self._num_waiting != len(view.waiting):
-            self._waiting = WaitingSamples(view.waiting, self._lengths)
+            self._waiting = WaitingSamples(view.waiting, self._known.lengths)
             self._num_waiting = len(view.waiting)
-            self._prompts |= {
+            self._known.prompts |= {
                 id.prompt_key: len(r.prompt_token_ids) for id, r in view.waiting.items()
             }
         if self._rollout_s is None:
-            self._step = max((id.step for id in view.waiting), default=-1)
-            prompt_tokens = float(np.mean(list(self._prompts.values()) or [0.0]))
+            self._known.number = max((id.step for id in view.waiting), default=-1)
+            prompt_tokens = float(np.mean(list(self._known.prompts.values()) or [0.0]))
             self._rollout_s = self._pace.rollout_s(self._waiting.lengths(), prompt_tokens)
         return self._waiting
 
@@ -140,8 +157,9 @@ class SampleQueue:
     ) -> list[RolloutRequest]:
         """Take what the engine has room for."""
         assert self._rollout_s is not None
-        if not len(load) or load.engine not in self._ends_s:
-            load.step.end_s = self._ends_s[load.engine] = now_s + self._rollout_s
+        ends_s = self._known.ends_s
+        if not len(load) or load.engine not in ends_s:
+            load.step.end_s = ends_s[load.engine] = now_s + self._rollout_s
         taken: list[RolloutRequest] = []
         num_free = self._places(load, now_s) - len(load)
         if num_free < max(1.0, REFILL_SHARE * len(load)):
@@ -168,8 +186,8 @@ class SampleQueue:
             if len(load) + 1 > self._places(load, now_s):
                 return None
             token_s = self._limits.times.token_s(len(load) + 1, load.context_each())
-            in_time = (self._ends_s[load.engine] - now_s) / token_s
-            longest = max(load.step.longest, in_time) / self._lengths.margin
+            in_time = (self._known.ends_s[load.engine] - now_s) / token_s
+            longest = max(load.step.longest, in_time) / self._known.lengths.margin
         found = waiting.longest(longest)
         if found is None:
             return None
@@ -186,7 +204,8 @@ class SampleQueue:
             expected = waiting.expected(key)
             if expected is None or expected > tokens:
                 continue
-            saved_s = limits.latency.prefill_s(limits.tp_degree, 1, self._prompts[key])
+            prompt_tokens = self._known.prompts.get(key, 0)
+            saved_s = limits.latency.prefill_s(limits.tp_degree, 1, prompt_tokens)
             gain_s = saved_s - (tokens - expected) * token_s
             if gain_s > best_s:
                 best, best_s = key, gain_s
@@ -197,7 +216,7 @@ class SampleQueue:
         capacity = self._limits.max_context_tokens
         if capacity == math.inf or not len(load):
             return True
-        context = [*load.context, self._prompts[prompt_key]]
+        context = [*load.context, self._known.prompts[prompt_key]]
         return peak_tokens(context, [*load.remaining, tokens]) <= capacity
 
     # Empty engines

@@ -173,10 +173,11 @@ class Coordinator:
             self._serving = asyncio.create_task(self._serve())
         return stage.done
 
-    def timeline(self, start_s: float, end_s: float) -> Timeline:
-        """Return the engines' timeline between two times of the event loop's clock. Delete earlier
-        records."""
-        return self._fleet.timeline_log.timeline(start_s, end_s)
+    def timeline(self, start_s: float, end_s: float, kept_s: float | None = None) -> Timeline:
+        """Return the engines' timeline between two times of the event loop's clock. Delete records
+        from before `kept_s`, by default `start_s`."""
+        kept_s = start_s if kept_s is None else kept_s
+        return self._fleet.timeline_log.timeline(start_s, end_s, kept_s)
 
     @property
     def living(self) -> tuple[int, ...]:

@@ -23,7 +23,17 @@ from itertools import groupby
 from engines.bounded import gather_all
 from engines.rollout.fleet import Fleet
 from engines.rollout.interface import Finished
-from engines.rollout.moves import Concede, Defer, Migrate, Move, Race, Redraft, Reshape, Start
+from engines.rollout.moves import (
+    Close,
+    Concede,
+    Defer,
+    Migrate,
+    Move,
+    Race,
+    Redraft,
+    Reshape,
+    Start,
+)
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage
 from engines.rollout.tracked_engine import TrackedEngine, num_response_tokens
@@ -62,6 +72,8 @@ class Mover:
                 await self._reshaper.make(stage, move)
             case Migrate() | Defer():
                 await self._transfer(stage, later, move)
+            case Close() if later and later.takes_deferred:
+                await self._close(stage, later)
             case Concede():
                 await self._concede(stage, move)
 
@@ -193,15 +205,37 @@ class Mover:
         welcome = [own for own in (target, origin, *origin.gpu_sharers) if own.may_serve(later)]
         if not welcome:
             return
-        target = welcome[0]
-        for request in await self._take(origin, [id]):
-            deferred = stage.defer_to(later, request)
+        await self._defer_all(stage, later, origin, welcome[0], [id])
+
+    async def _close(self, stage: GenerationStage, later: GenerationStage) -> None:
+        for tracked in self._fleet.engines.values():
+            working = tracked.alive and tracked.may_serve(later)
+            of_stage = [r for r in tracked.pending if tracked.stage_of(r.id) is stage]
+            ids = [
+                request.id
+                for request in of_stage
+                if request.deferred_from is None and not stage.races.has(request.id, tracked.index)
+            ]
+            if working and ids:
+                await self._defer_all(stage, later, tracked, tracked, ids[: stage.num_deferrable])
+
+    async def _defer_all(
+        self,
+        stage: GenerationStage,
+        later: GenerationStage,
+        origin: TrackedEngine,
+        target: TrackedEngine,
+        ids: Sequence[RequestId],
+    ) -> None:
+        taken = await self._take(origin, ids)
+        for request in taken:
             self._fleet.timeline_log.note(MoveKind.DEFERRED, request, origin, target)
-            if target.index in later.queues:
-                # Deferred requests are the longest, so they go first.
-                later.queues[target.index].insert(0, deferred)
-            else:
-                await target.add([deferred])
+        deferred = [stage.defer_to(later, request) for request in taken]
+        if target.index in later.queues:
+            # Deferred requests are the longest, so they go first.
+            later.queues[target.index][:0] = deferred
+        else:
+            await target.add(deferred, None if target.stage is later else later)
 
     async def _take(self, tracked: TrackedEngine, ids: Sequence[RequestId]) -> list[RolloutRequest]:
         self._fleet.changed.add(tracked.index)

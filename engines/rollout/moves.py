@@ -82,6 +82,12 @@ class Defer:
 
 
 @dataclass(frozen=True, slots=True)
+class Close:
+    """End the stage: defer all its unfinished requests to the next step, each on its own engine. A
+    request that is raced or was deferred before stays, and the stage waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Race:
     """Also generate an unfinished request on another engine of this stage, with these drafts. The
     first copy to finish counts, the others are withdrawn (SpecActor, section 4.2, best-of-N)."""
@@ -122,7 +128,7 @@ class Concede:
     engine: int
 
 
-Move = Start | Migrate | Defer | Race | Redraft | Reshape | Concede
+Move = Start | Migrate | Defer | Close | Race | Redraft | Reshape | Concede
 
 
 class Policy(Protocol):

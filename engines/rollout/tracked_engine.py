@@ -329,9 +329,11 @@ class TrackedEngine:
             await self.engine.submit(requests)
         self._drop_kv(requests)
 
-    async def add(self, requests: Sequence[RolloutRequest]) -> None:
-        """Add requests to the current stage. Submit them now if the engine is serving."""
-        self.expect(requests)
+    async def add(
+        self, requests: Sequence[RolloutRequest], earlier: GenerationStage | None = None
+    ) -> None:
+        """Add requests, as `expect` does. Submit them now if the engine is serving."""
+        self.expect(requests, earlier)
         if self.takes_requests:
             await self.submit(requests)
 

@@ -1,5 +1,6 @@
 """Simulate rollout stages on virtual clusters with the real coordinator and policies."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -202,7 +203,7 @@ def _decide(
         },
     )
     drafting = policy_set.drafting
-    window, held = drafting.window if drafting else 0, cluster.max_context_tokens
+    window, held = drafting.window if drafting else 0, cluster.max_context_tokens or math.inf
     rollout_time = time_rollouts(config, latency, window, held)
     about = (list(requests), known, step, cluster.num_engines, rollout_time, fit_passes(known))
     placement, growth = place_prompts(config, *about)

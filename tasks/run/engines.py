@@ -44,6 +44,7 @@ class Engines:
     # Use slots: Prefect records a flow's arguments, and looks into objects with a `__dict__`.
     __slots__ = (
         "_receivers",
+        "_open_s",
         "_rolled_out_s",
         "coordinator",
         "drafters",
@@ -93,6 +94,8 @@ class Engines:
         """The last step whose rollouts are queued."""
         self._receivers = tuple(receivers)
         self._rolled_out_s = 0.0
+        self._open_s: list[float] = []
+        """Beginnings of timelines that are not yet taken."""
         """End of the last rollout stage, on the event loop's clock."""
 
     @property
@@ -118,21 +121,25 @@ class Engines:
         if self.turns.has is Role.TRAINER:
             await self.coordinator.leave_gpus()
 
-    @property
-    def rolled_out_s(self) -> float:
-        """End of the last rollout stage, on the event loop's clock. 0: before the first."""
+    def open_timeline(self) -> float:
+        """Begin a timeline at the end of the last stage. Return that time of the event loop's
+        clock, for `timeline`."""
+        self._open_s.append(self._rolled_out_s)
         return self._rolled_out_s
 
     def timeline(self, outcome: Outcome, since_s: float | None = None) -> Timeline:
         """Return the timeline of a rollout stage, from the end of the stage before. Call this once
-        per stage, in order.
+        per stage.
 
-        `since_s`: that earlier end, for a stage in several batches: other stages may have ended in
-        between.
+        `since_s`: result of `open_timeline`, for a stage in several batches: other stages may have
+        ended in between.
         """
+        if since_s is not None:
+            self._open_s.remove(since_s)
         begin_s = (self._rolled_out_s if since_s is None else since_s) or outcome.started_s
-        self._rolled_out_s = outcome.finished_s
-        return self.coordinator.timeline(begin_s, outcome.finished_s)
+        self._rolled_out_s = max(self._rolled_out_s, outcome.finished_s)
+        kept_s = min([begin_s, *self._open_s])
+        return self.coordinator.timeline(begin_s, outcome.finished_s, kept_s)
 
 
 async def make_generation(

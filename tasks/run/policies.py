@@ -149,13 +149,13 @@ async def _queue(run: Run, engines: Engines, plan: StepPlan) -> SampleQueue | No
         last.speculation,
         len(engines.living),
         run.trainer.train_s,
-        _kv_capacity_tokens(run),
+        kv_capacity_tokens(run),
         engines.queue,
     )
     return engines.queue
 
 
-def _kv_capacity_tokens(run: Run) -> float:
+def kv_capacity_tokens(run: Run) -> float:
     """Return the tokens that an engine's KV cache holds, or infinity if that is not known."""
     tp_degree, num_bytes = run.config.rollout.tp_degree, run.config.rollout.kv_cache_bytes
     if profiled := run.inputs.latency:

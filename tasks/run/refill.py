@@ -5,8 +5,9 @@
         └──────────── draw the missing number from `PromptLoader.refills_of` ◄─────┘
 
 The draw depends on the step and on the rewards of complete batches, never on the timing. So a
-resumed step draws the same prompts. In a pipelined run, the next step is queued behind the last
-batch. So a step that may draw more defers no request.
+resumed step draws the same prompts. In a pipelined run, the next step is queued behind the first
+batch, and engines generate it while this step is scored. A step that may draw more defers no
+request.
 """
 
 from collections.abc import Collection, Sequence

@@ -30,7 +30,8 @@ DRAWN_PER_STEP = 14
 DRAWN = "SELECT step, report->>'drawn' FROM steps ORDER BY step"
 PIPELINED = {
     "staleness": 1,
-    "histopipe": {"min_growth": 1.0, "last_share": 0.9, "oversample": 0.1},
+    "histopipe": {"min_growth": 1.0, "last_share": 0.9},
+    "rollout__oversample": 0.1,
 }
 
 

@@ -93,7 +93,7 @@ def test_siblings_go_where_their_prefix_is_if_that_costs_less_than_the_prefill(m
     def first(prefill_s):
         monkeypatch.setattr(LinearLatency, "prefill_s", lambda *_: prefill_s)
         queue = queue_of(known, num_engines=1)
-        queue._prompts["a"] = 100
+        queue._known.prompts["a"] = 100
         return started(queue.decide(view_of(waiting, running)), 0)[0]
 
     assert first(prefill_s=1.0) == "a"
@@ -129,7 +129,7 @@ def test_nothing_is_expected_beyond_the_maximum():
 
 def test_requests_that_end_last_move_to_an_empty_engine():
     queue = queue_of({"a": 100, "b": 4000}, num_engines=2)
-    queue._prompts |= {"a": 100, "b": 100}
+    queue._known.prompts |= {"a": 100, "b": 100}
     short = {RequestId(Split.TRAIN, 1, "a", i): 50 for i in range(50)}
     long = {RequestId(Split.TRAIN, 1, "b", i): 0 for i in range(2)}
     moves = queue.decide(view_of({}, short | long, {}))
@@ -154,7 +154,7 @@ def test_requests_in_flight_keep_the_time_in_which_they_should_end():
     before = queue_of({"old": 4000}, num_engines=1)
     old = requests(old=4)
     before.decide(view_of(old, {}))
-    end_s = before._ends_s[0]
+    end_s = before._known.ends_s[0]
 
     def num_started(now_s, earlier):
         limits, times = before._limits, before._limits.times
@@ -174,5 +174,5 @@ def test_requests_in_flight_keep_the_time_in_which_they_should_end():
         num_started(hurried_s, old),
     )
     assert 0 < hurried < relaxed < alone
-    before._ends_s[0] = math.inf
+    before._known.ends_s[0] = math.inf
     assert num_started(hurried_s, old) > hurried

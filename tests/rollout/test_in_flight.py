@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.rollout.moves import Concede, Migrate, Race, Start
+from engines.rollout.moves import Close, Concede, Defer, Migrate, Race, Start
 from engines.simulate.clock import run_virtual
 from schemas.rollout import RolloutRequest
 from tests.rollout.fakes import FAST, FakeEngine, Recorder, request, token_at
@@ -28,7 +28,7 @@ class Lost(FakeEngine):
 class Taking:
     """Starts waiting requests on any engine, and makes random other moves."""
 
-    def __init__(self, seed: int, kinds=(Migrate, Race, Concede)) -> None:
+    def __init__(self, seed: int, kinds=(Migrate, Race, Concede, Defer)) -> None:
         self.random, self.kinds = Random(seed), kinds
         self.num_earlier = 0
 
@@ -42,6 +42,8 @@ class Taking:
             if self.kinds and self.random.random() < 0.1:
                 kind, engine = self.random.choice(self.kinds), self.random.randrange(NUM_ENGINES)
                 moves.append(kind(id, engine, FAST) if kind is Race else kind(id, engine))
+        if self.kinds and self.random.random() < 0.1:
+            moves.append(Close())
         return moves
 
 
@@ -55,9 +57,9 @@ class OneEach:
         return [Start(id, engine) for id, engine in zip(view.waiting, engines, strict=True)]
 
 
-def roll_out(engines, works, policy, *, in_flight=True, lost=(), placed=()):
+def roll_out(engines, works, policy, *, in_flight=True, lost=(), placed=(), deferrable=None):
     """Queue all stages at once, each with weights of its own. Return the recorder. `placed`: stages
-    whose requests have engines from the start."""
+    whose requests have engines from the start. `deferrable`: requests that a stage may defer."""
     recorder = Recorder(engines, max_restarts=20, lost=lost)
 
     async def run():
@@ -71,6 +73,7 @@ def roll_out(engines, works, policy, *, in_flight=True, lost=(), placed=()):
                 ],
                 policies=[policy],
                 in_flight=in_flight and step not in placed,
+                min_rollouts=None if deferrable is None else max(0, len(requests) - deferrable),
             )
             for step, requests in works.items()
         ]
@@ -91,10 +94,12 @@ def works_of(lengths: list[list[int]]) -> dict[int, list[RolloutRequest]]:
 def check(recorder, works):
     """Assert that each sample finished once, with the tokens of its spans' versions. None of these
     is older than its stage's or goes back."""
-    for step, requests in works.items():
-        found = recorder.finished[step]
-        assert Counter(r.request.id for r in found) == Counter(r.id for r in requests)
+    drawn = Counter(r.id for requests in works.values() for r in requests)
+    assert drawn == Counter(r.request.origin for own in recorder.finished.values() for r in own)
+    for in_step, found in recorder.finished.items():
         for rollout in found:
+            step = rollout.request.origin_step
+            assert in_step == rollout.request.id.step <= step + 1
             spans = rollout.generated.spans
             versions = [span.policy_version for span in spans for _ in range(span.num_tokens)]
             assert len(versions) == rollout.request.max_response_tokens
@@ -160,9 +165,11 @@ def test_engines_go_back_to_a_stage_that_is_not_in_flight():
     lost=st.sets(st.integers(0, 20), max_size=3),
     gone=st.none() | st.integers(0, 2),
     placed=st.sets(st.integers(1, 4), max_size=2),
+    in_flight=st.booleans(),
+    deferrable=st.none() | st.integers(0, 4),
 )
 def test_any_moves_and_deaths_finish_every_sample_once(
-    seed, lengths, deaths, dies_in, late, lost, gone, placed
+    seed, lengths, deaths, dies_in, late, lost, gone, placed, in_flight, deferrable
 ):
     engines = [
         (Lost if i == gone else FakeEngine)(i, die_at_tick=tick, late=late)
@@ -170,4 +177,34 @@ def test_any_moves_and_deaths_finish_every_sample_once(
     ]
     engines[seed % 3].dies_in = dies_in
     works = works_of(lengths)
-    check(roll_out(engines, works, Taking(seed), lost=lost, placed=placed), works)
+    given = {"lost": lost, "placed": placed, "in_flight": in_flight, "deferrable": deferrable}
+    recorder = roll_out(engines, works, Taking(seed), **given)
+    check(recorder, works)
+    for step, requests in works.items():
+        least = len(requests) - (deferrable or 0)
+        assert len(recorder.finished[step]) >= least
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_stage_closes_when_its_batch_is_full(in_flight):
+    """What is unfinished then goes on in the next stage, on the same engine."""
+    works = works_of([[40, 3, 3], [5, 5, 5]])
+
+    class Closing(Taking):
+        def decide(self, view):
+            num_unfinished = view.num_rollouts - view.num_finished
+            full = not view.waiting and 0 < num_unfinished <= view.num_deferrable
+            return [Close()] if full else super().decide(view)
+
+    engines = [FakeEngine(i) for i in range(NUM_ENGINES)]
+    recorder = roll_out(engines, works, Closing(0, kinds=()), in_flight=in_flight, deferrable=1)
+    check(recorder, works)
+    assert recorder.order[0] == 1
+    assert len(recorder.finished[1]) == 2
+    (long,) = (r for r in recorder.finished[2] if r.request.deferred_from == 1)
+    assert sorted(set(versions_of(long))) == [0, 1]
+    assert {
+        engine.index
+        for engine in engines
+        if "p0" in {r.id.prompt_key for r in engine.submitted if r.max_response_tokens == 40}
+    } == {long.engine}

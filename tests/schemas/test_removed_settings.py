@@ -29,7 +29,8 @@ def given(name: str, value: object) -> dict:
 def test_an_old_name_is_refused_with_the_new_one(old: str, new: str) -> None:
     with pytest.raises(ValueError, match=rf"{old} is now {new}: rename it"):
         validated(given(old, 1), "run.yaml", TrainConfig)
-    assert current_settings(given(old, 1)) == given(new, 1)
+    current = current_settings(given(old, 1))
+    assert {name: value for name, value in current.items() if value != {}} == given(new, 1)
     assert not list(removed_changes(given(old, 1)))
     assert (old in NAMES, new in NAMES) == (False, True)
 

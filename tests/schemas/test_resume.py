@@ -29,12 +29,21 @@ def test_settings_that_decide_tokens_are_kept() -> None:
     kept = {name for name, said in settings_of(CONFIG).items() if said.on_resume is OnResume.KEPT}
     sections = {name.partition(".")[0] for name in kept if "." in name}
     assert sections == {"model", "data", "rollout", "histopipe", "reward", "algorithm", "trainer"}
-    of_rollout = {"placement", "group_size", "temperature", "top_p", "top_k", "stop", "validation"}
+    of_rollout = {
+        "placement",
+        "oversample",
+        "group_size",
+        "temperature",
+        "top_p",
+        "top_k",
+        "stop",
+        "validation",
+    }
     assert {name for name in kept if name.startswith("rollout.")} == {
-        f"rollout.{name}" for name in of_rollout
+        f"rollout.{name}" for name in (*of_rollout, "validation")
     }
     assert {"seed", "staleness", "prompts_per_step", "validation_samples"} <= kept
-    assert {"reward.type", "histopipe.oversample", "trainer.learning_rate"} <= kept
+    assert {"reward.type", "histopipe.min_growth", "trainer.learning_rate"} <= kept
 
 
 def test_a_section_speaks_for_the_settings_that_do_not() -> None:

@@ -236,7 +236,10 @@ async def test_begun_refill_is_finished_after_a_resume(runs_dir: Path) -> None:
     assert len(after) == (PER_STEP + len(drawn)) * GROUP_SIZE
 
 
-async def test_in_a_pipeline_the_next_step_is_queued_behind_all_batches(runs_dir: Path) -> None:
+async def test_in_a_pipeline_the_next_step_is_queued_behind_the_first_batch(
+    runs_dir: Path,
+) -> None:
+    """So engines have work while the first batch is scored. Every batch has its step's weights."""
     config = config_of(runs_dir, 1)
     store = make_store(config)
     dull = set().union(*(some_dull(step) for step in range(1, 4)))
@@ -258,5 +261,6 @@ async def test_in_a_pipeline_the_next_step_is_queued_behind_all_batches(runs_dir
         for name in ("policy_version", "last_policy_version"):
             assert set(rows[name].to_pylist()) == {max(0, step - 2)}
         times = rows["finished_s"].to_pylist()
-        assert min(times) > ended_s
+        # Step 3 has to wait until step 1 is trained.
+        assert min(times) < ended_s or step != 2
         ended_s = max(times)
