@@ -47,6 +47,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="only the faults with these numbers, from 0",
     )
+    parser.add_argument(
+        "--stale",
+        action="store_true",
+        help="all runs are two policy versions stale, from one queue",
+    )
     parser.add_argument("--apart", action="store_true", help="a run of its own for each fault")
     parser.add_argument(
         "--dir", type=Path, default=Path("runs/chaos"), help="directory of the runs"
@@ -61,6 +66,8 @@ def measure(args: Namespace, console: Console) -> Measured:
         if unknown := set(args.only) - set(range(args.faults)):
             raise ValueError(f"--only {min(unknown)}: faults are 0 to {args.faults - 1}")
         strikes = [strikes[number] for number in args.only]
+    if args.stale:
+        strikes = [one.model_copy(update={"mode": RunMode.STALE}) for one in strikes]
     file = Path(args.json) if args.json and args.json != "-" else None
     from benchmarks.chaos.strikes import NOTHING, carry_out
 

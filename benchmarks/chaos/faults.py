@@ -69,6 +69,8 @@ class Moment(StrEnum):
 class RunMode(StrEnum):
     SYNC = "sync"
     PIPELINED = "pipelined"
+    STALE = "stale"
+    """Two policy versions stale, with responses from one queue. No campaign draws it."""
 
 
 class Strike(Frozen):
@@ -206,7 +208,7 @@ def moments(target: Target, fault: Fault) -> Sequence[Moment]:
 
 def modes(moment: Moment) -> Sequence[RunMode]:
     """Return the modes of a run that have this moment."""
-    return [RunMode.PIPELINED] if moment in _PIPELINED_ONLY else [*RunMode]
+    return [RunMode.PIPELINED] if moment in _PIPELINED_ONLY else [RunMode.SYNC, RunMode.PIPELINED]
 
 
 def _least(rng: random.Random, among: Iterable[T], drawn: Sequence[T]) -> T:

@@ -9,7 +9,7 @@ from engines.histopipe.engine_load import peak_tokens
 from engines.histopipe.group_lengths import GroupLengths
 from engines.histopipe.sample_queue import EngineLimits, SampleQueue
 from engines.histopipe.step_end import StepPace, TokenTimes
-from engines.rollout.moves import EngineView, Migrate, RolloutView, Start
+from engines.rollout.moves import Close, EngineView, Migrate, RolloutView, Start
 from schemas.rollout import LengthHistory, RequestId, RolloutRequest, Split
 from tests.simulate.latencies import LinearLatency
 
@@ -176,3 +176,34 @@ def test_requests_in_flight_keep_the_time_in_which_they_should_end():
     assert 0 < hurried < relaxed < alone
     before._known.ends_s[0] = math.inf
     assert num_started(hurried_s, old) > hurried
+
+
+@pytest.mark.parametrize(
+    ("num_finished", "num_deferrable", "waits", "closes"),
+    [(9, 1, False, True), (8, 1, False, False), (9, 0, False, False), (9, 1, True, False)],
+    ids=["full", "not yet", "the next step is not queued", "a sample waits"],
+)
+def test_a_step_closes_when_its_batch_is_full(num_finished, num_deferrable, waits, closes):
+    queue, engines = queue_of({"a": 1000}), (EngineView(0, dict.fromkeys(requests(a=1), 5)),)
+    waiting = requests(a=1) if waits else {}
+    view = RolloutView(0.0, engines, num_finished, 10, num_deferrable, waiting)
+    assert (queue.decide(view) == [Close()]) is closes
+
+
+def test_deferred_requests_are_expected_to_be_as_long_as_their_own_groups():
+    """The engine takes fewer samples beside one that will take long."""
+    before = queue_of({"old": 8000, "brief": 10}, num_engines=1)
+    before.decide(view_of(requests(old=1, brief=1), {}))
+
+    def num_started(*carried):
+        limits, times = before._limits, before._limits.times
+        queue = SampleQueue(lengths_of({"a": 1000}), limits, StepPace(times, 1, 1, 0.0), before)
+        running = {RequestId(Split.TRAIN, 2, key, -1): 100 for key in carried}
+        # The first look fixes when the engine should end.
+        queue.decide(view_of(requests(a=40), {}))
+        return len(started(queue.decide(view_of(requests(a=40), running)), 0))
+
+    assert num_started("old") < num_started("brief")
+    assert num_started("unknown") > 0
+    finished = {RequestId(Split.TRAIN, 2, "unknown", -1): 100}
+    queue_of({"a": 1000}).decide(view_of(requests(a=1), {}, finished=finished))
