@@ -50,7 +50,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--stale",
         action="store_true",
-        help="all runs are two policy versions stale, from one queue",
+        help="all runs are two versions stale, from one queue",
     )
     parser.add_argument("--apart", action="store_true", help="a run of its own for each fault")
     parser.add_argument(

@@ -43,8 +43,8 @@ class Engines:
 
     # Use slots: Prefect records a flow's arguments, and looks into objects with a `__dict__`.
     __slots__ = (
-        "_receivers",
         "_open_s",
+        "_receivers",
         "_rolled_out_s",
         "coordinator",
         "drafters",
