@@ -45,6 +45,8 @@ PARTS = ("alternation", "two-tier", "HistoSpec")
 """Parts of RhymeRL. Each adds to those before it."""
 STALENESS = (1, 8)
 """AReaL's eta in 7.1. With 1 it is as stale as RhymeRL."""
+KEPT = (1, 2)
+"""Bounds of AReaL's that no sample may exceed."""
 OVERSAMPLE = 0.05
 """Share of a step's samples that may be deferred to the next."""
 REPORT_S = 5.0
@@ -199,8 +201,9 @@ def _systems(drafting: GatedHistory) -> Iterator[PipelineVariant]:
     yield PipelineVariant(plain, BASELINE, system="overlapping")
     drafted = replace(plain, name="overlapping, drafting", drafting=drafting)
     yield PipelineVariant(drafted, BASELINE, system="overlapping_drafting")
-    kept = Asynchronous(name="AReaL, 1 stale, kept", staleness=1, keeps_bound=True)
-    yield PipelineVariant(kept, BASELINE, system="areal_1_kept")
+    for eta in KEPT:
+        kept = Asynchronous(name=f"AReaL, {eta} stale, kept", staleness=eta, keeps_bound=True)
+        yield PipelineVariant(kept, BASELINE, system=f"areal_{eta}_kept")
 
 
 def _queues(
@@ -214,7 +217,7 @@ def _queues(
             f"queue, {staleness} stale", staleness=staleness, drafting=drafting, oversample=closes
         )
         yield PipelineVariant(way, BASELINE, system=system)
-    plain = of("queue, 2 stale, no drafts", staleness=2, oversample=OVERSAMPLE)
+    plain = of("queue, 2 stale, no drafts", staleness=2, in_flight=True, oversample=OVERSAMPLE)
     yield PipelineVariant(plain, BASELINE, system="queue_2_plain")
 
 

@@ -145,6 +145,9 @@ class GenerationStage:
         self.num_rollouts -= 1
         later.carried.append(moved.id)
         later.num_rollouts += 1
+        assert later.min_rollouts is not None
+        # Otherwise it could defer as many more of its own, and ever more would wait.
+        later.min_rollouts += 1
         return moved
 
     def outcome(self, now_s: float) -> Outcome:
