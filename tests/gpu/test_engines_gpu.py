@@ -47,7 +47,7 @@ def test_decoding_in_turn(num_rows: int, fleet: Fleet, figures: Callable) -> Non
         figures(**{f"engine_v2_first_epoch_over_stock_{num_rows}_rows": speeds["v2_on"] / best})
 
 
-@needs("cuda", "vllm", "transformers", "numba", seconds=60)
+@needs("cuda", "vllm", "transformers", "numba", seconds=150)
 @pytest.mark.parametrize("num_rows", [FEW, NUM_ROWS])
 def test_drafts_that_are_right(num_rows: int, fleet: Fleet, figures: Callable) -> None:
     """Draft earlier samples from themselves. The tokens are the same.

@@ -36,6 +36,7 @@ class ExactSamplerV2(Sampler):
         self.drawing = Drawing(device)
         self._keys = UvaBackedTensor(len(self.needs_logits_processing), dtype=torch.int64)
         """int64 [slots]: sample keys."""
+        self._has_new = True
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
         given = sampling_params
@@ -44,8 +45,16 @@ class ExactSamplerV2(Sampler):
         assert not given.bad_words
         super().add_request(req_idx, sampling_params)
         self._keys.np[req_idx] = key_of(sampling_params)
+        self._has_new = True
 
     def apply_staged_writes(self) -> None:
+        """Copy the sampling parameters of all slots to the device, if a request is new.
+
+        vLLM does it in each step. On an H200 that was a tenth of the thread's time.
+        """
+        if not self._has_new:
+            return
+        self._has_new = False
         super().apply_staged_writes()
         self._keys.copy_to_uva()
 
