@@ -86,7 +86,7 @@ class SampleQueue:
         """`before`: queue of the step before, some of whose samples may still run on engines that
         begin this step."""
         self._known = _Known(lengths)
-        steps = [before._known, *before._earlier] if before else []
+        steps = [before._known, *before._earlier] if before and pace.staleness else []
         self._earlier = steps[: pace.staleness + 1]
         """The steps before, the last one first."""
         self._limits = limits

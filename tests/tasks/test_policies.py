@@ -308,7 +308,7 @@ async def test_a_queue_expects_what_the_last_step_showed():
     run, engines = queueing(last_step(*STEP_COSTS))
     (queue,) = await step_policies(run, engines, plan())
     assert isinstance(queue, SampleQueue)
-    assert queue._lengths.tokens("a") == pytest.approx(700.0)
+    assert queue._known.lengths.tokens("a") == pytest.approx(700.0)
     measured = MeasuredLatency(STEP_COSTS)
     decode_s = queue._limits.latency.decode_s(1, 8, 800.0)
     assert decode_s == pytest.approx(measured.verify_s(1, 8, 800.0, 4) / 3.0)
