@@ -1,8 +1,10 @@
-"""Real engines take new weights with requests in flight: each token is its version's."""
+"""Responses that take new weights on real engines, in flight or deferred: each token is its
+version's."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from benchmarks.one_step import fetch
 from engines.learn.learner import Learner
 from engines.rollout.coordinator import Coordinator
-from engines.rollout.moves import RolloutView, Start
+from engines.rollout.moves import Close, RolloutView, Start
 from schemas.rollout import Generated, Rollout, RolloutRequest, VersionSpan
 from schemas.weights import PolicyWeights
 from tests.inference.pace import paced
@@ -28,11 +30,12 @@ MIDDLE_TOKENS = 8
 
 
 class AllAtOnce:
-    """Starts all waiting requests, on the engines in turn."""
+    """Starts all waiting requests, on the engines in turn. Closes the stage when it may."""
 
     def decide(self, view):
         engines = [engine.engine for engine in view.engines]
-        return [Start(id, engines[at % len(engines)]) for at, id in enumerate(view.waiting)]
+        moves = [Start(id, engines[at % len(engines)]) for at, id in enumerate(view.waiting)]
+        return moves or ([Close()] if view.num_deferrable else [])
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,11 @@ def next_weights(prompts) -> PolicyWeights:
     return replace(weights_of(learner, prompts), policy_version=1)
 
 
+def of_origin(request: RolloutRequest) -> RolloutRequest:
+    """Return a deferred request as its own step drew it."""
+    return replace(request, id=replace(request, deferred_from=request.id.step - 1).origin)
+
+
 def begun(request: RolloutRequest, rollout: Rollout, num_tokens: int) -> RolloutRequest:
     """Return the request with the first tokens of the rollout generated."""
     of = rollout.generated
@@ -57,8 +65,11 @@ def begun(request: RolloutRequest, rollout: Rollout, num_tokens: int) -> Rollout
     return replace(request, generated=generated)
 
 
-async def in_flight(
-    engines: Sequence, versions: Sequence[PolicyWeights], works: Sequence[Sequence[RolloutRequest]]
+async def two_stages(
+    engines: Sequence,
+    versions: Sequence[PolicyWeights],
+    works: Sequence[Sequence[RolloutRequest]],
+    **options: Any,
 ) -> list[list[Rollout]]:
     """Queue a stage, and another in the middle of it. Return the rollouts of each stage."""
     coordinator = Coordinator(engines, [AllAtOnce()])
@@ -79,7 +90,7 @@ async def in_flight(
             keep,
             show,
             weights=versions[stage],
-            in_flight=True,
+            **options,
         )
 
     async with asyncio.timeout(300), paced(engines):
@@ -89,12 +100,19 @@ async def in_flight(
     return [await fetch(found) for found in told]
 
 
-async def test_each_token_is_that_of_its_version(engines, prompts, weights, next_weights):
+@pytest.mark.parametrize(
+    "options", [{"in_flight": True}, {"min_rollouts": 0}], ids=["in flight", "deferred"]
+)
+async def test_each_token_is_that_of_its_version(engines, prompts, weights, next_weights, options):
     """Engines go on to the next stage while responses of the first are unfinished. What a response
     had by then, and what it gained, are as on an engine that has these weights alone."""
     first = requests(prompts[:8])
     second = [replace(r, id=replace(r.id, step=2)) for r in requests(prompts[8:16])]
-    found, of_next = await in_flight(engines, [weights, next_weights], [first, second])
+    told = await two_stages(engines, [weights, next_weights], [first, second], **options)
+    deferred = [r for r in told[1] if r.id.sample_index < 0]
+    assert bool(deferred) is ("min_rollouts" in options)
+    found = told[0] + [replace(r, request=of_origin(r.request)) for r in deferred]
+    of_next = [r for r in told[1] if r not in deferred]
     assert {r.id for r in found} == {r.id for r in first}
     spans = {r.id: [(s.policy_version, s.num_tokens) for s in r.generated.spans] for r in found}
     crossed = [r for r in found if [version for version, _ in spans[r.id]] == [0, 1]]
