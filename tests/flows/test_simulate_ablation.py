@@ -80,7 +80,7 @@ def test_only_requested_steps_are_simulated():
 
 
 VARIANTS = variants(SMALL.layout, SMALL.latency, 16, GatedHistory(SMALL.latency, 2, ()))
-RATES = [100, 91, 115, 120, 140, 150, 220, 110, 300, 600, 700, 300, 142, 158, 240]
+RATES = [100, 91, 115, 120, 140, 150, 220, 110, 130, 300, 600, 700, 300, 142, 158, 240]
 """Samples per second of `VARIANTS`: the baseline, the other systems, and RhymeRL's parts."""
 
 

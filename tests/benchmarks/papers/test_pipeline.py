@@ -151,13 +151,13 @@ def test_samples_apart_fill_the_engines():
     assert apart.samples_per_s > together.samples_per_s
 
 
-def histopipe(config=CONFIG):
+def histopipe(config=CONFIG, oversample=0.05):
     return Configuration(
         name="histopipe",
         plan=in_turn(config, num_groups=NUM_GROUPS),
         policies=partial(migrating, run_config(8192, staleness=1, histopipe=config)),
         report_s=REPORT_S,
-        oversample=config.oversample,
+        oversample=oversample,
     )
 
 
