@@ -152,7 +152,7 @@ class _Generation:
             watch.show,
             weights=self.weights,
             policies=policies,
-            min_rollouts=_min_rollouts(run, plan, len(self.done)),
+            min_rollouts=_min_rollouts(run, plan, len(carried), len(self.done)),
             in_flight=queued and first and run.config.rollout.weight_update == "in_flight",
             label=f"{plan.split}/{plan.step}",
         )
@@ -235,12 +235,12 @@ def _versions(run: Run, plan: StepPlan) -> list[int]:
     return list(range(max(0, plan.step - 1 - run.config.staleness), plan.step))
 
 
-def _min_rollouts(run: Run, plan: StepPlan, num_done: int) -> int | None:
+def _min_rollouts(run: Run, plan: StepPlan, num_carried: int, num_done: int) -> int | None:
     """Return how many more rollouts the step must finish. It may defer the others. None: all."""
     if plan.split is Split.VALIDATION or not run.config.defers:
         return None
     full = run.config.prompts_per_step * plan.group_size
-    return max(0, min(full, plan.num_planned) - num_done)
+    return max(0, min(full, plan.num_planned) + num_carried - num_done)
 
 
 def _planned(run: Run, plan: StepPlan, *, queued: bool) -> list[tuple[int | None, RolloutRequest]]:

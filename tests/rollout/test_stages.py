@@ -77,6 +77,24 @@ async def test_a_deferred_request_starts_first():
     assert [request.deferred_from for request in engines[1].submitted] == [None, 1, None]
 
 
+async def test_requests_that_come_from_another_step_do_not_make_room_to_defer_more():
+    """Otherwise ever more requests would be a step late."""
+    recorder = Recorder([FakeEngine(0), FakeEngine(1)])
+    await recorder.coordinator.start()
+
+    class Everything:
+        def decide(self, view):
+            return [Defer(id, e.engine) for e in view.engines for id in e.progress]
+
+    stages = [
+        recorder.roll_out(step, work(step, [LONG] * 4), policies=[Everything()], min_rollouts=3)
+        for step in (1, 2, 3, 4)
+    ]
+    outcomes = await asyncio.wait_for(asyncio.gather(*stages), 20)
+    assert [len(outcome.deferred) for outcome in outcomes] == [1, 1, 1, 0]
+    assert [len(recorder.finished[step]) for step in (1, 2, 3, 4)] == [3, 4, 4, 5]
+
+
 @pytest.mark.parametrize(
     ("min_rollouts", "min_of_next"), [(2, 0), (None, 0), (1, None)], ids=["full", "no", "next"]
 )

@@ -36,6 +36,7 @@ from schemas.layout import Pool
 from schemas.rollout import LengthHistory, RequestId, RolloutRequest, Split
 from schemas.step import PromptGroup, RankingGroup, StepPlan
 from tasks.history import known_before
+from tasks.rollout import _min_rollouts
 from tasks.run.model_inputs import model_shape
 from tasks.run.policies import FIRST_KV_BYTES_PER_S, FIRST_SWITCH_S, _costs, step_policies
 from tasks.run.preflight import Inputs
@@ -359,3 +360,27 @@ def test_weights_in_flight_need_a_queue_and_staleness(changes):
     assert run_of(**flying, pat={}).config.rollout.weight_update == "in_flight"
     with pytest.raises(ValueError, match="weight_update is in_flight: set staleness to 1 or more"):
         run_of(**flying | {"pat": {}} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "drawn", "least"),
+    [
+        ({"rollout": {"placement": "queue"}}, 68, 64 * 8),
+        ({"rollout": {"placement": "queue", "oversample": 0.5}}, 96, 64 * 8),
+        ({"rollout": {"placement": "queue", "oversample": 0.0}}, 64, 64 * 8),
+        ({"rollout": {"placement": "even"}}, 64, None),
+        ({"histopipe": {"last_share": 0.0}}, 64, None),
+        ({"rollout": {"placement": "queue"}, "staleness": 0}, 64, None),
+        ({"rollout": {"placement": "queue"}, "algorithm": {"type": "dapo"}}, 64, None),
+    ],
+)
+def test_a_step_draws_as_many_samples_more_as_it_may_defer(changes, drawn, least):
+    run: Any = run_of(**{"staleness": 1, "pat": {}, "prompts_per_step": 64} | changes)
+    assert run.config.drawn_prompts_per_step == drawn
+    groups = tuple(PromptGroup(prompt_key=str(i), engine=0) for i in range(drawn))
+    planned = plan().model_copy(update={"groups": groups, "group_size": 8})
+    assert _min_rollouts(run, planned, 0, 0) == least
+    if least:
+        assert _min_rollouts(run, planned, 10, 30) == least - 20
+    validation = planned.model_copy(update={"split": Split.VALIDATION})
+    assert _min_rollouts(run, validation, 0, 0) is None
