@@ -377,7 +377,9 @@ def test_weights_in_flight_need_a_queue_and_staleness(changes):
 def test_a_step_draws_as_many_samples_more_as_it_may_defer(changes, drawn, least):
     run: Any = run_of(**{"staleness": 1, "pat": {}, "prompts_per_step": 64} | changes)
     assert run.config.drawn_prompts_per_step == drawn
-    groups = tuple(PromptGroup(prompt_key=str(i), engine=0) for i in range(drawn))
+    groups = tuple(
+        PromptGroup(prompt_key=str(i), engine=0, expected_tokens=None) for i in range(drawn)
+    )
     planned = plan().model_copy(update={"groups": groups, "group_size": 8})
     assert _min_rollouts(run, planned, 0, 0) == least
     if least:
