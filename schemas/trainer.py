@@ -117,7 +117,7 @@ class TrainerConfig(Frozen):
     def _decays_to_its_end(self) -> "TrainerConfig":
         if self.decay != "constant" and self.decay_steps is None:
             raise ValueError(
-                f"decay is {self.decay} and decay_steps is not given. Set it to the optimiser "
+                f"trainer.decay is {self.decay} and decay_steps is not given. Set it to the optimiser "
                 "steps that the decay takes: at most steps of the run * minibatches_per_step * "
                 "passes_per_step"
             )
@@ -132,8 +132,8 @@ class TrainerConfig(Frozen):
     def _replicas_are_whole(self) -> "TrainerConfig":
         if self.num_processes % self.num_replicas:
             raise ValueError(
-                f"num_replicas ({self.num_replicas}) does not divide num_processes "
-                f"({self.num_processes}): every replica needs the same number of processes. Change "
-                "one of the two"
+                f"trainer.num_replicas ({self.num_replicas}) does not divide "
+                f"trainer.num_processes ({self.num_processes}): every replica needs the same "
+                "number of processes. Change one of the two"
             )
         return self
