@@ -117,9 +117,9 @@ class TrainerConfig(Frozen):
     def _decays_to_its_end(self) -> "TrainerConfig":
         if self.decay != "constant" and self.decay_steps is None:
             raise ValueError(
-                f"trainer.decay is {self.decay} and decay_steps is not given. Set it to the optimiser "
-                "steps that the decay takes: at most steps of the run * minibatches_per_step * "
-                "passes_per_step"
+                f"trainer.decay is {self.decay} and decay_steps is not given. Set it to the "
+                "optimiser steps that the decay takes: at most steps of the run * "
+                "minibatches_per_step * passes_per_step"
             )
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(

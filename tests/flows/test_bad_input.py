@@ -63,7 +63,10 @@ def test_preset_names_missing_settings(preset: Path, tmp_path: Path, capsys, mon
         ("trainer.decay=linear", "trainer: .*decay_steps is not given"),
         ("algorithm.file=nowhere.py", "there is no Python file .*nowhere.py"),
         ("trainer.micro_batch_tokens=100", "one sample must fit"),
-        ("trainer.num_replicas=2", r"num_replicas \(2\) does not divide trainer.num_processes \(1\)"),
+        (
+            "trainer.num_replicas=2",
+            r"num_replicas \(2\) does not divide trainer.num_processes \(1\)",
+        ),
         ("trainer.lora.target_modules=[qkv_proj]", "called qkv_proj; it has .*, q_proj"),
         ("reward={type: function, path: nowhere.py}", "nowhere.py"),
         ("data.max_response_tokens=9000", "has a context of 1024 tokens"),
