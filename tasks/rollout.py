@@ -104,7 +104,7 @@ class _Generation:
         self, plan: StepPlan, carried: Sequence[tuple[int, RolloutRequest]]
     ) -> tuple[Outcome, Timeline]:
         async with scoring_new(self.run, plan.split, plan.step) as wake_scorer:
-            page, running = await self._queue(plan, carried, wake_scorer)
+            page, running = await self._queue(plan, carried, wake_scorer, first=True)
             with page:
                 outcome = await running
                 # Take the timeline before any other await, because the next stage may begin then.
@@ -132,7 +132,7 @@ class _Generation:
         carried: Sequence[tuple[int, RolloutRequest]],
         wake_scorer: Callable[[], None],
         *,
-        first: bool = True,
+        first: bool,
     ) -> tuple[ProgressPage, "asyncio.Future[Outcome]"]:
         """Queue the missing samples at the engines. The next step may then follow. If it does
         before a further batch, that batch goes back to this step's weights."""

@@ -63,7 +63,7 @@ _LINES = {
     Moment.DEFERRAL: r"train step (\d+): scoring",
 }
 """How the run's output announces a moment, with the step."""
-STALENESS = {RunMode.SYNC: 0, RunMode.PIPELINED: 1, RunMode.STALE: 2}
+_STALENESS = {RunMode.SYNC: 0, RunMode.PIPELINED: 1, RunMode.STALE: 2}
 _FINISHED = {Moment.ROLLOUT: 0.0, Moment.MIGRATION: 0.4, Moment.SWITCH: 0.4}
 """Moments within a rollout stage: share of its rollouts that have finished by then."""
 
@@ -242,7 +242,7 @@ def _write_config(directory: Path, mode: RunMode, strikes: Sequence[Strike]) -> 
     values |= {
         "name": NAME,
         "runs_dir": str(directory),
-        "staleness": STALENESS[mode],
+        "staleness": _STALENESS[mode],
     }
     values |= {"num_epochs": NUM_EPOCHS, "prompts_per_step": PROMPTS_PER_STEP}
     values |= {"validation_samples": 1}

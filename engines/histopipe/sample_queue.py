@@ -22,7 +22,7 @@ before a longer sample if the prefill saved takes longer than the difference in 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice, zip_longest
+from itertools import islice
 
 import numpy as np
 
@@ -118,12 +118,12 @@ class SampleQueue:
         return moves
 
     def _load(self, engine: EngineView) -> EngineLoad:
-        steps = [self._known, *self._earlier]
-        own, *earlier = (
-            (step.number, step.load(engine.engine, before))
-            for step, before in zip_longest(steps, steps[1:])
-        )
-        return EngineLoad(engine, own[1], dict(earlier if engine.earlier else ()))
+        index, before = engine.engine, [*self._earlier, None]
+        earlier = {
+            of.number: of.load(index, then)
+            for of, then in (zip(self._earlier, before[1:], strict=True) if engine.earlier else ())
+        }
+        return EngineLoad(engine, self._known.load(index, before[0]), earlier)
 
     def _learn(self, view: RolloutView) -> None:
         """Take the lengths of finished siblings into account."""

@@ -209,14 +209,20 @@ class Mover:
 
     async def _close(self, stage: GenerationStage, later: GenerationStage) -> None:
         for tracked in self._fleet.engines.values():
-            working = tracked.alive and tracked.may_serve(later)
-            of_stage = [r for r in tracked.pending if tracked.stage_of(r.id) is stage]
+            if not (tracked.alive and tracked.may_serve(later)):
+                continue
+            # An engine ahead may have many requests, but few of this stage.
+            held = tracked.unfinished if tracked.stage is stage else tracked.earlier
             ids = [
-                request.id
-                for request in of_stage
-                if request.deferred_from is None and not stage.races.has(request.id, tracked.index)
+                id
+                for id in held
+                if tracked.stage_of(id) is stage
+                and (request := tracked.unfinished.get(id))
+                and id not in tracked.finishing
+                and request.deferred_from is None
+                and not stage.races.has(id, tracked.index)
             ]
-            if working and ids:
+            if ids:
                 await self._defer_all(stage, later, tracked, tracked, ids[: stage.num_deferrable])
 
     async def _defer_all(

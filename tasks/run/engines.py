@@ -94,9 +94,9 @@ class Engines:
         """The last step whose rollouts are queued."""
         self._receivers = tuple(receivers)
         self._rolled_out_s = 0.0
+        """End of the last rollout stage, on the event loop's clock. 0: before the first."""
         self._open_s: list[float] = []
         """Beginnings of timelines that are not yet taken."""
-        """End of the last rollout stage, on the event loop's clock."""
 
     @property
     def living(self) -> tuple[int, ...]:
