@@ -3,8 +3,8 @@
 VARIANT ?= cpu
 BIN := .venv/bin
 # Two processes share two cores; tests that fail there (status 1) are tried once more, alone.
-ENGINES := $(BIN)/pytest -q --dist loadgroup --no-loadscope-reorder
-with_retry = $(ENGINES) -n 2 -m "$(1)" || { [ $$? = 1 ] && $(ENGINES) -n 1 --lf -m "$(1)"; }
+PYTEST := $(BIN)/pytest -q --dist loadgroup --no-loadscope-reorder
+with_retry = $(PYTEST) -n 2 -m "$(1)" || { [ $$? = 1 ] && $(PYTEST) -n 1 --lf -m "$(1)"; }
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -19,13 +19,13 @@ check: setup ## Lint, types, import layers and pure tests but the slowest; no en
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet .
 	@$(BIN)/ty check --quiet flows tasks engines schemas benchmarks/papers
 	@$(BIN)/lint-imports --no-logo >/dev/null || $(BIN)/lint-imports
-	@$(BIN)/pytest -q -n 2 -m "not engine and not slow"
+	@$(call with_retry,not engine and not slow)
 
 engines: setup ## The tests with real engines and services but the slowest: a quarter of an hour
 	@$(call with_retry,engine and not slow)
 
 test: setup ## All tests
-	@$(BIN)/pytest -q -n 2 -m "not engine"
+	@$(call with_retry,not engine)
 	@$(call with_retry,engine)
 
 next: setup ## Whether what engines touch of vLLM is in its newest one too, pre-releases among them
