@@ -100,6 +100,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("actor/staleness_mean", "versions", "mean staleness of a token"),
         Metric(
+            "staleness/{versions}/tokens",
+            "share",
+            "tokens of this staleness (this and the next two with `staleness` of 1 or more)",
+        ),
+        Metric("staleness/{versions}/k1", "nats", "`mismatch/k1` of its tokens"),
+        Metric("staleness/{versions}/clipfrac", "share", "`actor/pg_clipfrac` of its tokens"),
+        Metric(
             "actor/filtered_samples",
             "share",
             "samples that dynamic sampling left out (if it is on)",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from engines.learn.losses import bounded_ratios
@@ -24,6 +24,21 @@ WEIGHTED = ("actor/pg_loss", "actor/kl_loss")
 except peaks and lows."""
 DIFF = "actor/rollout_logprob_diff"
 _SQUARES = "mismatch/ratio_squares"
+BY_STALENESS = "staleness/"
+"""Prefix of the metrics of tokens of one staleness, such as `staleness/1/k1`."""
+
+
+def clipped_tokens(
+    log_ratios: Float[Tensor, "tokens"],
+    advantages: Float[Tensor, "tokens"],
+    counted: Bool[Tensor, "tokens"],
+    algorithm: AlgorithmConfig,
+) -> tuple[Bool[Tensor, "tokens"], Bool[Tensor, "tokens"]]:
+    """Return which tokens lost their gradient to the lower clip, and to the upper one."""
+    ratio = bounded_ratios(log_ratios)
+    low = (ratio < 1.0 - algorithm.clip_low) & (advantages < 0.0) & counted
+    high = (ratio > 1.0 + algorithm.clip_high) & (advantages > 0.0) & counted
+    return low, high
 
 
 def clip_figures(
@@ -40,8 +55,7 @@ def clip_figures(
     can be negative.
     """
     ratio = bounded_ratios(log_ratios)
-    low = (ratio < 1.0 - algorithm.clip_low) & (advantages < 0.0) & counted
-    high = (ratio > 1.0 + algorithm.clip_high) & (advantages > 0.0) & counted
+    low, high = clipped_tokens(log_ratios, advantages, counted, algorithm)
     figures = {
         "actor/pg_clipfrac": (low | high).sum().float(),
         "actor/clipfrac_low": low.sum().float(),
@@ -73,6 +87,26 @@ def mismatch_figures(log_ratios: Float[Tensor, "tokens"], counted: Bool[Tensor, 
         "mismatch/ratio_max": (ratio * counted).max(),
         "mismatch/ratio_min": torch.where(counted, ratio, torch.inf).min(),
     }
+
+
+def staleness_figures(
+    staleness: Int[Tensor, "tokens"],
+    log_ratios: Float[Tensor, "tokens"],
+    clipped: Bool[Tensor, "tokens"],
+    max_staleness: int,
+) -> Sums:
+    """Return tokens, `mismatch/k1` and clipped tokens for each staleness up to `max_staleness`.
+
+    `staleness`: in policy versions, -1 where tokens do not count. `log_ratios`: as in
+    `mismatch_figures`.
+    """
+    figures: Sums = {}
+    for versions in range(max_staleness + 1):
+        own = staleness == versions
+        figures[f"{BY_STALENESS}{versions}/tokens"] = own.sum().float()
+        figures[f"{BY_STALENESS}{versions}/k1"] = -(log_ratios * own).sum()
+        figures[f"{BY_STALENESS}{versions}/clipfrac"] = (clipped & own).sum().float()
+    return figures
 
 
 def nothing_like(figures: Sums) -> Sums:
@@ -112,6 +146,8 @@ def summarise(updates: Sequence[dict[str, float]], num_measured: int) -> dict[st
     measured = updates[:num_measured]
     metrics = {}
     for name in updates[0]:
+        if name.startswith(BY_STALENESS):
+            continue
         own = measured if name == DIFF or name.startswith("mismatch/") else updates
         values = [update[name] for update in own]
         how = np.max if name in PEAKS else np.min if name in LOWS else np.mean
@@ -119,4 +155,21 @@ def summarise(updates: Sequence[dict[str, float]], num_measured: int) -> dict[st
     squares = metrics.pop(_SQUARES)
     metrics["mismatch/effective_share"] = metrics["mismatch/ratio_mean"] ** 2 / squares
     metrics["actor/lr"] = updates[-1]["actor/lr"]
+    return metrics | _by_staleness(updates, measured)
+
+
+def _by_staleness(
+    updates: Sequence[dict[str, float]], measured: Sequence[dict[str, float]]
+) -> dict[str, float]:
+    """Return the share of tokens of each staleness that occurs, and means over its tokens."""
+    metrics = {}
+    for name in (name for name in updates[0] if name.startswith(BY_STALENESS)):
+        tokens = f"{name.rpartition('/')[0]}/tokens"
+        if name == tokens:
+            num, total = sum(update[name] for update in updates), len(updates)
+        else:
+            own = measured if name.endswith("/k1") else updates
+            num, total = (sum(update[key] for update in own) for key in (name, tokens))
+        if total and any(update[tokens] for update in updates):
+            metrics[name] = num / total
     return metrics

@@ -63,7 +63,7 @@ def accumulate_gradient(
         measured.append(sums)
     (idle,) = pack([share.idle], budget)
     for _ in range(share.num_idle_passes):
-        measured.append(_idle_pass(policy, reference, idle, config))
+        measured.append(_idle_pass(policy, reference, idle, share, config))
     return combine(measured, share.num_counted, world_size)
 
 
@@ -94,10 +94,14 @@ def _loss(
 
 
 def _idle_pass(
-    policy: PolicyModel, reference: Reference | None, batch: MicroBatch, config: TrainConfig
+    policy: PolicyModel,
+    reference: Reference | None,
+    batch: MicroBatch,
+    share: Share,
+    config: TrainConfig,
 ) -> Sums:
     """Take part in the collectives of a pass, with a gradient of zero."""
-    nothing = LossTokens.none(len(batch.targets), policy.device)
+    nothing = LossTokens.none(len(batch.targets), share, policy.device)
     loss, sums = _loss(policy, reference, batch, nothing, config)
     loss.backward()
     return nothing_like(sums)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from engines.balance import longest_first
 from engines.learn.losses import token_weights
 from engines.learn.packing import TokenSequence, plan_micro_batches
-from engines.learn.training_samples import TrainingSample
+from engines.learn.training_samples import MAX_DEFERRALS, TrainingSample
 from schemas.config import TrainConfig
 
 
@@ -27,6 +27,8 @@ class Share:
     """How many more forward passes the busiest rank makes than this rank."""
     idle: TokenSequence
     """Sequence that this rank scores in those passes."""
+    max_staleness: int
+    """Largest staleness of a trained token, in policy versions."""
     old_logprobs: list[NDArray[np.float32]] | None = None
     """Log-probability of each response token of `samples` under the policy before the step; None if
     the current policy or the engine's serves instead."""
@@ -96,6 +98,7 @@ def assign_share(
         num_counted=num_counted,
         num_idle_passes=max(num_passes) - num_passes[rank],
         idle=minibatch[0].rollout,
+        max_staleness=config.staleness and config.staleness + MAX_DEFERRALS,
     )
 
 

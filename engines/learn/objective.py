@@ -4,11 +4,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engines.learn.diagnostics import Sums, clip_figures, mismatch_figures
+from engines.learn.diagnostics import (
+    Sums,
+    clip_figures,
+    clipped_tokens,
+    mismatch_figures,
+    staleness_figures,
+)
 from engines.learn.losses import (
     clipped_policy_losses,
     importance_weights,
@@ -30,12 +36,16 @@ class LossTokens:
     advantages: Float[Tensor, "tokens"]
     weights: Float[Tensor, "tokens"]
     counted: Bool[Tensor, "tokens"]
+    staleness: Int[Tensor, "tokens"]
+    max_staleness: int
+    """Largest staleness for which the metrics have figures of their own."""
 
     @classmethod
-    def none(cls, num_tokens: int, device: torch.device) -> "LossTokens":
-        """Return tokens that do not count."""
+    def none(cls, num_tokens: int, share: Share, device: torch.device) -> "LossTokens":
+        """Return tokens that do not count, for a pass of this share."""
         zeros = torch.zeros(num_tokens, device=device)
-        return cls([num_tokens], zeros, zeros, zeros, zeros, zeros.bool())
+        arrays = (zeros, zeros, zeros, zeros, zeros.bool(), zeros.int())
+        return cls([num_tokens], *arrays, share.max_staleness)
 
     @classmethod
     def gather(cls, samples: tuple[int, ...], share: Share, device: torch.device) -> "LossTokens":
@@ -57,6 +67,8 @@ class LossTokens:
             advantages=torch.from_numpy(np.repeat(advantages, num_tokens)).to(device),
             weights=gather_own(share.weights),
             counted=gather([sample.counted for sample in chosen]),
+            staleness=gather([sample.staleness for sample in chosen]),
+            max_staleness=share.max_staleness,
         )
 
 
@@ -93,8 +105,12 @@ def policy_loss(
     loss = (losses * tokens.weights).sum()
     sums["actor/pg_loss"] = loss.detach()
     with torch.no_grad():
+        low, high = clipped_tokens(log_ratios, tokens.advantages, tokens.counted, algorithm)
         sums |= clip_figures(log_ratios, tokens.advantages, tokens.counted, algorithm)
         sums |= mismatch_figures(mismatch, tokens.counted)
+        if tokens.max_staleness:
+            stale = torch.where(tokens.counted, tokens.staleness, -1)
+            sums |= staleness_figures(stale, mismatch, low | high, tokens.max_staleness)
     return loss, sums
 
 

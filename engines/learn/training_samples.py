@@ -39,6 +39,8 @@ class TrainingSample:
     advantage: float
     counted: NDArray[np.bool_]
     """Whether each response token counts in the loss and its denominators."""
+    staleness: NDArray[np.int32]
+    """Policy versions between each response token and the trained policy."""
 
 
 def read_training_samples(
@@ -63,8 +65,10 @@ def read_training_samples(
     num_tokens = [rollout.num_response_tokens for rollout in rollouts]
     rewards = [_punished(rollout, config) for rollout in rollouts]
     advantages = _advantages(rewards, np.where(taught, num_tokens, 0), config)
-    samples = list(map(TrainingSample, rollouts, advantages, map(np.full, num_tokens, taught)))
-    metrics = {"actor/staleness_mean": _mean_staleness(samples, policy_version)}
+    counted = map(np.full, num_tokens, taught)
+    staleness = [policy_version - rollout.versions for rollout in rollouts]
+    samples = list(map(TrainingSample, rollouts, advantages, counted, staleness))
+    metrics = {"actor/staleness_mean": _mean_staleness(samples)}
     metrics |= _reward_metrics(samples, [reward for reward, _ in rewards])
     if algorithm.dynamic_sampling:
         metrics["actor/filtered_samples"] = 1.0 - float(np.mean(varied))
@@ -153,8 +157,7 @@ def _spread(name: str, values: NDArray[np.float64]) -> dict[str, float]:
     return {f"{name}/{figure}": float(of(values)) for figure, of in figures.items()}
 
 
-def _mean_staleness(samples: Sequence[TrainingSample], policy_version: int) -> float:
-    """Return the mean age of the trained tokens in policy versions, or 0 without any."""
-    ages = policy_version - np.concatenate([sample.rollout.versions for sample in samples])
-    trained = ages[np.concatenate([sample.counted for sample in samples])]
+def _mean_staleness(samples: Sequence[TrainingSample]) -> float:
+    """Return the mean staleness of the trained tokens in policy versions, or 0 without any."""
+    trained = np.concatenate([sample.staleness[sample.counted] for sample in samples])
     return float(trained.mean()) if len(trained) else 0.0

@@ -53,16 +53,33 @@ def test_the_head_of_a_deferred_sample_is_trained_on_like_its_tail(make_config: 
     first = moved_one(config, deferred)
     assert first.weights_buffer() == moved_one(config, fresh).weights_buffer()
 
-    def shift(row: dict) -> dict:
-        return {
-            "inference_logprobs": [
-                value - 0.3 if at < 4 else value
-                for at, value in enumerate(row["inference_logprobs"])
-            ]
-        }
-
     # Negative control: other log-probabilities in the head change the update.
-    assert moved_one(config, change(deferred, shift)).weights_buffer() != first.weights_buffer()
+    other = change(deferred, lambda row: {"inference_logprobs": later(row, 4, 0.3)})
+    assert moved_one(config, other).weights_buffer() != first.weights_buffer()
+
+
+def test_metrics_of_each_staleness_add_up(make_config: MakeConfig) -> None:
+    batch = change(make_batch(policy_version=3), lambda row: spans(row, 4, 1, 3))
+    shifted = change(batch, lambda row: {"inference_logprobs": later(row, 4, 0.3)})
+    before, after = (started(make_config(), 1, 3).train_step(own) for own in (batch, shifted))
+    stale, fresh = (after[f"staleness/{versions}/tokens"] for versions in (2, 0))
+    num_stale = sum(min(4, len(row["response_token_ids"])) for row in batch.to_pylist())
+    num_tokens = sum(len(row["response_token_ids"]) for row in batch.to_pylist())
+    assert (stale, stale + fresh) == (pytest.approx(num_stale / num_tokens), pytest.approx(1.0))
+    assert "staleness/1/tokens" not in after
+    for figure, whole in (("k1", "mismatch/k1"), ("clipfrac", "actor/pg_clipfrac")):
+        parts = stale * after[f"staleness/2/{figure}"] + fresh * after[f"staleness/0/{figure}"]
+        assert parts == pytest.approx(after[whole], abs=1e-6)
+    # Only the stale tokens were shifted.
+    assert after["staleness/2/k1"] == pytest.approx(before["staleness/2/k1"] - 0.3, abs=1e-5)
+    assert after["staleness/0/k1"] == before["staleness/0/k1"]
+    assert after["actor/pg_clipfrac"] > 0.0
+
+
+def later(row: dict, num_shifted: int, shift: float) -> list[float]:
+    """Return the row's log-probabilities, lower by `shift` at the first tokens."""
+    values = row["inference_logprobs"]
+    return [value - shift * (at < num_shifted) for at, value in enumerate(values)]
 
 
 def test_batch_without_signal_leaves_weights_unchanged(make_config: MakeConfig) -> None:
