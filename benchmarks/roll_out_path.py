@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 from benchmarks.call_path import CallTracer, joined
 from benchmarks.stand_ins import MODEL
+from engines.inference.engine.checkpoint_engine import CheckpointEngine
 from engines.inference.engine.ray_engine import RayEngine
-from engines.inference.engine.vllm_engine import CheckpointEngine
 from engines.rollout.coordinator import Coordinator
 from schemas.config import TrainConfig
 from schemas.rollout import FinishedRollout, RequestId, RolloutRequest, Split

@@ -22,6 +22,10 @@ class FinishReason(StrEnum):
     """The model ended its response."""
     LENGTH = "length"
     """The response was cut at `max_response_tokens`."""
+    TURNS = "turns"
+    TIME = "time"
+    CONTEXT = "context"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,18 @@ class RolloutRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a conversation: tokens that the policy sampled, then tokens that it observed."""
+
+    num_sampled: int
+    num_observed: int | None = None
+    waited_s: float = 0.0
+    score: float | None = None
+    num_calls: int = 0
+    num_failed_calls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Generated:
     """Tokens of one response, or of its beginning, with everything recorded about them."""
 
@@ -164,6 +180,8 @@ class Generated:
     """Forward passes that verified at least one draft token."""
     num_rejections: int = 0
     """Verifications that rejected a token."""
+    turns: tuple[Turn, ...] = ()
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from engines.accounting.metrics import evaluation_metrics, evaluation_report, va
 from engines.durable import write_durably
 from engines.failures import Failures
 from engines.histospec.workers import HistoryWorkers
-from engines.inference.engine.vllm_engine import CheckpointEngine
+from engines.inference.engine.checkpoint_engine import CheckpointEngine
 from engines.learn.trainer import TrainerGroup
 from engines.reports.progress import Everywhere, TerminalProgress
 from engines.reward import ScorerPool

@@ -60,6 +60,8 @@ class EngineEvents:
     drafting: Mapping[RequestId, DraftProgress] = field(default_factory=dict)
     """Drafting state of the unfinished requests that have drafts. May be slightly old, and may
     lack requests that were just submitted."""
+    num_waiting: int = 0
+    """Unfinished requests that wait for their environment."""
 
 
 class Engine(Protocol):

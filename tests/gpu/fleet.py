@@ -169,7 +169,7 @@ def _card_bytes() -> int:
 
 def _stock() -> Any:
     from benchmarks.stock import StockEngine
-    from engines.inference.engine.vllm_engine import CheckpointEngine
+    from engines.inference.engine.checkpoint_engine import CheckpointEngine
 
     class Stock(CheckpointEngine, StockEngine):
         """Stock vLLM with the weights of the model directory.

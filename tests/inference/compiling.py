@@ -10,8 +10,8 @@ import os
 import sys
 from typing import Any
 
+from engines.inference.engine.checkpoint_engine import CheckpointEngine
 from engines.inference.engine.process import generate
-from engines.inference.engine.vllm_engine import CheckpointEngine
 from engines.inference.engine.worker import WorkerExtension
 from schemas.config import TrainConfig
 from tests.conftest import DEMO

@@ -30,8 +30,14 @@ class Admitted:
     """Callback for the final `RequestOutput`, or for the error that ended the request."""
 
 
-def admitted(running: Running, config: EngineConfig, put: Callable[[Any], None]) -> Admitted:
-    """Return the vLLM request for an engine of this configuration."""
+def admitted(
+    running: Running,
+    config: EngineConfig,
+    put: Callable[[Any], None],
+    max_tokens: int | None = None,
+) -> Admitted:
+    """Return the vLLM request for an engine of this configuration. `max_tokens`: tokens that it
+    may sample. None: up to the end of the response."""
     request = running.request
     sampling = config.rollout.sampling(request.id.split)
     kv = _kv_source(running) if config.moves_kv else None
@@ -41,13 +47,13 @@ def admitted(running: Running, config: EngineConfig, put: Callable[[Any], None])
         PROMPT_KEY: request.id.prompt_key,
         DRAFTING: astuple(request.drafting) if request.drafting else None,
         "kv": astuple(kv) if kv else None,
-        STOP: (len(request.prompt_token_ids), *stop) if stop else None,
+        STOP: (running.turn_starts_at, *stop) if stop else None,
     }
     params = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "max_tokens": request.max_response_tokens - running.num_before,
+        "max_tokens": max_tokens or request.max_response_tokens - running.num_before,
         "logprobs": 0,
         "flat_logprobs": True,
         "extra_args": extra_args,

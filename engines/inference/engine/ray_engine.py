@@ -198,7 +198,9 @@ class RayEngine:
         self._num_received += len(events.finished)
         self._unfinished.difference_update(rollout.id for rollout in events.finished)
         now, progress = time.monotonic(), dict(events.progress)
-        if events.finished or not self._unfinished or progress != self._last_progress:
+        moves = events.finished or progress != self._last_progress
+        # An environment's answer is bounded in time by itself.
+        if moves or events.num_waiting or not self._unfinished:
             self._last_news_s, self._last_progress = now, progress
         elif now - self._last_news_s > self._config.rollout.stall_timeout_s:
             raise EngineDied(

@@ -18,6 +18,8 @@ class Running:
         self.started_s = started_s
         self.withdrawn = False
         self.continuation: RolloutRequest | None = None
+        self.num_cached_tokens: int | None = None
+        """Tokens with keys and values when it arrived. None: not known yet."""
 
     @property
     def tokens_before(self) -> Sequence[int]:
@@ -26,6 +28,22 @@ class Running:
     @property
     def num_before(self) -> int:
         return len(self.tokens_before)
+
+    @property
+    def turn_starts_at(self) -> int:
+        """Position of the first token of the turn that is being sampled, the prompt included."""
+        generated = self.request.generated
+        ended = (
+            sum(t.num_sampled + (t.num_observed or 0) for t in generated.turns) if generated else 0
+        )
+        return len(self.request.prompt_token_ids) + ended
+
+    def with_answer(self, request: RolloutRequest) -> "Running":
+        """Return the next turn of this request, on the same engine."""
+        request = replace(request, drafting=self.request.drafting)
+        running = Running(request, self.policy_version, self.started_s)
+        running.num_cached_tokens = self.num_cached_tokens
+        return running
 
     def num_with_kv(self, num_new: int) -> int:
         """Return how many tokens have keys and values once `num_new` were generated here.
@@ -82,3 +100,15 @@ class Running:
             inference_logprobs=array("f", before.inference_logprobs) + new_logprobs,
             spans=tuple(spans),
         )
+
+
+def states_of(llm: Any) -> dict[str, Any]:
+    """Return vLLM's `RequestState` of each request, by name. `llm`: vLLM's `AsyncLLM`."""
+    return {state.external_req_id: state for state in llm.output_processor.request_states.values()}
+
+
+def num_new_of(llm: Any) -> dict[str, int]:
+    """Return the tokens from this engine by name. With final-only outputs only vLLM's state has
+    them."""
+    states = states_of(llm).items()
+    return {name: s.detokenizer.num_output_tokens() for name, s in states if s.detokenizer}

@@ -14,26 +14,26 @@ import ray
 from engines.bounded import wait_for
 from engines.garbage import freeze_garbage
 from engines.gpus.cleanup import Marked, given_gpus, mark_children
-from engines.inference.engine.admission import admit, admitted
+from engines.inference.engine.admission import Admitted, admit, admitted
 from engines.inference.engine.arguments import engine_args
+from engines.inference.engine.conversations import Conversations, waits
 from engines.inference.engine.drafting_calls import DraftingCalls
 from engines.inference.engine.last_error import last_error
 from engines.inference.engine.metrics_export import stat_loggers
 from engines.inference.engine.parking import HostMemory, Memory, SleepMode
 from engines.inference.engine.process import prepare_process
-from engines.inference.engine.running import Running
+from engines.inference.engine.running import Running, num_new_of, states_of
 from engines.inference.kv.saving import KVSaving
-from engines.inference.weights.canary import compare
+from engines.inference.weights.canary import check_weights
 from engines.inference.weights.received_weights import HandedWeights
 from engines.inference.weights.source import WeightSources
-from engines.rollout.interface import EngineEvents, WeightSyncError
+from engines.rollout.interface import EngineEvents
 from engines.shared_memory import clear_dead
 from engines.store.rows import rollout_rows
 from schemas.config import EngineConfig
 from schemas.counts import DraftingCounts, KVCounts
 from schemas.engine import ALONE, EngineSetup
 from schemas.rollout import (
-    DraftProgress,
     DraftSetting,
     FinishReason,
     RequestId,
@@ -48,8 +48,6 @@ POLL_S = 0.25
 GATHER_S = 0.25
 """Seconds to wait for more finished rollouts while others run: each report costs the store a
 transaction."""
-DRAFTING_POLL_S = 1.0
-"""Least seconds between two calls that fetch the drafting progress of requests."""
 
 
 class VLLMEngine:
@@ -71,12 +69,15 @@ class VLLMEngine:
         self._drained = asyncio.Event()
         """Set when no request is running."""
         self._failure: BaseException | None = None
-        self._drafting_asked_s = 0.0
-        self._drafting_counts: dict[str, tuple[int, int, int]] = {}
         self._is_parked = False
         self._unchecked: PolicyWeights | None = None
         """Weights that were loaded without a KV cache, so the canary has not checked them yet."""
         self._sources = WeightSources(index, config.rollout.stall_timeout_s)
+        self._conversations = self._converse()
+
+    def _converse(self) -> Conversations | None:
+        """Return the conversations with the run's environments, or None without environments."""
+        return None
 
     def mark_processes(self, mark: str) -> Marked:
         """Mark all processes that start here, to find them later. Return mark, node and GPUs."""
@@ -127,8 +128,29 @@ class VLLMEngine:
             await self._drafting.expect(list({request.id.prompt_key for request in requests}))
         began = self._begin(requests)
         self._saving.note(requests)
-        submitted = [admitted(r, self._config, partial(self._end, r)) for r in began]
-        await self._admit(self._llm, submitted)
+        await self._admit(self._llm, [self._admitted(r) for r in began if not self._waits(r)])
+
+    def _admitted(self, running: Running) -> Admitted:
+        own = self._conversations
+        max_tokens = own.limits.max_tokens(running.request) if own else None
+        return admitted(running, self._config, partial(self._end, running), max_tokens)
+
+    def _waits(self, running: Running) -> bool:
+        """Return whether the request waits for its environment, which is asked then."""
+        own = self._conversations
+        if own is None or not waits(running.request.generated):
+            return False
+        own.ask(running.request)
+        return True
+
+    async def _go_on(self, request: RolloutRequest) -> None:
+        """Submit the next turn of a conversation, unless it was withdrawn meanwhile."""
+        before = self._running[request.id]
+        if before.withdrawn:
+            self._leave(before, request)
+            return
+        running = self._running[request.id] = before.with_answer(request)
+        await self._admit(self._llm, [self._admitted(running)])
 
     async def withdraw(
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
@@ -167,16 +189,28 @@ class VLLMEngine:
         return [replace(request, kv=kv.get(request.id)) for request in copies]
 
     def _copies(self, running: Sequence[Running]) -> list[RolloutRequest]:
-        states = self._states()
+        states = states_of(self._llm)
         named = ((one, states.get(str(one.request.id))) for one in running)
-        return [one.continued_by(one.generated_so_far(state)) for one, state in named if state]
+        copies = [one.continued_by(one.generated_so_far(state)) for one, state in named if state]
+        if own := self._conversations:
+            copies += [r for one in running if (r := own.waiting(one.request.id))]
+        return copies
 
     async def _take_out(self, leaving: Sequence[Running]) -> list[RolloutRequest]:
         for running in leaving:
             running.withdrawn = True
         # Before this returns, aborted requests have ended with their tokens so far.
         await self._llm.abort([str(running.request.id) for running in leaving])
+        if own := self._conversations:
+            for running in leaving:
+                if waiting := own.withdraw(running.request.id):
+                    self._leave(running, waiting)
+            await own.ended([running.request.id for running in leaving])
         return [r.continuation for r in leaving if r.continuation is not None]
+
+    def _leave(self, running: Running, continuation: RolloutRequest) -> None:
+        self._forget(running.request.id)
+        running.continuation = continuation
 
     async def _saved_kv(self, leaving: Sequence[Running]) -> dict[RequestId, SavedKV]:
         """Save keys and values. A request without a token from here keeps those it came with."""
@@ -188,18 +222,9 @@ class VLLMEngine:
 
     def _num_with_kv(self, running: Sequence[Running]) -> dict[RequestId, int]:
         """Return the tokens with keys and values of each request that has tokens from here."""
-        told = self._num_new()
+        told = num_new_of(self._llm)
         num_new = {r: told.get(str(r.request.id), 0) for r in running}
         return {r.request.id: r.num_with_kv(new) for r, new in num_new.items() if new}
-
-    def _states(self) -> dict[str, Any]:
-        """Return vLLM's `RequestState` of each request, by name."""
-        return {s.external_req_id: s for s in self._llm.output_processor.request_states.values()}
-
-    def _num_new(self) -> dict[str, int]:
-        """Return the tokens from here by name. With final-only outputs only vLLM's state has it."""
-        states = self._states().items()
-        return {name: s.detokenizer.num_output_tokens() for name, s in states if s.detokenizer}
 
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
         here = {id: setting for id, setting in settings.items() if id in self._running}
@@ -220,7 +245,7 @@ class VLLMEngine:
         self._saving.clear()
         await self._memory.take_weights()
         if not await self._handed.are_of(weights.policy_version):
-            await self._load_file(weights)
+            await self._sources.load(self._llm, weights)
         await self._llm.reset_prefix_cache()
         self._policy_version = weights.policy_version
         if self._is_parked and not self._memory.has_kv_cache:
@@ -229,13 +254,9 @@ class VLLMEngine:
         await self._memory.take_kv_cache()
         return await self._check_weights(weights)
 
-    async def _load_file(self, weights: PolicyWeights) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        async with self._sources.file_of(weights) as path:
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest({"path": str(path)}))
-            await self._llm.finish_weight_update(str(weights.policy_version))
+    async def _check_weights(self, weights: PolicyWeights) -> float:
+        tolerance, dtype = self._config.rollout.canary_tolerance, self._config.model.dtype
+        return await check_weights(self._llm, self.index, weights, dtype, tolerance)
 
     async def take_handed(self, method: str, *args: Any) -> None:
         """Run one call of the trainer's hand-over (`HandedWeights`), while it has the GPUs.
@@ -288,10 +309,12 @@ class VLLMEngine:
         self._wake.clear()
         if self._failure is not None:
             raise RuntimeError(f"vLLM failed: {self._failure!r}") from self._failure
-        drafting = await self._draft_progress()
+        requests = [running.request for running in self._running.values()]
+        drafting = await self._drafting.progress(requests)
         finished = tuple(rollout.without_tokens(row) for row, rollout in enumerate(self._finished))
         rows = rollout_rows(self._finished) if finished else None
-        return EngineEvents(finished, self._progress(), drafting), rows
+        num_waiting = len(self._conversations or ())
+        return EngineEvents(finished, self._progress(), drafting, num_waiting), rows
 
     async def last_error(self) -> str:
         return last_error()
@@ -304,23 +327,8 @@ class VLLMEngine:
         return engine_args(self._config, self.index, on_cpu)
 
     def _progress(self) -> dict[RequestId, int]:
-        new, here = self._num_new(), self._running.items()
+        new, here = num_new_of(self._llm), self._running.items()
         return {id: running.num_before + new.get(str(id), 0) for id, running in here}
-
-    async def _draft_progress(self) -> dict[RequestId, DraftProgress]:
-        """Return the progress of requests that have their own draft setting. Fetch it rarely: it
-        costs the engine a call between two steps."""
-        now_s = time.monotonic()
-        if any(running.request.drafting for running in self._running.values()) and (
-            now_s - self._drafting_asked_s > DRAFTING_POLL_S
-        ):
-            counts = await self._llm.collective_rpc("draft_progress")
-            self._drafting_counts, self._drafting_asked_s = counts[0], now_s
-        return {
-            id: DraftProgress(running.request.drafting, *self._drafting_counts[str(id)])
-            for id, running in self._running.items()
-            if running.request.drafting and str(id) in self._drafting_counts
-        }
 
     def _begin(self, requests: Sequence[RolloutRequest]) -> list[Running]:
         assert self._policy_version is not None, "no weights loaded"
@@ -340,57 +348,47 @@ class VLLMEngine:
                 raise output
             self._take_final(running, output)
         except Exception as error:
-            # vLLM's own error says nothing if it has a cause.
-            self._failure = error.__cause__ or error
-            self._wake.set()
-            self._drained.set()
+            self._fail(error)
 
     def _take_final(self, running: Running, final: Any) -> None:
-        del self._running[running.request.id]
-        if not self._running:
-            self._drained.set()
         (output,) = final.outputs
         generated = running.generated_with(output)
+        if running.num_cached_tokens is None:
+            running.num_cached_tokens = final.num_cached_tokens or 0
         if output.finish_reason == "abort" and running.withdrawn:
-            running.continuation = running.continued_by(generated)
+            self._leave(running, running.continued_by(generated))
             return
+        request, reason = replace(running.request, generated=generated), output.finish_reason
+        if self._conversations:
+            running.request = self._conversations.turn_ended(request, FinishReason(reason))
+        else:
+            self._finish(request, FinishReason(reason))
+
+    def _finish(self, request: RolloutRequest, reason: FinishReason) -> None:
+        """Report a finished response, whose tokens are `request.generated`."""
+        running = self._forget(request.id)
+        assert request.generated
         self._finished.append(
             Rollout(
-                request=running.request,
-                generated=generated,
-                finish_reason=FinishReason(output.finish_reason),
+                request=replace(request, generated=None),
+                generated=request.generated,
+                finish_reason=reason,
                 engine=self.index,
                 started_s=running.started_s,
                 finished_s=time.time(),
-                num_cached_tokens=final.num_cached_tokens or 0,
+                num_cached_tokens=running.num_cached_tokens or 0,
             )
         )
         self._wake.set()
 
-    async def _check_weights(self, weights: PolicyWeights) -> float:
-        """Return the largest mean |engine - trainer| log-probability of the canaries.
+    def _forget(self, id: RequestId) -> Running:
+        running = self._running.pop(id)
+        if not self._running:
+            self._drained.set()
+        return running
 
-        Raise `WeightSyncError` if a layer kept older weights, or a canary differs too much.
-        """
-        version = f"engine {self.index} after loading policy version {weights.policy_version}"
-        for rank, layers in enumerate(await self._llm.collective_rpc("stale_layers")):
-            if layers:
-                raise WeightSyncError(
-                    f"{version}: rank {rank} took no new weights for {len(layers)} layers, such as "
-                    f"{layers[0]}: they still have an older version"
-                )
-        tolerance, dtype = self._config.rollout.canary_tolerance, self._config.model.dtype
-        checks = await compare(self._llm, weights, dtype, tolerance)
-        for check in checks:
-            if not check.holds:
-                raise WeightSyncError(f"{version} differs from the trainer: {check}")
-        return max((check.error for check in checks), default=0.0)
-
-
-class CheckpointEngine(VLLMEngine):
-    """An engine without a trainer. It serves the weights of its model directory."""
-
-    async def load_weights(self, weights: PolicyWeights) -> float:
-        assert weights.source is None, "these weights would not be served"
-        self._policy_version = weights.policy_version
-        return 0.0
+    def _fail(self, error: BaseException) -> None:
+        # vLLM's own error says nothing if it has a cause.
+        self._failure = error.__cause__ or error
+        self._wake.set()
+        self._drained.set()

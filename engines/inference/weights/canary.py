@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.inference.engine.process import generate
+from engines.rollout.interface import WeightSyncError
 from schemas.weights import Canary, PolicyWeights
 
 FLOAT32_TOLERANCE = 1e-3
@@ -193,3 +194,24 @@ async def _logprobs(llm: Any, name: str, canary: Canary) -> list[float]:
     final = await generate(llm, name, canary.token_ids, **params)
     pairs = zip(final.prompt_logprobs[1:], canary.token_ids[1:], strict=True)
     return [at[token].logprob for at, token in pairs]
+
+
+async def check_weights(
+    llm: Any, engine: int, weights: PolicyWeights, dtype: str, tolerance: float | None
+) -> float:
+    """Return the largest mean |engine - trainer| log-probability of the canaries.
+
+    Raise `WeightSyncError` if a layer kept older weights, or a canary differs too much.
+    """
+    version = f"engine {engine} after loading policy version {weights.policy_version}"
+    for rank, layers in enumerate(await llm.collective_rpc("stale_layers")):
+        if layers:
+            raise WeightSyncError(
+                f"{version}: rank {rank} took no new weights for {len(layers)} layers, such as "
+                f"{layers[0]}: they still have an older version"
+            )
+    checks = await compare(llm, weights, dtype, tolerance)
+    for check in checks:
+        if not check.holds:
+            raise WeightSyncError(f"{version} differs from the trainer: {check}")
+    return max((check.error for check in checks), default=0.0)

@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from engines.actors import ActorError, ActorGone, RemoteActor
 from engines.couriers import courier_of
@@ -20,6 +21,16 @@ class WeightSources:
         self._engine = engine
         self._timeout_s = timeout_s
         self._courier: RemoteActor | None = None
+
+    async def load(self, llm: Any, weights: PolicyWeights) -> None:
+        """Load these weights into an engine. Raise `WeightSyncError` as `file_of` does. `llm`:
+        vLLM's `AsyncLLM`."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        async with self.file_of(weights) as path:
+            await llm.start_weight_update()
+            await llm.update_weights(WeightTransferUpdateRequest({"path": str(path)}))
+            await llm.finish_weight_update(str(weights.policy_version))
 
     @asynccontextmanager
     async def file_of(self, weights: PolicyWeights) -> AsyncGenerator[Path]:
