@@ -22,10 +22,10 @@ from engines.simulate.cluster import PLACEMENTS, PolicySet, check_latency, even
 from engines.simulate.counted_latency import CountedLatency
 from engines.simulate.history import DRAFTINGS, check_token_ids
 from engines.simulate.trace import Trace, from_store, measured_s, read_trace
-from schemas.config import HistoPipeConfig
 from schemas.drafting import HISTORY
 from schemas.latency import PointKind
 from schemas.rollout import DraftSetting
+from schemas.scheduling import HistoPipeConfig
 from schemas.simulate import ClusterLayout
 from tasks.run.record import find_run
 from tasks.run.run_dir import STORE_FILE

@@ -36,7 +36,8 @@ from engines.latency.interface import Latency
 from engines.rollout.moves import Policy
 from engines.simulate.cluster import even
 from engines.simulate.run_config import run_config
-from schemas.config import HistoPipeConfig, TrainConfig
+from schemas.config import TrainConfig
+from schemas.scheduling import HistoPipeConfig
 from schemas.simulate import ClusterLayout, SimulatedPipeline
 from schemas.step import PromptGroup, RankingGroup, StepPlan
 

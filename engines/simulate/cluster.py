@@ -20,10 +20,10 @@ from engines.simulate.member import Acceptance, Passes
 from engines.simulate.pace import Interval
 from engines.simulate.run_config import run_config
 from engines.simulate.trace import Trace
-from schemas.config import HistoPipeConfig
 from schemas.drafting import HISTORY, DraftingConfig
 from schemas.layout import Pool
 from schemas.rollout import DraftSetting, LengthHistory, RequestId, Rollout, RolloutRequest, Split
+from schemas.scheduling import HistoPipeConfig
 from schemas.simulate import ClusterLayout, PolicySetSummary, SimulatedStep
 from schemas.step import PromptGroup, StepPlan
 from schemas.weights import PolicyWeights

@@ -19,9 +19,9 @@ from engines.simulate.cluster import (
     summarise,
 )
 from engines.simulate.trace import Trace
-from schemas.config import HistoPipeConfig
 from schemas.latency import PointKind
 from schemas.rollout import DraftSetting
+from schemas.scheduling import HistoPipeConfig
 from schemas.simulate import ClusterLayout
 from tests.latency.machines import AffineMachine, measure
 from tests.simulate.comparing import compare

@@ -15,8 +15,8 @@ from benchmarks.papers.windows import GatedHistory
 from engines.rollout.moves import Defer, Migrate
 from engines.simulate.run_config import run_config
 from engines.simulate.trace import Trace
-from schemas.config import HistoPipeConfig
 from schemas.rollout import LengthHistory, Split
+from schemas.scheduling import HistoPipeConfig
 from schemas.simulate import ClusterLayout
 from schemas.step import PromptGroup, StepPlan
 from tests.simulate.latencies import LinearLatency
