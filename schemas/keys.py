@@ -26,6 +26,12 @@ def sample_key(seed: int, step: int, split: str, prompt: str, sample_index: int)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
+def group_seed(seed: int, step: int, split: str, prompt: str) -> int:
+    """Return the seed of the environments of all samples of a prompt in a step, at least 0."""
+    text = f"{seed}/{step}/{split}/{prompt}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
+
+
 def stage_name(split: str, step: int) -> str:
     """Return the name of a generation stage's files, in the run's directory and in MLflow."""
     return f"{split}-{step:05d}"

@@ -124,6 +124,8 @@ class RolloutRequest:
     """Draft setting. None: the engine's default."""
     kv: SavedKV | None = None
     """KV cache of the generated tokens. None: it is computed again."""
+    task: EnvironmentTask | None = None
+    """What the sample's environment starts with. None: a single turn, without an environment."""
 
     @property
     def origin(self) -> RequestId:

@@ -13,37 +13,10 @@ import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
+from engines.environment.client import Environments, TurnAnswer
 from schemas.rollout import FinishReason, Generated, RequestId, RolloutRequest, Turn
-
-
-@dataclass(frozen=True, slots=True)
-class TurnAnswer:
-    """An environment's answer to a turn."""
-
-    observed: Sequence[int] | None
-    """Tokens to append, up to the next generation prompt. None: the conversation has ended."""
-    score: float | None = None
-    """Score of the turn; of the conversation, if it has ended. None: it gave none."""
-    num_calls: int = 0
-    num_failed_calls: int = 0
-    waited_s: float = 0.0
-    """Seconds from the question to the answer."""
-    failed: bool = False
-    """Whether the environment failed, so the conversation is over."""
-
-
-class Environments(Protocol):
-    """The environments of a run, as an engine sees them."""
-
-    async def answer(self, request: RolloutRequest) -> TurnAnswer:
-        """Answer the last turn of `request.generated`. Bounded in time."""
-        ...
-
-    async def end(self, request: RolloutRequest, reason: FinishReason) -> float | None:
-        """End a conversation that was cut. Return the environment's score, or None."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +128,9 @@ class Conversations:
         del self._waiting[request.id]
         generated = answered(request.generated, answer)
         request = replace(request, generated=generated)
-        if answer.observed is None:
+        if answer.restarts:
+            await self._go_on(replace(request, generated=None))
+        elif answer.observed is None:
             self._finish(request, FinishReason.FAILED if answer.failed else FinishReason.STOP)
         elif reason := self.limits.reason_to_end(generated, request.max_response_tokens):
             self._cut(replace(request, generated=without_last_answer(generated)), reason)
