@@ -11,6 +11,8 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Any
 
+from schemas.environment import EnvironmentTask
+
 
 class Split(StrEnum):
     TRAIN = "train"

@@ -99,8 +99,7 @@ class Conversations:
 
     def ask(self, request: RolloutRequest) -> None:
         """Ask for the answer to the last turn of `request.generated`, then continue."""
-        task = asyncio.create_task(self._contained(self._answer(request)))
-        self._waiting[request.id] = (request, task)
+        self._waiting[request.id] = (request, self._started(self._answer(request)))
 
     def turn_ended(self, request: RolloutRequest, reason: FinishReason) -> RolloutRequest:
         """Continue after a turn that vLLM has finished; `request.generated` has its tokens. Return
@@ -116,10 +115,13 @@ class Conversations:
             self._cut(request, reason)
         return request
 
-    async def _contained(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except Exception as error:
+    def _started(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._report)
+        return task
+
+    def _report(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()):
             self._fail(error)
 
     async def _answer(self, request: RolloutRequest) -> None:
@@ -139,8 +141,7 @@ class Conversations:
 
     def _cut(self, request: RolloutRequest, reason: FinishReason) -> None:
         """End a conversation that a limit has cut."""
-        task = asyncio.create_task(self._contained(self._end(request, reason)))
-        self._ending[request.id] = task
+        self._ending[request.id] = self._started(self._end(request, reason))
 
     async def _end(self, request: RolloutRequest, reason: FinishReason) -> None:
         score = await self._environments.end(request, reason)
