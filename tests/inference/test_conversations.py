@@ -50,7 +50,7 @@ class HashedEnvironments:
     stable: bool = True
     """Whether the same turn always gets the same answer."""
     num_answers: int = 0
-    num_ends: int = 0
+    ends: list[FinishReason] = field(default_factory=list)
     failing: frozenset[int] = frozenset()
     """Turns at which the environment fails."""
 
@@ -70,7 +70,8 @@ class HashedEnvironments:
         return TurnAnswer(observed, score=0.5, num_calls=1, waited_s=0.25)
 
     async def end(self, request: RolloutRequest, reason: FinishReason) -> float | None:
-        self.num_ends += 1
+        assert waits(request.generated)
+        self.ends.append(reason)
         await asyncio.sleep(0)
         return -1.0
 
@@ -225,7 +226,7 @@ def test_a_cut_turn_is_never_answered() -> None:
     num_turns = sum(len(generated.turns) for generated, _ in finished.values())
     assert cut
     assert environments.num_answers == num_turns - len(cut)
-    assert environments.num_ends == len(cut)
+    assert environments.ends == [FinishReason.LENGTH] * len(cut)
 
 
 def test_who_withdraws_a_cut_request_waits_for_its_end() -> None:
@@ -244,7 +245,7 @@ def test_who_withdraws_a_cut_request_waits_for_its_end() -> None:
 def test_an_error_of_the_environments_is_reported() -> None:
     class Broken(HashedEnvironments):
         async def answer(self, request: RolloutRequest) -> TurnAnswer:
-            raise RuntimeError("no environment")
+            raise RuntimeError(f"no environment for {request.id}")
 
     async def run() -> list[BaseException]:
         engine = HashedEngine(Broken(), LIMITS)
@@ -260,8 +261,8 @@ def test_an_error_of_the_environments_is_reported() -> None:
 def test_a_lost_environment_that_answers_differently_starts_anew() -> None:
     class Lost(HashedEnvironments):
         async def answer(self, request: RolloutRequest) -> TurnAnswer:
-            if not self.num_ends:
-                self.num_ends += 1
+            if not self.ends:
+                self.ends.append(FinishReason.FAILED)
                 return TurnAnswer(None, restarts=True)
             return await super().answer(request)
 

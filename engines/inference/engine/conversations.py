@@ -11,7 +11,7 @@ the environment gives the same answer to the same turn (`engines.environment.poo
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
