@@ -39,19 +39,20 @@ class RolloutConfig(Frozen):
     tp_degree: Free[PositiveInt] = 1
     """Tensor parallelism: GPUs (or CPU processes) of one engine, for example `2`. It must divide
     the model's attention heads. Raise it if one GPU cannot hold the model and its KV cache."""
-    placement: Kept[Literal["histopipe", "queue", "even"]] = "histopipe"
-    """Which engine generates a response. `histopipe`: ranking groups of prompts by the lengths of
-    their last epoch. `queue`: responses wait in one queue, longest expected first, and an engine
-    takes the next when it has room. `even`: prompts are dealt by expected work. Choose `even` if
-    lengths do not repeat from epoch to epoch (`refrain report RUN`)."""
+    placement: Kept[Literal["auto", "queue", "histopipe", "even"]] = "auto"
+    """Which engine generates a response. `queue`: responses wait in one queue, longest expected
+    first, and an engine takes the next when it has room. `histopipe`: ranking groups of prompts by
+    the lengths of their last epoch. `even`: prompts are dealt by expected work. `auto`: the queue
+    with `staleness`, `histopipe` without it or with `pat.tp_degrees`. Choose `even` if lengths do
+    not repeat from epoch to epoch (`refrain report RUN`)."""
     weight_update: Free[Literal["drain", "in_flight"]] = "drain"
     """When an engine takes the weights of the next step. `drain`: when it has finished its part of
     this one. `in_flight`: when no response waits in the queue. Its unfinished responses go on with
-    the new weights, and their KV cache is computed again. Try it with `staleness` and `placement:
-    queue`, which it needs, if engines run half empty at the end of a step."""
+    the new weights, and their KV cache is computed again. It needs `staleness` and the queue. Try
+    it if engines run half empty at the end of a step."""
     oversample: Kept[float] = Field(default=0.05, ge=0.0, le=1.0)
-    """Extra prompts of a step, as a share of `prompts_per_step`, with `placement: histopipe` or
-    `queue` and `staleness`. For example, `0.1` draws 10 % more. A step defers at most these extra
+    """Extra prompts of a step, as a share of `prompts_per_step`, with `staleness` and
+    `placement: queue` or `histopipe`. For example, `0.1` draws 10 % more. A step defers at most these extra
     samples to the next one. Raise it if every step defers as many as it may
     (`rollout/num_deferred`); 0: none."""
     group_size: Kept[int] = Field(default=8, ge=2)
@@ -265,14 +266,21 @@ class TrainConfig(Frozen):
         return self.trainer.minibatches_per_step or picked
 
     @property
+    def sample_placement(self) -> str:
+        """`rollout.placement` with `auto` resolved."""
+        if self.rollout.placement != "auto":
+            return self.rollout.placement
+        return "queue" if self.staleness and not self.pat.tp_degrees else "histopipe"
+
+    @property
     def ranks_prompts(self) -> bool:
-        return self.staleness > 0 and self.rollout.placement == "histopipe"
+        return self.staleness > 0 and self.sample_placement == "histopipe"
 
     @property
     def defers(self) -> bool:
         """Whether a step may defer samples to the next one."""
         ranked = self.ranks_prompts and self.histopipe.last_share > 0.0
-        queued = self.staleness > 0 and self.rollout.placement == "queue"
+        queued = self.staleness > 0 and self.sample_placement == "queue"
         return (ranked or queued) and not self.algorithm.refills
 
     @property
@@ -350,11 +358,11 @@ class TrainConfig(Frozen):
                 "rollout.model_runner: v2 drafts from history only: remove specactor.draft_models "
                 "and specactor.drafter, or set model_runner: v1"
             )
-        queued = self.staleness and self.rollout.placement == "queue" and not self.pat.tp_degrees
+        queued = self.staleness and self.sample_placement == "queue" and not self.pat.tp_degrees
         if self.rollout.weight_update == "in_flight" and not queued:
             raise ValueError(
-                "rollout.weight_update is in_flight: set staleness to 1 or more, and "
-                "rollout.placement: queue, without pat.tp_degrees; or weight_update: drain"
+                "rollout.weight_update is in_flight: set staleness to 1 or more, and leave "
+                "rollout.placement and pat.tp_degrees unset; or weight_update: drain"
             )
         if self.staleness and self.placement == "shared":
             raise ValueError(

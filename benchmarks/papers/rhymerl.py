@@ -226,12 +226,13 @@ def _parts(
     cluster: ClusterLayout, latency: Latency, num_groups: int, drafting: GatedHistory
 ) -> Iterator[PipelineVariant]:
     config, over = HistoPipeConfig(), BASELINE
+    run = run_config(16 * K, staleness=1, histopipe=config, rollout={"placement": "histopipe"})
     times = (None, two_tier(cluster, latency), two_tier(cluster, TokenLatency(drafting)))
     for part, rollout_time, drafts in zip(PARTS, times, (None, None, drafting), strict=True):
         configuration = Configuration(
             name=part,
             plan=in_turn(config, rollout_time, num_groups),
-            policies=partial(migrating, run_config(16 * K, staleness=1, histopipe=config)),
+            policies=partial(migrating, run),
             report_s=REPORT_S,
             drafting=drafts,
             oversample=OVERSAMPLE,

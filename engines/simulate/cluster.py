@@ -200,6 +200,7 @@ def _decide(
             "tp_degree": cluster.tp_degree,
             "max_num_seqs": cluster.max_num_seqs,
             "group_size": group_size,
+            "placement": "histopipe",
         },
     )
     drafting = policy_set.drafting

@@ -125,10 +125,10 @@ async def step_policies(run: Run, engines: Engines, plan: StepPlan) -> tuple[Pol
 
 
 async def _queue(run: Run, engines: Engines, plan: StepPlan) -> SampleQueue | None:
-    """Return the queue of a training step's samples. None without `rollout.placement: queue`, and
+    """Return the queue of a training step's samples. None with another `rollout.placement`, and
     while the run does not know the times of its steps."""
     config = run.config
-    if config.rollout.placement != "queue" or plan.split is Split.VALIDATION:
+    if config.sample_placement != "queue" or plan.split is Split.VALIDATION:
         return None
     last = await last_known(run, plan.step)
     latency = _step_times(run, last) if last else None

@@ -351,7 +351,7 @@ def test_a_step_is_planned_with_what_is_trained_by_then(staleness, known):
     "changes",
     [
         {"staleness": 0},
-        {"rollout": {"weight_update": "in_flight"}},
+        {"rollout": {"weight_update": "in_flight", "placement": "even"}},
         {"pat": {"tp_degrees": [2]}},
     ],
 )

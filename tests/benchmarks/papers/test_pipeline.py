@@ -152,10 +152,11 @@ def test_samples_apart_fill_the_engines():
 
 
 def histopipe(config=CONFIG, oversample=0.05):
+    run = run_config(8192, staleness=1, histopipe=config, rollout={"placement": "histopipe"})
     return Configuration(
         name="histopipe",
         plan=in_turn(config, num_groups=NUM_GROUPS),
-        policies=partial(migrating, run_config(8192, staleness=1, histopipe=config)),
+        policies=partial(migrating, run),
         report_s=REPORT_S,
         oversample=oversample,
     )
