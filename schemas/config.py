@@ -52,8 +52,8 @@ class RolloutConfig(Frozen):
     it if engines run half empty at the end of a step."""
     oversample: Kept[float] = Field(default=0.05, ge=0.0, le=1.0)
     """Extra prompts of a step, as a share of `prompts_per_step`, with `staleness` and
-    `placement: queue` or `histopipe`. For example, `0.1` draws 10 % more. A step defers at most these extra
-    samples to the next one. Raise it if every step defers as many as it may
+    `placement: queue` or `histopipe`. For example, `0.1` draws 10 % more. A step defers at most
+    these extra samples to the next one. Raise it if every step defers as many as it may
     (`rollout/num_deferred`); 0: none."""
     group_size: Kept[int] = Field(default=8, ge=2)
     """Responses sampled for each prompt: at least two, as their rewards are compared. For example,

@@ -17,7 +17,8 @@ class BuiltinReward(Frozen):
     """
 
     type: Literal["builtin"] = "builtin"
-    """`builtin`: a scorer that refrain ships, by each row's `data_source`. `function`: your own."""
+    """`builtin`: a scorer that refrain ships, by each row's `data_source`. `function`: your own.
+    `environment`: the score that `environment.path` gives."""
     timeout_s: Free[PositiveFloat] = 60.0
     """Longest time in seconds to score one response, for example `120`. Raise it for a scorer that
     needs longer, such as a judge behind a URL."""
@@ -60,6 +61,12 @@ class FunctionReward(Frozen):
         }
 
 
+class EnvironmentReward(Frozen):
+    """The score that the run's environment gives at the end of a conversation (`environment`)."""
+
+    type: Literal["environment"] = "environment"
+
+
 JSON_ONLY = ("kwargs", "on_error", "environment", "max_memory_bytes")
 """Settings that only the JSON view of the form takes."""
 
@@ -76,9 +83,12 @@ def _reward_form() -> dict[str, Any]:
     del fields["function"]["default"]
     fields["type"] = {
         "title": "Type",
-        "enum": ["builtin", "function"],
+        "enum": ["builtin", "function", "environment"],
         "default": "builtin",
-        "description": "`builtin`: a scorer by each row's `data_source`. `function`: your own.",
+        "description": (
+            "`builtin`: a scorer by each row's `data_source`. `function`: your own. `environment`: "
+            "the environment's score."
+        ),
     }
     fields["path"]["description"] = "`function`: the Python file that defines your function."
     fields["function"]["description"] = (
@@ -89,7 +99,7 @@ def _reward_form() -> dict[str, Any]:
 
 
 RewardConfig = Annotated[
-    BuiltinReward | FunctionReward,
+    BuiltinReward | FunctionReward | EnvironmentReward,
     Field(discriminator="type"),
     WithJsonSchema(_reward_form(), mode="validation"),
 ]

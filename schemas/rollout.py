@@ -25,9 +25,13 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """The response was cut at `max_response_tokens`."""
     TURNS = "turns"
+    """The conversation had `environment.max_turns` turns."""
     TIME = "time"
+    """The conversation waited for its environment for longer than `environment.max_wait_s`."""
     CONTEXT = "context"
+    """The environment's answer left no room for another turn within `max_response_tokens`."""
     FAILED = "failed"
+    """The environment failed. `environment.on_error` says what becomes of the response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +165,15 @@ class Turn:
 
     num_sampled: int
     num_observed: int | None = None
+    """None: the environment has not answered. Of a finished response's last turn: it ended."""
     waited_s: float = 0.0
+    """Seconds from the turn's end to the environment's answer."""
     score: float | None = None
+    """The environment's score of this turn. None: it gave none."""
     num_calls: int = 0
+    """Tool calls of the turn."""
     num_failed_calls: int = 0
+    """Tool calls that raised an exception."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +181,13 @@ class Generated:
     """Tokens of one response, or of its beginning, with everything recorded about them."""
 
     token_ids: Sequence[int]
-    """Engines give arrays, which travel in one piece."""
+    """All tokens after the prompt, sampled and observed. Engines give arrays, which travel in one
+    piece."""
     inference_logprobs: Sequence[float]
-    """Log-probability of each token under softmax(logits / T), before top-k and top-p;
-    [len(token_ids)]."""
+    """Log-probability of each sampled token under softmax(logits / T), before top-k and top-p;
+    [num_sampled]."""
     spans: tuple[VersionSpan, ...]
-    """Policy versions of the tokens. The lengths of the spans add up to len(token_ids)."""
+    """Policy versions of the sampled tokens. The lengths of the spans add up to num_sampled."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_verifications: int = 0
@@ -185,7 +195,20 @@ class Generated:
     num_rejections: int = 0
     """Verifications that rejected a token."""
     turns: tuple[Turn, ...] = ()
+    """Turns of a conversation with an environment. Empty without an environment. The tokens of an
+    unfinished turn follow those of the turns."""
     score: float | None = None
+    """The environment's score of the response. None: it gave none, or there is none."""
+
+    @property
+    def num_observed(self) -> int:
+        """Tokens that the environment wrote."""
+        return sum(turn.num_observed or 0 for turn in self.turns)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return len(self.token_ids) - self.num_observed
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +233,8 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.generated.token_ids)
+        """Sampled tokens."""
+        return self.generated.num_sampled
 
     @property
     def token_digest(self) -> bytes:
@@ -241,7 +265,7 @@ class FinishedRollout:
     engine: int
     finish_reason: FinishReason
     num_tokens: int
-    """Response tokens."""
+    """Sampled tokens of the response."""
     num_draft_tokens: int
     num_accepted_tokens: int
     num_cached_tokens: int

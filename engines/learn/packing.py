@@ -7,7 +7,7 @@ other means than attention; each of their samples gets its own row
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,13 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """A prompt with its response. Only the response's tokens are predicted."""
+    """A prompt with its response. Only the response's sampled tokens are predicted."""
 
     token_ids: NDArray[np.int32]
     num_prompt_tokens: int
+    sampled: NDArray[np.bool_] | None = field(default=None, kw_only=True)
+    """Whether the policy sampled each token of the response. The others are context, written by an
+    environment. None: it sampled all."""
 
     @property
     def num_input_tokens(self) -> int:
@@ -27,7 +30,16 @@ class TokenSequence:
 
     @property
     def num_response_tokens(self) -> int:
+        """Sampled tokens of the response."""
+        if self.sampled is not None:
+            return int(self.sampled.sum())
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def predicted_at(self) -> NDArray[np.int64]:
+        """Positions of the sampled tokens, [num_response_tokens]."""
+        positions = np.arange(self.num_prompt_tokens, len(self.token_ids))
+        return positions if self.sampled is None else positions[self.sampled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +98,9 @@ def lay_out(samples: Sequence[int], sequences: Sequence[TokenSequence]) -> Micro
         position_ids=np.concatenate([np.arange(num) for num in num_tokens]),
         num_tokens=tuple(num_tokens),
         predict_at=np.concatenate(
-            [
-                np.arange(start + one.num_prompt_tokens - 1, start + one.num_input_tokens)
-                for start, one in zip(starts, own, strict=True)
-            ]
+            [start + one.predicted_at - 1 for start, one in zip(starts, own, strict=True)]
         ),
-        targets=np.concatenate([one.token_ids[one.num_prompt_tokens :] for one in own]).astype(
-            np.int64
-        ),
+        targets=np.concatenate([one.token_ids[one.predicted_at] for one in own]).astype(np.int64),
         samples=tuple(samples),
     )
 

@@ -26,9 +26,9 @@ class ScoredRollout(TokenSequence):
     prompt_key: str
     sample_index: int
     inference_logprobs: NDArray[np.float32]
-    """Log-probability of each response token, recorded by the rollout engine."""
+    """Log-probability of each sampled token, recorded by the rollout engine."""
     versions: NDArray[np.int32]
-    """Policy version of each response token."""
+    """Policy version of each sampled token."""
     reward: float
     group_rewards: NDArray[np.float64]
     """Known rewards of the rollout's group."""
@@ -73,19 +73,33 @@ def _split(values: NDArray, lists: pa.ListArray) -> list[NDArray]:
 
 def _rollout(row: dict[str, Any]) -> ScoredRollout:
     prompt, response = row.pop("prompt_token_ids"), row.pop("response_token_ids")
+    sampled = sampled_mask(row.pop("num_sampled"), row.pop("num_observed"))
     rollout = ScoredRollout(
         token_ids=np.concatenate([prompt, response]),
         num_prompt_tokens=len(prompt),
+        sampled=sampled,
         versions=row.pop("version_spans"),
         **row,
     )
     name = f"sample {rollout.sample_index} of prompt {rollout.prompt_key}"
-    num_tokens, num_logprobs = len(response), len(rollout.inference_logprobs)
+    num_tokens, num_logprobs = rollout.num_response_tokens, len(rollout.inference_logprobs)
     assert len(prompt) > 0, f"{name} has no prompt"
+    assert sampled is None or len(sampled) == len(response), f"{name}: its turns do not fit"
     assert num_tokens == num_logprobs == len(rollout.versions) > 0, f"{name}: {num_tokens} tokens"
     group = zip(rollout.group_rewards, rollout.group_lengths, strict=True)
     assert (rollout.reward, num_tokens) in group, f"{name} is not in its group"
     return rollout
+
+
+def sampled_mask(
+    num_sampled: NDArray[np.int32], num_observed: NDArray[np.int32]
+) -> NDArray[np.bool_] | None:
+    """Return whether the policy sampled each token of a response, from the tokens of its turns.
+    None: it has no turns, and all are sampled."""
+    if not len(num_sampled):
+        return None
+    turns = np.stack([num_sampled, num_observed], axis=1).ravel()
+    return np.repeat(np.arange(len(turns)) % 2 == 0, turns)
 
 
 def choose_canaries(rollouts: Iterable[ScoredRollout]) -> list[list[int]]:

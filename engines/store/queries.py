@@ -6,7 +6,7 @@ FROM rollouts WHERE split = $split AND step = $step
 """
 
 SCORING_ROWS = """
-SELECT prompt_key, sample_index, response_token_ids
+SELECT prompt_key, sample_index, response_token_ids, turns, environment_score, finish_reason
 FROM rollouts AS r
 WHERE split = $split AND step = $step AND NOT EXISTS (
     FROM rewards AS w
@@ -56,7 +56,10 @@ WITH trained AS (
     GROUP BY origin_step, prompt_key
 )
 SELECT prompt_key, sample_index, prompt_token_ids, response_token_ids, reward, inference_logprobs,
-    origin_step, group_rewards, group_lengths, version_spans, finish_reason = 'length' AS truncated
+    origin_step, group_rewards, group_lengths, version_spans,
+    list_transform(coalesce(turns, []), lambda t: t.num_sampled) AS num_sampled,
+    list_transform(coalesce(turns, []), lambda t: coalesce(t.num_observed, 0)) AS num_observed,
+    finish_reason IN ('length', 'context') AS truncated
 FROM trained
 JOIN prompts USING (prompt_key)
 LEFT JOIN rewards USING (split, step, prompt_key, sample_index)

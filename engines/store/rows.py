@@ -1,12 +1,13 @@
 """Convert finished rollouts to the Arrow table that the store inserts."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from engines.store.tables import SPANS
+from engines.store.tables import SPANS, TURNS
 from schemas.drafting import HISTORY
 from schemas.rollout import Rollout
 
@@ -31,7 +32,7 @@ def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
         "prompt_token_ids": _lists([r.prompt_token_ids for r in requests], np.int32),
         "response_token_ids": _lists([g.token_ids for g in generated], np.int32),
         "inference_logprobs": _lists([g.inference_logprobs for g in generated], np.float32),
-        "response_tokens": column(lambda r: len(r.generated.token_ids), pa.int32()),
+        "response_tokens": column(lambda r: r.num_tokens, pa.int32()),
         "finish_reason": column(lambda r: str(r.finish_reason), pa.string()),
         "engine": column(lambda r: r.engine, pa.int32()),
         "drafter": column(_drafter, pa.string()),
@@ -44,16 +45,24 @@ def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
         "num_rejections": column(lambda r: r.generated.num_rejections, pa.int32()),
         "started_s": column(lambda r: r.started_s, pa.float64()),
         "finished_s": column(lambda r: r.finished_s, pa.float64()),
+        "observed_tokens": column(lambda r: r.generated.num_observed, pa.int32()),
+        "turns": column(_turns, TURNS),
+        "environment_score": column(lambda r: r.generated.score, pa.float64()),
     }
     return pa.table(columns)
 
 
 def _check(rollout: Rollout) -> None:
     generated, name = rollout.generated, rollout.request.id
-    num_tokens = len(generated.token_ids)
+    num_tokens = generated.num_sampled
     assert len(generated.inference_logprobs) == num_tokens, f"{name}: not one logprob per token"
     assert generated.spans, f"{name}: no policy version recorded"
     assert sum(span.num_tokens for span in generated.spans) == num_tokens, f"{name}: bad spans"
+    if turns := generated.turns:
+        assert sum(turn.num_sampled for turn in turns) == num_tokens, f"{name}: bad turns"
+        # The policy has the last word, so a response ends with a token to train on.
+        assert turns[-1].num_observed is None, f"{name}: its last turn was answered"
+        assert all(turn.num_observed is not None for turn in turns[:-1]), f"{name}: bad turns"
 
 
 def _drafter(rollout: Rollout) -> str:
@@ -70,6 +79,10 @@ def _spans(rollout: Rollout) -> list[dict[str, int]]:
         {"policy_version": span.policy_version, "num_tokens": span.num_tokens}
         for span in rollout.generated.spans
     ]
+
+
+def _turns(rollout: Rollout) -> list[dict[str, Any]] | None:
+    return [asdict(turn) for turn in rollout.generated.turns] or None
 
 
 def _lists(rows: Sequence[Sequence[float]], dtype: type[np.number]) -> pa.ListArray:

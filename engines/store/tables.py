@@ -16,9 +16,9 @@ CREATE TABLE rollouts (
     epoch INTEGER NOT NULL,
     prompt_key VARCHAR NOT NULL,
     sample_index INTEGER NOT NULL,           -- -1 - index when it was deferred
-    response_token_ids INTEGER[] NOT NULL,
-    inference_logprobs FLOAT[] NOT NULL,
-    response_tokens INTEGER NOT NULL,
+    response_token_ids INTEGER[] NOT NULL,   -- sampled and observed
+    inference_logprobs FLOAT[] NOT NULL,     -- of the sampled ones
+    response_tokens INTEGER NOT NULL,        -- sampled
     finish_reason VARCHAR NOT NULL,
     engine INTEGER NOT NULL,
     drafter VARCHAR NOT NULL,                -- who drafted for it when it finished
@@ -31,6 +31,10 @@ CREATE TABLE rollouts (
     num_rejections INTEGER,                  -- verifications that rejected a draft token
     started_s DOUBLE NOT NULL,               -- Unix time
     finished_s DOUBLE NOT NULL,
+    observed_tokens INTEGER,                 -- written by the environment
+    turns STRUCT(num_sampled INTEGER, num_observed INTEGER, waited_s DOUBLE, score DOUBLE,
+        num_calls INTEGER, num_failed_calls INTEGER)[],
+    environment_score DOUBLE,
     PRIMARY KEY (split, step, prompt_key, sample_index)
 );
 
@@ -115,6 +119,11 @@ ADDED = """
 ALTER TABLE archived_groups ADD COLUMN IF NOT EXISTS passes INTEGER[];
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS num_rejections INTEGER;
 ALTER TABLE archived_drafts ADD COLUMN IF NOT EXISTS rejections BIGINT;
+ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS observed_tokens INTEGER;
+ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns STRUCT(num_sampled INTEGER,
+    num_observed INTEGER, waited_s DOUBLE, score DOUBLE, num_calls INTEGER,
+    num_failed_calls INTEGER)[];
+ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS environment_score DOUBLE;
 """
 """Columns that older stores of this version lack."""
 
@@ -123,7 +132,25 @@ _RESPONSE = {"response_token_ids": pa.list_(pa.int32())}
 _TOKENS = {"prompt_token_ids": pa.list_(pa.int32())} | _RESPONSE
 _REWARD = {"reward": pa.float64()}
 
-SCORING = pa.schema(_SAMPLE | _RESPONSE)
+TURNS = pa.list_(
+    pa.struct(
+        {
+            "num_sampled": pa.int32(),
+            "num_observed": pa.int32(),
+            "waited_s": pa.float64(),
+            "score": pa.float64(),
+            "num_calls": pa.int32(),
+            "num_failed_calls": pa.int32(),
+        }
+    )
+)
+"""Fields of `schemas.rollout.Turn`."""
+
+SCORING = pa.schema(
+    _SAMPLE
+    | _RESPONSE
+    | {"turns": TURNS, "environment_score": pa.float64(), "finish_reason": pa.string()}
+)
 """Columns that a scorer reads."""
 
 REWARDS = pa.schema(_SAMPLE | _REWARD | {"extra": pa.string()})
@@ -144,6 +171,8 @@ TRAINING = pa.schema(
         "group_rewards": pa.list_(pa.float64()),
         "group_lengths": pa.list_(pa.int32()),
         "version_spans": SPANS,
+        "num_sampled": pa.list_(pa.int32()),
+        "num_observed": pa.list_(pa.int32()),
         "truncated": pa.bool_(),
     }
 )
@@ -154,6 +183,7 @@ TRAINING = pa.schema(
 `group_rewards`, `group_lengths` (response tokens): all known samples of the row's group, that is of
 its (origin_step, prompt_key). Both lists have the same order and include the row's own sample.
 Samples of the group may be in this batch or in an earlier one.
-`version_spans`: policy versions of the response's tokens, from its first token on.
+`version_spans`: policy versions of the sampled tokens, from the first on.
+`num_sampled`, `num_observed`: tokens of each turn. Empty lists: a response without an environment.
 `truncated`: whether the response was cut at its length limit.
 """

@@ -1,0 +1,173 @@
+"""Ray actor that answers the turns of a run's conversations.
+
+    engine ── tokens of the turns ──► actor: text, tool calls ──► pool: workers run user's code
+       ▲                                                              │
+       └── observed tokens, or the end ◄── rendered messages ◄────────┘
+
+An engine may ask again, and another engine may ask: the same turn gets the same answer. The actor
+keeps the answers of a sample's turns. If it dies with them, it replays the turns that the engine
+still has. A replay with other tokens starts the conversation anew.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from engines.data.tokenizer import open_tokenizer
+from engines.environment import hermes
+from engines.environment.client import TurnAnswer
+from engines.environment.pool import Diverged, EnvironmentFailed, EnvironmentPool
+from engines.environment.rendering import TurnRenderer
+from engines.garbage import freeze_garbage
+from schemas.config import TrainConfig
+from schemas.environment import EnvironmentAnswer, EnvironmentTask, TurnText
+from schemas.rollout import Turn
+
+
+class EnvironmentActor:
+    """Environments, tokenizer and parser of a run."""
+
+    def __init__(
+        self, config: TrainConfig, end_token_ids: Sequence[int], surroundings: Mapping[str, str]
+    ) -> None:
+        assert config.environment is not None
+        self._config = config.environment
+        self._data = config.data
+        with freeze_garbage():
+            self._tokenizer = open_tokenizer(
+                config.model.path,
+                trust_remote_code=config.model.trust_remote_code,
+                try_first=False,
+            )
+        self._end_token_ids = frozenset(end_token_ids)
+        self._pool = EnvironmentPool(self._config, surroundings)
+        self._answers: dict[str, list[EnvironmentAnswer]] = {}
+        """Answers to the turns of each sample, from the first on."""
+        self._failures: dict[str, str] = {}
+        self._num_restarts: Counter[str] = Counter()
+
+    async def start(self) -> None:
+        """Start the workers. Raise ValueError that names the user's file."""
+        setup = await self._pool.start()
+        arguments = self._data.template_arguments
+        self._renderer = TurnRenderer(self._tokenizer, arguments, setup.tools, self._data.date)
+
+    async def answer(
+        self, sample: str, task: EnvironmentTask, token_ids: Sequence[int], turns: Sequence[Turn]
+    ) -> TurnAnswer:
+        """Return the answer to the last turn. `token_ids`: all tokens after the prompt."""
+        began_s = time.monotonic()
+        parts = split_turns(token_ids, turns)
+        try:
+            await self._replay(sample, task, parts[:-1])
+            answer = await self._answer_to(sample, task, parts)
+            observed = None if answer.ended else await self._observed(answer, parts[-1][0])
+        except Diverged as error:
+            self._num_restarts[sample] += 1
+            if self._num_restarts[sample] <= self._config.retries:
+                await self._forget([sample])
+                return TurnAnswer(None, restarts=True)
+            return self._failed(sample, str(error), began_s)
+        except (EnvironmentFailed, ValueError) as error:
+            return self._failed(sample, str(error), began_s)
+        return TurnAnswer(
+            observed,
+            answer.score,
+            answer.num_calls,
+            answer.num_failed_calls,
+            time.monotonic() - began_s,
+        )
+
+    async def end(
+        self,
+        sample: str,
+        task: EnvironmentTask,
+        token_ids: Sequence[int],
+        turns: Sequence[Turn],
+        reason: str,
+    ) -> float | None:
+        """End a conversation that was cut. Return the environment's score, or None."""
+        parts = split_turns(token_ids, turns)
+        try:
+            await self._replay(sample, task, parts[:-1])
+            texts, known = self._texts(parts), self._answers.get(sample, [])
+            return await self._pool.end(sample, task, texts, known, reason)
+        except (Diverged, EnvironmentFailed) as error:
+            return self._failed(sample, str(error), time.monotonic()).score
+
+    async def failures(self) -> dict[str, str]:
+        """Return why conversations failed since the last call, by sample."""
+        found, self._failures = self._failures, {}
+        return found
+
+    async def finished(self, samples: Sequence[str]) -> None:
+        """Close these conversations and drop their answers. Nobody will ask for them again."""
+        await self._forget(samples)
+        for sample in samples:
+            self._num_restarts.pop(sample, None)
+
+    async def shutdown(self) -> None:
+        await self._pool.close()
+
+    async def _forget(self, samples: Sequence[str]) -> None:
+        for sample in samples:
+            self._answers.pop(sample, None)
+        await self._pool.forget(samples)
+
+    def _failed(self, sample: str, reason: str, began_s: float) -> TurnAnswer:
+        self._failures[sample] = reason
+        score = 0.0 if self._config.on_error == "zero" else None
+        waited_s = time.monotonic() - began_s
+        return TurnAnswer(None, score, waited_s=waited_s, failed=True)
+
+    async def _replay(
+        self, sample: str, task: EnvironmentTask, parts: Sequence[tuple[Sequence[int], ...]]
+    ) -> None:
+        """Get the answers to earlier turns that are not known here. Raise `Diverged` if one has
+        other tokens than the conversation."""
+        for number in range(len(self._answers.get(sample, ())), len(parts)):
+            sampled, observed = parts[number]
+            answer = await self._answer_to(sample, task, parts[: number + 1])
+            if answer.ended or list(await self._observed(answer, sampled)) != list(observed):
+                raise Diverged(sample, number + 1)
+
+    async def _answer_to(
+        self, sample: str, task: EnvironmentTask, parts: Sequence[tuple[Sequence[int], ...]]
+    ) -> EnvironmentAnswer:
+        known, number = self._answers.setdefault(sample, []), len(parts)
+        if number > len(known):
+            texts = self._texts(parts)
+            answer = await self._pool.answer(sample, task, texts, known[: number - 1])
+            # Another call for this turn may have come first. It has the same answer.
+            if len(known) < number:
+                known.append(answer)
+        return known[number - 1]
+
+    def _texts(self, parts: Sequence[tuple[Sequence[int], ...]]) -> list[TurnText]:
+        return [self._text(sampled) for sampled, _ in parts]
+
+    def _text(self, sampled: Sequence[int]) -> TurnText:
+        text = self._renderer.text_of(sampled, self._end_token_ids)
+        return hermes.parse(text, self._config.max_calls)
+
+    async def _observed(self, answer: EnvironmentAnswer, sampled: Sequence[int]) -> Sequence[int]:
+        ended_by = sampled[-1] if sampled[-1] in self._end_token_ids else None
+        most = self._config.max_observation_tokens
+        render = self._renderer.observation_tokens
+        return await asyncio.to_thread(render, list(answer.messages), ended_by, most)
+
+
+def split_turns(
+    token_ids: Sequence[int], turns: Sequence[Turn]
+) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """Return the sampled and the observed tokens of each turn."""
+    sizes = [(turn.num_sampled, turn.num_observed or 0) for turn in turns]
+    ends = [0]
+    for size in (size for pair in sizes for size in pair):
+        ends.append(ends[-1] + size)
+    assert ends[-1] == len(token_ids), f"{len(token_ids)} tokens in turns of {sizes}"
+    pieces: list[Any] = [token_ids[begin:end] for begin, end in pairwise(ends)]
+    return list(zip(pieces[::2], pieces[1::2], strict=True))
