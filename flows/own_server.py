@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -50,7 +51,6 @@ def api_url() -> str:
 
 def _make_server() -> "SubprocessASGIServer":
     """Return the server for all clients without an explicit address."""
-    import prefect
     from prefect.server.api.server import SubprocessASGIServer
     from prefect.settings import get_current_settings
 
@@ -66,10 +66,10 @@ def _make_server() -> "SubprocessASGIServer":
                 "PREFECT__SERVER_FINAL": "1",
             }
             command = [sys.executable, "-m", "uvicorn", "--factory"]
-            command += ["--app-dir", str(prefect.__module_path__.parent)]
+            command += ["--app-dir", str(Path(__file__).parent.parent)]
             command += ["--host", "127.0.0.1", "--port", str(self.port), "--log-level", "error"]
             return subprocess.Popen(
-                [*command, "--lifespan", "on", "prefect.server.api.server:create_app"],
+                [*command, "--lifespan", "on", "flows.prefect_app:create_app"],
                 env={**os.environ, **own, **given},
                 start_new_session=True,
             )

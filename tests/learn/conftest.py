@@ -129,9 +129,8 @@ def as_batch(rows: list[dict], policy_version: int = 0) -> pa.Table:
         for row in rows
     ]
     pairs = zip(rows, columns, strict=True)
-    return pa.Table.from_pylist(
-        [{"truncated": False} | row | more for row, more in pairs], schema=TRAINING
-    )
+    whole = {"truncated": False, "num_sampled": [], "num_observed": []}
+    return pa.Table.from_pylist([whole | row | more for row, more in pairs], schema=TRAINING)
 
 
 def make_batch(

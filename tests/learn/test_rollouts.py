@@ -20,6 +20,8 @@ ROW = {
     "group_rewards": [1.0, 3.0],
     "group_lengths": [2, 2],
     "version_spans": [{"policy_version": 0, "num_tokens": 2}],
+    "num_sampled": [],
+    "num_observed": [],
     "truncated": False,
 }
 SHORT = {
@@ -112,3 +114,31 @@ def test_minibatches_are_disjoint_shares_of_whole_groups(
 def test_minibatches_differ_between_steps() -> None:
     keys = [(1, f"prompt{index}") for index in range(16)]
     assert plan_minibatches(keys, 2, (0, 1)) != plan_minibatches(keys, 2, (0, 2))
+
+
+def test_observed_tokens_are_context() -> None:
+    """The policy sampled 3, 4 and 8; the environment wrote 5, 6 and 7."""
+    (rollout,) = read_rollouts(
+        table(
+            {
+                "response_token_ids": [3, 4, 5, 6, 7, 8],
+                "inference_logprobs": [-1.0, -2.0, -3.0],
+                "version_spans": [{"policy_version": 0, "num_tokens": 3}],
+                "group_lengths": [3, 2],
+                "num_sampled": [2, 1],
+                "num_observed": [3, 0],
+            }
+        )
+    )
+    assert rollout.sampled is not None
+    assert rollout.sampled.tolist() == [True, True, False, False, False, True]
+    assert rollout.num_response_tokens == len(rollout.versions) == 3
+    assert rollout.predicted_at.tolist() == [2, 3, 7]
+    assert rollout.num_input_tokens == 7
+    assert choose_canaries([rollout]) == [[1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+@pytest.mark.parametrize("turns", [[1, 1], [3, 1]])
+def test_turns_that_do_not_fit_are_an_error(turns: list[int]) -> None:
+    with pytest.raises(AssertionError, match=r"do not fit|tokens"):
+        read_rollouts(table({"num_sampled": turns, "num_observed": [0, 0]}))
