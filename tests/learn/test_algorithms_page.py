@@ -10,7 +10,8 @@ from schemas.algorithm import SETTINGS, AlgorithmConfig
 from schemas.config import TrainConfig
 from tests.accounting.test_metric_names import NAMES, OF_TRAINER, described_as
 from tests.conftest import REPOSITORY
-from tests.learn.conftest import make_batch, started
+from tests.learn.conftest import make_batch
+from tests.learn.test_mixed_versions import started
 
 PAGE = (REPOSITORY / "docs" / "algorithms.md").read_text()
 CODE = re.compile(r"`([^`]+)`")
@@ -69,7 +70,7 @@ def test_every_metric_of_a_step_is_described(make_config: Callable[..., TrainCon
         "tis_cap": 2.0,
         "dual_clip": 3.0,
     }
-    learner = started(make_config(algorithm, staleness=1))
+    learner = started(make_config(algorithm), staleness=1)
     told = learner.train_step(make_batch()).keys()
     # The trainer reports this one when it publishes adapters, not in a step.
     described = {name for name in NAMES if name.startswith(OF_TRAINER)} - {"actor/lora_arrived"}

@@ -138,7 +138,7 @@ def test_observed_tokens_are_context() -> None:
     assert choose_canaries([rollout]) == [[1, 2, 3, 4, 5, 6, 7, 8]]
 
 
-@pytest.mark.parametrize("turns", [[1, 1], [3, 1]])
+@pytest.mark.parametrize("turns", [[1, 2], [3, 1]])
 def test_turns_that_do_not_fit_are_an_error(turns: list[int]) -> None:
-    with pytest.raises(AssertionError, match=r"do not fit|tokens"):
+    with pytest.raises(AssertionError, match="do not fit"):
         read_rollouts(table({"num_sampled": turns, "num_observed": [0, 0]}))

@@ -48,14 +48,13 @@ class DraftingCalls:
     async def progress(self, requests: Sequence[RolloutRequest]) -> dict[RequestId, DraftProgress]:
         """Return the progress of requests that have their own draft setting. It may be `POLL_S`
         old, because a call holds up the engine between two steps."""
-        own = [request for request in requests if request.drafting]
         now_s = time.monotonic()
-        if own and now_s - self._asked_s > POLL_S:
+        if now_s - self._asked_s > POLL_S:
             self._progress, *_ = await self._llm.collective_rpc("draft_progress")
             self._asked_s = now_s
         return {
             request.id: DraftProgress(request.drafting, *self._progress[str(request.id)])
-            for request in own
+            for request in requests
             if str(request.id) in self._progress
         }
 

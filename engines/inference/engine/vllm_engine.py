@@ -309,8 +309,8 @@ class VLLMEngine:
         self._wake.clear()
         if self._failure is not None:
             raise RuntimeError(f"vLLM failed: {self._failure!r}") from self._failure
-        requests = [running.request for running in self._running.values()]
-        drafting = await self._drafting.progress(requests)
+        own = [r.request for r in self._running.values() if r.request.drafting]
+        drafting = await self._drafting.progress(own) if own else {}
         finished = tuple(rollout.without_tokens(row) for row, rollout in enumerate(self._finished))
         rows = rollout_rows(self._finished) if finished else None
         num_waiting = len(self._conversations or ())
