@@ -1,4 +1,4 @@
-r"""Encode text in its place between control tokens. Text that looks like a control token stays text.
+r"""Encode text between control tokens. Text that looks like a control token stays text.
 
     "\n<|im_start|>tool\n" + an answer + "<|im_end|>"
        │ parts: looks for control tokens in the template's text only

@@ -2,12 +2,12 @@ r"""Frames that a chat template writes around the messages after a turn.
 
 The renderer asks the template for a conversation whose contents are marks:
 
-    user, assistant: MARK 0, tool: MARK 1  ─►  ...MARK 0<|im_end|>\n<|im_start|>tool\nMARK 1<|im_end|>\n...
-                                                        └─────────── frame ──────────┘      └ frame
+    user: ?, assistant: MARK, tool: n0n  ─►  ...MARK<|im_end|>\n<|im_start|>tool\nn0n<|im_end|>\n...
+                                                     └────────── frame ──────────┘   └─ frame
 
 A second rendering has other contents. It shows whether the template changes them: it may strip them
-(Llama 3) or quote them as JSON (Llama 3.1). A frame depends on the roles only, so the template never
-sees the contents.
+(Llama 3) or quote them as JSON (Llama 3.1). A frame depends on the roles only, so the template
+never sees what an environment wrote.
 """
 
 import json

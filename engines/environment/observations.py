@@ -67,8 +67,8 @@ def fitted(
     encode: Encode,
     starts: Callable[[str], Sequence[int]],
 ) -> list[int]:
-    """Return the tokens of an observation with at most `max_tokens`. It cuts the longest contents at
-    the same number of tokens, and says so in them: `... [cut: 12 characters]`.
+    """Return at most `max_tokens` tokens of an observation. Cut the longest contents at the same
+    number of tokens, and say so in them: `... [cut: 12 characters]`.
 
     `starts`: returns the position of each token in a content. Raises ValueError if the template's
     frame alone is too long.
@@ -77,7 +77,7 @@ def fitted(
     positions = list(map(starts, begun))
     counts = list(map(len, positions))
     budget = sum(counts)
-    for _ in range(MAX_TRIES):
+    for attempt in range(1, MAX_TRIES + 1):
         limit = equal_limit(counts, budget)
         kept = [
             beginning(content, start, places, limit)
@@ -86,10 +86,10 @@ def fitted(
         tokens = encode(kept)
         if (over := len(tokens) - max_tokens) <= 0:
             return tokens
-        budget = max(0, min(budget, limit * len(counts)) - over)
+        budget = max(0, budget - over) if attempt < MAX_TRIES - 1 else 0
     raise ValueError(
-        f"an observation of {len(contents)} messages has {len(tokens)} tokens without its contents, "
-        f"over environment.max_observation_tokens={max_tokens}: raise it"
+        f"an observation of {len(contents)} messages has {len(tokens)} tokens when all contents are "
+        f"cut, over environment.max_observation_tokens={max_tokens}: raise it"
     )
 
 

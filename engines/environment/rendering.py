@@ -1,7 +1,8 @@
 r"""Tokens to add to a conversation after a turn that the policy sampled, and the text of a turn.
 
-    prompt                  sampled            observation_tokens([{"role": "tool", ...}], ended_by)
-    ...<|im_start|>assistant\n6*7 is 42.<|im_end|>\n<|im_start|>tool\n...<|im_end|>\n<|im_start|>assistant\n
+    prompt     ...<|im_start|>assistant\n
+    sampled    6*7 is 42.<|im_end|>
+    observed   \n<|im_start|>tool\n...<|im_end|>\n<|im_start|>assistant\n    observation_tokens
 
 Sampled tokens are never tokenised again. The chat template sees a mark in place of the turn, and
 marks in place of what the environment wrote (frames.py). So control tokens come from the template
@@ -48,8 +49,8 @@ class TurnRenderer:
         tools: Sequence[Mapping[str, Any]] = (),
         date: datetime | None = None,
     ) -> None:
-        """`template_arguments`: `data.template_arguments`. `tools`: JSON schemas of the tools, which
-        the first prompt has too. `date`: current time for the template; None: the clock's.
+        """`template_arguments`: as in `data.template_arguments`. `tools`: JSON schemas of the tools,
+        which the first prompt has too. `date`: current time for the template; None: the clock's.
 
         Raises ValueError for a tokenizer or a template that cannot go on after a turn.
         """
@@ -74,9 +75,9 @@ class TurnRenderer:
         """Return the tokens that follow a sampled turn, up to and with the generation prompt.
 
         `messages`: of the environment, with the roles user, tool or system. `ended_by`: the end
-        token that the policy sampled; None: it sampled none. `max_tokens`: cut contents so that there
-        are at most so many. Raises ValueError, or `StoppedTemplate` for a template that takes too
-        long.
+        token that the policy sampled; None: it sampled none. `max_tokens`: cut contents so that
+        there are at most so many. Raises ValueError, or `StoppedTemplate` for a template that takes
+        too long.
         """
         check_messages(messages)
         parts = self._open(self._parts(shape_of(messages)), ended_by)
@@ -151,7 +152,7 @@ class TurnRenderer:
         return templates.text(template_arguments(messages, self._tokenizer, arguments), self._date)
 
     def _open(self, parts: Sequence[FramePart], ended_by: int | None) -> Sequence[FramePart]:
-        """Return what follows a turn without the template's end token, if the policy sampled one."""
+        """Return what follows a turn, without its end token if the policy sampled one."""
         end = _end_token(parts)
         if ended_by is None or end is None or end not in (ended_by, self._end):
             return parts

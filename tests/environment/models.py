@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates in the style of known models, small enough to be built in a test."""
+"""Tokenizers and chat templates in the style of known models, built within a test."""
 
 import json
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ QWEN25 = """\
 {{- '\\n</tools>\\nAnswer in <tool_call></tool_call>.<|im_end|>\\n' }}{%- endif %}
 {%- for m in messages %}
 {%- if m.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
 {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
 {%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}
@@ -65,7 +65,8 @@ LLAMA3 = """\
 {%- else %}{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}
 {{- m.content | trim + '<|eot_id|>' }}{%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+{%- if add_generation_prompt %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 ALTERNATES = """\
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
 {{- raise_exception('roles must alternate user/assistant') }}{%- endif %}"""
@@ -89,10 +90,12 @@ DEEPSEEK = """\
 {%- if m.role == 'user' %}{{- '<｜User｜>' + m.content }}
 {%- elif m.role == 'tool' %}
 {{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
-{%- elif m.role == 'assistant' %}{{- '<｜Assistant｜>' + m.content.split('</think>')[-1] + eos_token }}
+{%- elif m.role == 'assistant' %}
+{{- '<｜Assistant｜>' + m.content.split('</think>')[-1] + eos_token }}
 {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt and messages[-1].role == 'user' %}{{- '<｜Assistant｜>' }}{%- endif %}"""
+{%- if add_generation_prompt and messages[-1].role == 'user' %}
+{{- '<｜Assistant｜>' }}{%- endif %}"""
 # An assistant's turn has no end. The next role's token ends it.
 GLM = """\
 {{- '[gMASK]<sop>' }}
