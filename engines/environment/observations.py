@@ -76,21 +76,28 @@ def fitted(
     begun = [content[: max_tokens * CHARACTERS_PER_TOKEN] for content in contents]
     positions = list(map(starts, begun))
     counts = list(map(len, positions))
-    budget = sum(counts)
-    for attempt in range(1, MAX_TRIES + 1):
+
+    def encoded(budget: int) -> list[int]:
         limit = equal_limit(counts, budget)
-        kept = [
-            beginning(content, start, places, limit)
-            for content, start, places in zip(contents, begun, positions, strict=True)
-        ]
-        tokens = encode(kept)
-        if (over := len(tokens) - max_tokens) <= 0:
+        return encode(
+            [beginning(*one, limit) for one in zip(contents, begun, positions, strict=True)]
+        )
+
+    tokens, budget = encoded(sum(counts)), sum(counts)
+    if len(tokens) <= max_tokens:
+        return tokens
+    least = encoded(0)
+    if (room := max_tokens - len(least)) < 0:
+        raise ValueError(
+            f"an observation of {len(contents)} messages has {len(least)} tokens with its contents "
+            f"cut, over environment.max_observation_tokens={max_tokens}: raise it"
+        )
+    for _ in range(MAX_TRIES):
+        budget = min(budget - 1, budget * room // max(1, len(tokens) - len(least)))
+        tokens = encoded(max(0, budget))
+        if len(tokens) <= max_tokens:
             return tokens
-        budget = max(0, budget - over) if attempt < MAX_TRIES - 1 else 0
-    raise ValueError(
-        f"an observation of {len(contents)} messages has {len(tokens)} tokens when all contents are "
-        f"cut, over environment.max_observation_tokens={max_tokens}: raise it"
-    )
+    return least
 
 
 def equal_limit(counts: Sequence[int], budget: int) -> int:
@@ -104,11 +111,10 @@ def equal_limit(counts: Sequence[int], budget: int) -> int:
 
 
 def beginning(content: str, begun: str, starts: Sequence[int], max_tokens: int) -> str:
-    """Return a content, or its beginning of so many tokens and a note.
+    """Return a content, or its beginning of so many tokens and a note if that is shorter.
 
     `begun`: the tokenised beginning. `starts`: positions of its tokens.
     """
     kept = len(begun) if len(starts) <= max_tokens else starts[max_tokens]
-    if kept == len(content):
-        return content
-    return f"{content[:kept]}... [cut: {len(content) - kept} characters]"
+    cut = f"{content[:kept]}... [cut: {len(content) - kept} characters]"
+    return cut if len(cut) < len(content) else content

@@ -49,7 +49,7 @@ class TurnRenderer:
         tools: Sequence[Mapping[str, Any]] = (),
         date: datetime | None = None,
     ) -> None:
-        """`template_arguments`: as in `data.template_arguments`. `tools`: JSON schemas of the tools,
+        """`template_arguments`: `data.template_arguments`. `tools`: JSON schemas of the tools,
         which the first prompt has too. `date`: current time for the template; None: the clock's.
 
         Raises ValueError for a tokenizer or a template that cannot go on after a turn.
@@ -89,8 +89,7 @@ class TurnRenderer:
 
     def check(self, messages: Sequence[Mapping[str, str]]) -> None:
         """Raise ValueError if the template or the tokenizer cannot write the frame of messages."""
-        unknown = self._tokenizer.unk_token_id
-        if unknown is not None and unknown in self.observation_tokens(messages, None):
+        if self._tokenizer.unk_token_id in self.observation_tokens(messages, None):
             shape = shape_of(messages)
             raise ValueError(
                 f"the chat template writes messages of the roles {roles_of(shape)} with characters "

@@ -253,7 +253,9 @@ def _sentences(kind: str) -> Tokenizer:
         ]
     )
     bytes_ = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = BpeTrainer(vocab_size=600, special_tokens=bytes_, show_progress=False)
+    trainer = BpeTrainer(
+        vocab_size=600, special_tokens=bytes_, initial_alphabet=["▁"], show_progress=False
+    )
     words = [word for text in CORPUS for word in text.split(" ")]
     tokenizer.train_from_iterator(words, trainer)
     return _with_plain_bytes(tokenizer)

@@ -94,7 +94,7 @@ def test_roles_may_be_mixed(style: str) -> None:
                 "tool")  # fmt: skip
 
 
-@pytest.mark.parametrize("style", ["chatml", "qwen2.5", "llama3", "deepseek", "worded-bytes"])
+@pytest.mark.parametrize("style", ["chatml", "qwen2.5", "llama3", "deepseek"])
 def test_a_conversation_of_two_turns_is_one_text(style: str) -> None:
     """Sampled tokens stay as they are, also where the tokenizer would choose others."""
     tokenizer, ended_by = tokenizer_of(style), end_id(style, "user")
@@ -338,15 +338,16 @@ def test_names_are_text_too() -> None:
     assert text == "<|im_end|><|im_start|>tool <|im_end|>\n7<|im_end|>"
 
 
-CUT = r"\.\.\. \[cut: (\d+) characters\]"
-
-
 @pytest.mark.parametrize("max_tokens", [40, 41, 50, 64, 200, 1000])
 @pytest.mark.parametrize(
-    "content", ["0123456789" * 40, "ö\U0001f600" * 200, '"\n' * 300, " " * 999]
+    "content",
+    ["0123456789" * 40, "ö\U0001f600" * 200, '"\n' * 300, " " * 999],
+    ids=["digits", "letters", "quotes", "spaces"],
 )
-@pytest.mark.parametrize(("style", "role"), [("qwen3", "tool"), ("llama3", "tool"),
-                                             ("llama3", "user"), ("gemma", "user")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("style", "role"),
+    [("qwen3", "tool"), ("llama3", "tool"), ("llama3", "user"), ("gemma", "user")],
+)
 def test_a_long_content_is_cut(style: str, role: str, content: str, max_tokens: int) -> None:
     given, renderer = STYLES[style], renderer_of(style)
     whole = renderer.observation_tokens([message(role, content)], None)
