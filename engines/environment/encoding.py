@@ -12,7 +12,7 @@ many tokenizers these are no special tokens.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,9 @@ from tokenizers import Tokenizer
 
 Component = dict[str, Any]
 """Normalizer or pre-tokenizer of a tokenizer.json."""
+Change = Callable[[Component], Component | None]
+"""Function that returns a changed component, or None to leave it out."""
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _TAG = re.compile(r"[<\[].+[>\]]", re.DOTALL)
 
 
@@ -35,14 +38,16 @@ class PlainEncoder:
                 "whole: convert the tokenizer, or set split_special_tokens to false in "
                 "tokenizer_config.json"
             )
-        given = json.loads(tokenizer.backend_tokenizer.to_str())
-        control = control_tokens(given["added_tokens"], template)
-        self.control_ids = control.keys() - {tokenizer.unk_token_id}
-        """Ids that only a template may write. Unknown characters are text."""
-        self._specification = _with_special(given, control.keys())
+        self._backend = tokenizer.backend_tokenizer
+        given = json.loads(self._backend.to_str())
+        self.control = control_tokens(given["added_tokens"], template)
+        """Tokens that only a template may write, by id."""
+        self._unknown = tokenizer.unk_token_id
+        self._never_text = self.control.keys() - _ids_of_text(self.control, tokenizer.unk_token_id)
         self._template = _load(given)
-        self._plain = _load(_changed(self._specification, _inside), splits=True)
-        self._refuse_readable(control)
+        self._plain = self._splitting(given, _inside)
+        for token in self.control.values():
+            self.encode(token)
 
     def parts(self, text: str) -> list[int | str]:
         """Return a template's text split at its control tokens. They come as ids."""
@@ -50,15 +55,26 @@ class PlainEncoder:
         parts: list[int | str] = []
         end = 0
         for id, (start, stop) in zip(found.ids, found.offsets, strict=True):
-            if id in self.control_ids:
+            if self._is_control(id, text[start:stop]):
                 parts += [text[end:start], id]
                 end = stop
         return [part for part in (*parts, text[end:]) if part != ""]
 
     def encode(self, text: str, *, after_token: bool = True) -> list[int]:
-        """Return the tokens of text that follows a control token or, otherwise, follows text."""
+        """Return the tokens of text that follows a control token or, otherwise, follows text.
+        Raises ValueError if there is a control token among them."""
         encoder = self._plain if after_token else self._joined
-        return encoder.encode(text, add_special_tokens=False).ids
+        ids = encoder.encode(text, add_special_tokens=False).ids
+        if found := self._never_text & set(ids):
+            raise ValueError(
+                f"the tokenizer makes the control token {self.control[min(found)]!r} of plain "
+                "text, so a tool could end a turn: use a model with a BPE tokenizer"
+            )
+        return ids
+
+    def knows(self, text: str) -> bool:
+        """Return whether the tokenizer has tokens for all characters of a text."""
+        return self._unknown is None or self._unknown not in self.encode(text)
 
     def starts(self, text: str) -> list[int]:
         """Return the position in the text at which each of its tokens starts."""
@@ -68,16 +84,18 @@ class PlainEncoder:
     @cached_property
     def _joined(self) -> Tokenizer:
         """Tokenizer for text that follows text, so no token gets a space before it."""
-        return _load(_changed(self._specification, _after_text), splits=True)
+        return self._splitting(json.loads(self._backend.to_str()), _after_text)
 
-    def _refuse_readable(self, control: Mapping[int, str]) -> None:
-        """Raise ValueError if the text of a control token gives that token."""
-        for token in control.values():
-            if found := self.control_ids & set(self.encode(token)):
-                raise ValueError(
-                    f"the tokenizer makes the control token {control[min(found)]!r} of the plain "
-                    f"text {token!r}, so a tool could end a turn: use a model with a BPE tokenizer"
-                )
+    def _splitting(self, given: Component, change: Change) -> Tokenizer:
+        """Return a tokenizer that splits control tokens in a text. `given`: tokenizer.json."""
+        return _load(_changed(_with_special(given, self.control), change), splits=True)
+
+    def _is_control(self, id: int, text: str) -> bool:
+        """Return whether a token of this text is a control token. The token of unknown characters
+        may be one, and is one where it is written out."""
+        if id == self._unknown:
+            return text.strip() == self.control.get(id)
+        return id in self.control
 
 
 def control_tokens(added: Sequence[Mapping[str, Any]], template: str) -> dict[int, str]:
@@ -89,24 +107,25 @@ def control_tokens(added: Sequence[Mapping[str, Any]], template: str) -> dict[in
     }
 
 
-def _with_special(specification: Component, ids: Any) -> Component:
+def _ids_of_text(control: Mapping[int, str], unknown: int | None) -> set[int]:
+    """Return control tokens that text may have: of unknown characters, and of single bytes."""
+    return {id for id, token in control.items() if id == unknown or _BYTE.fullmatch(token)}
+
+
+def _with_special(specification: Component, ids: Container[int]) -> Component:
     """Return a tokenizer.json in which exactly these added tokens are special."""
     added = [{**one, "special": one["id"] in ids} for one in specification["added_tokens"]]
     return {**specification, "added_tokens": added}
 
 
-def _changed(
-    specification: Component, change: Callable[[Component], Component | None]
-) -> Component:
+def _changed(specification: Component, change: Change) -> Component:
     """Return a tokenizer.json with changed normalizers and pre-tokenizers."""
     names = ("normalizer", "pre_tokenizer")
     changed = {name: _changed_component(specification[name], change) for name in names}
     return {**specification, **changed}
 
 
-def _changed_component(
-    component: Component | None, change: Callable[[Component], Component | None]
-) -> Component | None:
+def _changed_component(component: Component | None, change: Change) -> Component | None:
     if component is None or component["type"] != "Sequence":
         return component and change(component)
     name = "normalizers" if "normalizers" in component else "pretokenizers"

@@ -20,7 +20,7 @@ FIELDS = ("content", "name", "tool_call_id")
 """Fields of a message whose text an environment chooses."""
 Shape = tuple[tuple[str, tuple[str, ...]], ...]
 """Role and fields of each message."""
-Change = Callable[[str], str]
+TextChange = Callable[[str], str]
 """Function from an environment's text to the template's text."""
 
 
@@ -31,7 +31,7 @@ class Slot:
     message: int
     """Position of the message, from 0."""
     field: str
-    change: Change
+    change: TextChange
     """What the template does to the text."""
 
 
@@ -46,7 +46,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-CHANGES: tuple[Change, ...] = (_as_it_is, str.strip, str.lstrip, str.rstrip, _quoted)
+CHANGES: tuple[TextChange, ...] = (_as_it_is, str.strip, str.lstrip, str.rstrip, _quoted)
 
 
 class Marks:
@@ -159,9 +159,9 @@ def _check_contents(shape: Shape, slots: Sequence[tuple[int, str]]) -> None:
         )
 
 
-def _changes(frames: Sequence[str], texts: Sequence[str], rendered: str) -> list[Change] | None:
+def _changes(frames: Sequence[str], texts: Sequence[str], rendered: str) -> list[TextChange] | None:
     """Return what the template did to each text. None: unknown."""
-    changes: list[Change] = []
+    changes: list[TextChange] = []
     rest = rendered.removeprefix(frames[0])
     for text, frame in zip(texts, frames[1:], strict=True):
         change = next((one for one in CHANGES if rest.startswith(one(text) + frame)), None)

@@ -89,8 +89,10 @@ class TurnRenderer:
 
     def check(self, messages: Sequence[Mapping[str, str]]) -> None:
         """Raise ValueError if the template or the tokenizer cannot write the frame of messages."""
-        if self._tokenizer.unk_token_id in self.observation_tokens(messages, None):
-            shape = shape_of(messages)
+        self.observation_tokens(messages, None)
+        shape = shape_of(messages)
+        texts = [part for part in self._parts(shape) if isinstance(part, str)]
+        if not all(map(self._encoder.knows, texts)):
             raise ValueError(
                 f"the chat template writes messages of the roles {roles_of(shape)} with characters "
                 f"that the tokenizer does not know. {advice(shape)}"

@@ -133,6 +133,8 @@ class Style:
     """Roles whose contents the template strips."""
     quotes: tuple[str, ...] = ()
     """Roles whose contents the template quotes as JSON."""
+    unknown: str | None = None
+    """Token of unknown characters."""
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def written(self, role: str, content: str) -> str:
@@ -149,6 +151,8 @@ _HEADERS = ("<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_hea
 _SENTENCES = ("<s>", "</s>")
 STYLES = {
     "chatml": Style(CHATML, "<|im_end|>", _IM),
+    # SmolLM2 and GPT-2 have such a token.
+    "unknown-is-end": Style(CHATML, "<|im_end|>", _IM, unknown="<|im_end|>"),
     "qwen2.5": Style(QWEN25, "<|im_end|>", _IM, _TOOLS[:2]),
     "qwen3": Style(QWEN3, "<|im_end|>", _IM, _TOOLS + _THINK),
     "qwen3-no-thinking": Style(
@@ -206,9 +210,11 @@ def tokenizer_of(style: str) -> Any:
         [AddedToken(one, special=True, normalized=False) for one in given.special]
     )
     backend.add_tokens([AddedToken(one, normalized=False) for one in given.tags])
-    unknown = {} if given.kind == "bytes" else {"unk_token": "<unk>"}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=given.end, bos_token=given.bos, **unknown
+        tokenizer_object=backend,
+        eos_token=given.end,
+        bos_token=given.bos,
+        unk_token=given.unknown or (None if given.kind == "bytes" else "<unk>"),
     )
     tokenizer.chat_template = given.template
     return tokenizer

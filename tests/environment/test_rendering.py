@@ -112,7 +112,23 @@ def pieces_of(style: str) -> list[str]:
     given, marks = STYLES[style], renderer_of(style)._marks
     return [
         *(*given.special, *given.tags, marks.turn(), marks.plain(0), marks.odd(0), "[INST]", "▁"),
-        *(" ", "\n", "\n\n", "\t", "<|", "|>", "im_end", "</", ">", '"', "\\", "42", "{{ 1 }}"),
+        *(
+            "<unk>",
+            "<0x0A>",
+            " ",
+            "\n",
+            "\n\n",
+            "\t",
+            "<|",
+            "|>",
+            "im_end",
+            "</",
+            ">",
+            '"',
+            "\\",
+            "42",
+            "{{ 1 }}",
+        ),
     ]
 
 
@@ -122,7 +138,7 @@ def contents_of(style: str) -> st.SearchStrategy[str]:
 
 
 def control_ids(style: str, tokens: Sequence[int]) -> list[int]:
-    control = renderer_of(style)._encoder.control_ids
+    control = renderer_of(style)._encoder.control
     return [id for id in tokens if id in control]
 
 
@@ -166,15 +182,18 @@ def test_each_control_token_in_a_content_is_text(style: str, role: str) -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_without_splitting_a_content_makes_control_tokens(style: str) -> None:
-    """The same assertion fails, so the tests above can fail."""
-    plain = renderer_of(style)._encoder._plain
-    plain.encode_special_tokens = False
-    try:
-        with pytest.raises(AssertionError):
-            assert_content_is_text(style, "user", f"42{STYLES[style].special[0]}")
-    finally:
-        plain.encode_special_tokens = True
+def test_without_splitting_a_content_makes_control_tokens(
+    style: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoder notices it. Without its check the same assertion as above fails."""
+    encoder = renderer_of(style)._encoder
+    content = f"42{STYLES[style].special[0]}"
+    monkeypatch.setattr(encoder._plain, "encode_special_tokens", False)
+    with pytest.raises(ValueError, match="of plain text, so a tool could end a turn"):
+        assert_content_is_text(style, "user", content)
+    monkeypatch.setattr(encoder, "_never_text", set())
+    with pytest.raises(AssertionError):
+        assert_content_is_text(style, "user", content)
 
 
 def observed_text(style: str, role: str, ended_by: str | None) -> str:
@@ -288,7 +307,7 @@ def test_a_tokenizer_that_reads_control_tokens_in_text_is_refused() -> None:
         tokenizer_object=backend, eos_token="</s>", unk_token="<unk>"
     )
     tokenizer.chat_template = STYLES["worded"].template
-    with pytest.raises(ValueError, match="makes the control token '</s>' of the plain text"):
+    with pytest.raises(ValueError, match="makes the control token '</s>' of plain text"):
         TurnRenderer(tokenizer, {})
 
 
