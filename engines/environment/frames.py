@@ -36,6 +36,8 @@ class Slot:
 
 
 Part = str | Slot
+FramePart = int | str | Slot
+"""Control token, template's text or place of an environment's text."""
 
 
 def _as_it_is(text: str) -> str:
@@ -111,8 +113,8 @@ def shape_of(messages: Sequence[Mapping[str, str]]) -> Shape:
 
 
 def roles_of(shape: Shape) -> str:
-    """Return the roles of messages, for a message."""
-    return ", ".join(role for role, _ in shape) or "(none)"
+    """Return the roles of the conversation, for a message."""
+    return ", ".join(["user", "assistant", *(role for role, _ in shape)])
 
 
 def advice(shape: Shape) -> str:
@@ -154,8 +156,8 @@ def _check_contents(shape: Shape, slots: Sequence[tuple[int, str]]) -> None:
     found = [index for index, field in slots if field == "content"]
     if found != list(range(len(shape))):
         raise ValueError(
-            "the chat template leaves out, repeats or reorders messages of the roles "
-            f"{roles_of(shape)} after an assistant message. {advice(shape)}"
+            "the chat template leaves out, repeats or reorders messages of a conversation of "
+            f"{roles_of(shape)}. {advice(shape)}"
         )
 
 
@@ -170,3 +172,34 @@ def _changes(frames: Sequence[str], texts: Sequence[str], rendered: str) -> list
         changes.append(change)
         rest = rest[len(change(text) + frame) :]
     return None if rest else changes
+
+
+def without_end(
+    parts: Sequence[FramePart], closing: Sequence[FramePart], ended_by: int | None
+) -> Sequence[FramePart]:
+    """Return what follows a turn, without the end of the turn if the policy sampled an end token.
+
+    `closing`: what follows the last turn of a conversation. Usually it ends with the token that the
+    policy samples. If the policy sampled another end token, that takes the place of the template's.
+    A few templates write no end (GLM): there the next role's token may end a turn.
+    """
+    if ended_by is None:
+        return parts
+    if ended_by in closing:
+        end = closing.index(ended_by) + 1
+        if list(parts[:end]) == list(closing[:end]):
+            return parts[end:]
+    token = _first_token(parts)
+    if token is not None and (token == ended_by or _first_token(closing) is not None):
+        return parts[parts.index(token) + 1 :]
+    return parts
+
+
+def _first_token(parts: Sequence[FramePart]) -> int | None:
+    """Return the control token with which parts begin, after empty space."""
+    for part in parts:
+        if isinstance(part, int):
+            return part
+        if isinstance(part, Slot) or not part.isspace():
+            break
+    return None

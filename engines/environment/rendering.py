@@ -20,6 +20,7 @@ from engines.data.messages import template_arguments
 from engines.data.template import StoppedTemplate, templates
 from engines.environment.encoding import PlainEncoder
 from engines.environment.frames import (
+    FramePart,
     Marks,
     Part,
     Shape,
@@ -29,14 +30,13 @@ from engines.environment.frames import (
     frame_parts,
     roles_of,
     shape_of,
+    without_end,
 )
 from engines.environment.hermes import TAGS
 from engines.environment.observations import check_messages, fitted
 
 MAX_SHAPES = 256
 """Most frames kept. Each has its own roles."""
-FramePart = int | str | Slot
-"""Control token, template's text or place of an environment's text."""
 
 
 class TurnRenderer:
@@ -64,7 +64,7 @@ class TurnRenderer:
         self._special = {
             id: one.content for id, one in tokenizer.added_tokens_decoder.items() if one.special
         }
-        self._end = _end_token(self._encoder.parts(self._after_turn((), generates=False)))
+        self._closing = self._encoder.parts(self._after_turn((), generates=False))
 
     def observation_tokens(
         self,
@@ -80,7 +80,7 @@ class TurnRenderer:
         too long.
         """
         check_messages(messages)
-        parts = self._open(self._parts(shape_of(messages)), ended_by)
+        parts = without_end(self._parts(shape_of(messages)), self._closing, ended_by)
         encode = partial(self._encoded, parts, messages, follows_text=ended_by is None)
         contents = [message["content"] for message in messages]
         if max_tokens is None:
@@ -94,7 +94,7 @@ class TurnRenderer:
         texts = [part for part in self._parts(shape) if isinstance(part, str)]
         if not all(map(self._encoder.knows, texts)):
             raise ValueError(
-                f"the chat template writes messages of the roles {roles_of(shape)} with characters "
+                f"the chat template writes a conversation of {roles_of(shape)} with characters "
                 f"that the tokenizer does not know. {advice(shape)}"
             )
 
@@ -139,8 +139,8 @@ class TurnRenderer:
             raise
         except Exception as error:  # A template may raise anything.
             raise ValueError(
-                f"the chat template refuses messages of the roles {roles_of(shape)} after an "
-                f"assistant message: {error}. {advice(shape)}"
+                f"the chat template refuses a conversation of {roles_of(shape)}: {error}. "
+                f"{advice(shape)}"
             ) from error
         return self._marks.after_turn(text)
 
@@ -151,13 +151,6 @@ class TurnRenderer:
     def _prompt(self, arguments: Mapping[str, Any]) -> str:
         messages = [{"role": "user", "content": "?"}]
         return templates.text(template_arguments(messages, self._tokenizer, arguments), self._date)
-
-    def _open(self, parts: Sequence[FramePart], ended_by: int | None) -> Sequence[FramePart]:
-        """Return what follows a turn, without its end token if the policy sampled one."""
-        end = _end_token(parts)
-        if ended_by is None or end is None or end not in (ended_by, self._end):
-            return parts
-        return parts[_end_index(parts) + 1 :]
 
     def _encoded(
         self,
@@ -197,19 +190,6 @@ def check(renderer: TurnRenderer, role: str) -> None:
     """
     for number in (1, 2) if role == "tool" else (1,):
         renderer.check([{"role": role, "content": ""}] * number)
-
-
-def _end_index(parts: Sequence[FramePart]) -> int:
-    """Return the index of the first part that is not empty space."""
-    return int(bool(parts) and isinstance(parts[0], str) and parts[0].isspace())
-
-
-def _end_token(parts: Sequence[FramePart]) -> int | None:
-    """Return the control token with which the template's text begins, after space."""
-    index = _end_index(parts)
-    if index < len(parts) and isinstance(part := parts[index], int):
-        return part
-    return None
 
 
 def _stem(arguments: Mapping[str, Any]) -> str:

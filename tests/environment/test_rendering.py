@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from engines.data.dataset import load_tokenizer
 from engines.data.messages import tokenize
 from engines.data.template import StoppedTemplate
+from engines.environment.frames import Slot, without_end
 from engines.environment.rendering import TurnRenderer, check
 from tests.conftest import DEMO
 from tests.environment.models import STYLES, tokenizer_of
@@ -231,6 +233,34 @@ def test_one_token_ends_a_turn(style: str, role: str, ended_by: str | None, star
 
 
 @pytest.mark.parametrize(
+    ("parts", "closing", "ended_by", "expected"),
+    [
+        ([7, "\n", 8], [7, "\n"], 7, ["\n", 8]),
+        ([7, "\n", 8], [7, "\n"], None, [7, "\n", 8]),
+        ([" ", 7, 8], [" ", 7], 7, [8]),
+        # Command R7B ends a response and then the turn.
+        ([6, 7, 8], [6, 7], 7, [8]),
+        (["[/A]", 7, 8], ["[/A]", 7], 7, [8]),
+        # gpt-oss ends the last turn with another token.
+        ([6, 8], [7], 7, [8]),
+        ([7, "\n", 8], [7, "\n"], 9, ["\n", 8]),
+        ([" ", 7, "\n", 8], [" ", 7], 9, ["\n", 8]),
+        # Templates without an end.
+        ([7, "\n", 8], [], 7, ["\n", 8]),
+        ([7, "\n", 8], [], 9, [7, "\n", 8]),
+        (["\n\nUSER: "], [], 9, ["\n\nUSER: "]),
+        (["USER: ", 7], [7], 9, ["USER: ", 7]),
+        ([Slot(0, "content", str), 7], [7], 7, [Slot(0, "content", str), 7]),
+        ([], [], 7, []),
+    ],
+)
+def test_the_sampled_end_takes_the_place_of_the_templates(
+    parts: list[Any], closing: list[Any], ended_by: int | None, expected: list[Any]
+) -> None:
+    assert without_end(parts, closing, ended_by) == expected
+
+
+@pytest.mark.parametrize(
     ("style", "end"),
     [
         ("qwen3", "<|im_start|>assistant\n<think>\n"),
@@ -266,10 +296,10 @@ EACH = "{% for m in messages %}"
 @pytest.mark.parametrize(
     ("template", "role", "problem"),
     [
-        (STYLES["mistral-first"].template, "tool", f"roles tool after .* must alternate.* {USER}"),
+        (STYLES["mistral-first"].template, "tool", f"assistant, tool: .* must alternate.* {USER}"),
         (STYLES["gemma"].template, "tool", f"roles must alternate user/assistant. {USER}"),
         (EACH + "{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}", "tool",
-         f"leaves out, repeats or reorders messages of the roles tool after .* {USER}"),
+         f"leaves out, repeats or reorders .* of user, assistant, tool. {USER}"),
         (EACH + "{{ m.content + m.content }}{% endfor %}", "user",
          "writes an assistant message 2 times instead of once"),
         (EACH + "{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", "user",
@@ -283,9 +313,9 @@ EACH = "{% for m in messages %}"
         (EACH + "{{ m.content if loop.index < 3 else m.content * 2 }}{% endfor %}", "user",
          "leaves out, repeats or reorders"),
         ("{% for m in messages | reverse %}{{ m.content }}{% endfor %}", "tool",
-         "leaves out, repeats or reorders messages of the roles tool"),
+         "leaves out, repeats or reorders messages of a conversation of user, assistant, tool"),
         ("{{ messages[1].content }}{% for m in messages[2:] | reverse %}{{ m.content }}"
-         "{% endfor %}", "tool", "leaves out, repeats or reorders messages of the roles tool, to"),
+         "{% endfor %}", "tool", "leaves out, repeats or reorders .* assistant, tool, tool. Ret"),
         ("{{ ", "user", "unexpected 'end of template'"),
     ],
 )  # fmt: skip
@@ -463,6 +493,14 @@ def test_tools_choose_the_template() -> None:
     check(TurnRenderer(tokenizer, {}, [TOOL]), "tool")
     with pytest.raises(ValueError, match="must alternate"):
         check(TurnRenderer(tokenizer, {}), "tool")
+
+
+def test_a_template_sees_the_runs_date() -> None:
+    template = EACH + "{{ m.content }}{% endfor %}{{ strftime_now('%Y') }}"
+    tokenizer, date = tokenizer_of("chatml"), datetime(1999, 12, 24)
+    renderer = TurnRenderer(tokenizer, {"chat_template": template}, date=date)
+    tokens = renderer.observation_tokens([message("user", "7 ")], None)
+    assert tokenizer.decode(tokens) == "7 1999"
 
 
 def test_another_renderer_makes_the_same_tokens() -> None:
