@@ -65,20 +65,9 @@ def tokenize(
 
     Raises BadRowError, or `StoppedTemplate` for a template that takes too long.
     """
-    given = dict(arguments)
     try:
-        template = tokenizer.get_chat_template(given.pop("chat_template", None), given.get("tools"))
-        token_ids = templates.tokens(
-            {
-                **tokenizer.special_tokens_map,
-                **given,
-                "conversations": [messages],
-                "chat_template": template,
-                "add_generation_prompt": True,
-            },
-            tokenizer,
-            date,
-        )
+        given = template_arguments(messages, tokenizer, arguments)
+        token_ids = templates.tokens(given, tokenizer, date)
     except StoppedTemplate:
         raise
     except Exception as error:  # A template may raise anything.
@@ -86,3 +75,19 @@ def tokenize(
     if not token_ids:
         raise BadRowError("the chat template makes no tokens of `prompt`: check the messages")
     return tuple(token_ids)
+
+
+def template_arguments(
+    messages: list[dict[str, Any]], tokenizer: Any, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of `templates` for a conversation with the generation prompt. Raises
+    ValueError when the tokenizer has no chat template."""
+    given = dict(arguments)
+    template = tokenizer.get_chat_template(given.pop("chat_template", None), given.get("tools"))
+    return {
+        **tokenizer.special_tokens_map,
+        **given,
+        "conversations": [messages],
+        "chat_template": template,
+        "add_generation_prompt": True,
+    }

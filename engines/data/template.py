@@ -55,13 +55,18 @@ class TemplateProcess:
 
         Raises ValueError when the template refuses the arguments, or `StoppedTemplate`.
         """
+        if not tokenizer.is_fast or tokenizer.split_special_tokens:
+            return tokenizer(self.text(arguments, now), add_special_tokens=False)["input_ids"]
         given = {"arguments": arguments, "now": now and now.isoformat()}
         with self._lock:
-            if not tokenizer.is_fast or tokenizer.split_special_tokens:
-                text = self._request("chat template", CPU_S, **given)["text"]
-                return tokenizer(text, add_special_tokens=False)["input_ids"]
             key = self._key(tokenizer)
             return self._request("chat template", CPU_S, key=key, **given)["tokens"]
+
+    def text(self, arguments: Mapping[str, Any], now: datetime | None = None) -> str:
+        """Return the text of a conversation. Arguments and errors are those of `tokens`."""
+        given = {"arguments": arguments, "now": now and now.isoformat()}
+        with self._lock:
+            return self._request("chat template", CPU_S, **given)["text"]
 
     def _key(self, tokenizer: Any) -> str:
         """Return the tokenizer's key. Send the tokenizer to the process if it lacks it."""
