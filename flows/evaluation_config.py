@@ -18,7 +18,7 @@ from tasks.run.run_dir import CONFIG_FILE, is_run
 
 EVALUATIONS = "evaluations"
 """Name of the directory of evaluations, inside the directory of the runs."""
-SECTIONS = ("model", "data", "rollout", "reward")
+SECTIONS = ("model", "data", "rollout", "reward", "environment")
 """Sections of a run's config that an evaluation uses. The others are about training."""
 
 

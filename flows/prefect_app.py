@@ -59,8 +59,13 @@ class PatientApp:
             if not refused:
                 await send(message)
 
-        # Apps add to the scope, and a second try must not see it.
-        await self._app(dict(scope), again, unless_refused)
+        try:
+            # Apps add to the scope, and a second try must not see it.
+            await self._app(dict(scope), again, unless_refused)
+        except Exception:
+            # Starlette raises an error after it has sent a response for it.
+            if not refused:
+                raise
         return refused
 
 

@@ -20,6 +20,7 @@ from schemas.drafting import (
     DraftingSection,
     SpecActorConfig,
 )
+from schemas.environment import EnvironmentConfig
 from schemas.inputs import DataConfig, ModelConfig, Texts
 from schemas.removed_settings import refuse_removed
 from schemas.resume import Free, Kept, Rounding
@@ -146,6 +147,7 @@ class EngineConfig(Frozen):
     """Whether its GPUs may switch to another layout, so that it can be parked."""
     takes_turns: bool = False
     """Whether it shares its GPUs with the trainer, and sleeps while the trainer works."""
+    environment: EnvironmentConfig | None = None
     history_dir: Path = Path()
     """Directory of the index files."""
     race_kv_tokens: int | None = RACE_KV_TOKENS
@@ -245,6 +247,9 @@ class TrainConfig(Frozen):
     pat: Free[PatConfig] = PatConfig()
     reward: Kept[RewardConfig] = BuiltinReward()
     """How responses are scored."""
+    environment: Kept[EnvironmentConfig | None] = None
+    """Tools or an environment of yours, for example `{path: calculator.py}`. Default: a response is
+    a single turn."""
     algorithm: Kept[AlgorithmConfig] = Field(
         default=AlgorithmConfig(), validate_default=True, json_schema_extra={"default": {}}
     )
@@ -320,6 +325,7 @@ class TrainConfig(Frozen):
             seed=self.seed,
             drafting=DraftingConfig(**dict(self.drafting)),
             specactor=self.specactor,
+            environment=self.environment,
             history_dir=self.history_dir,
         )
 
@@ -373,6 +379,11 @@ class TrainConfig(Frozen):
             raise ValueError(
                 "validate_every_steps is set but data.validation names no file: "
                 "add one or set validate_every_steps to 0"
+            )
+        if self.reward.type == "environment" and self.environment is None:
+            raise ValueError(
+                "reward.type is environment, but there is no environment: set environment.path to "
+                "your Python file, or score with another reward.type"
             )
         if self.rollout.temperature == 0.0:
             raise ValueError(

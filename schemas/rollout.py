@@ -46,6 +46,13 @@ class RequestId:
     def __str__(self) -> str:
         return f"{self.split}/{self.step}/{self.prompt_key}/{self.sample_index}"
 
+    @property
+    def origin(self) -> "RequestId":
+        """Id of the sample in the step whose plan drew it. Deferred samples have a negative index."""
+        if self.sample_index >= 0:
+            return self
+        return replace(self, step=self.step - 1, sample_index=-1 - self.sample_index)
+
 
 @dataclass(frozen=True, slots=True)
 class LengthHistory:
@@ -136,9 +143,7 @@ class RolloutRequest:
     @property
     def origin(self) -> RequestId:
         """Id of the sample in the step whose plan drew it."""
-        if self.deferred_from is None:
-            return self.id
-        return replace(self.id, step=self.deferred_from, sample_index=-1 - self.id.sample_index)
+        return self.id.origin
 
     @property
     def origin_step(self) -> int:

@@ -19,6 +19,7 @@ from engines.reports.progress import Everywhere, TerminalProgress
 from engines.reward import ScorerPool
 from engines.store.actor import StoreClient, start_store
 from engines.tracking.tracker import Tracker, add_to_run
+from schemas.base import with_absolute_paths
 from schemas.evaluation import EvaluationReport
 from schemas.run import RunRef
 from schemas.step import RewardedBatch, RolloutBatch
@@ -27,6 +28,7 @@ from tasks.report import log_stage
 from tasks.run.artifacts import StepPages
 from tasks.run.attach import SCORER, STORE, Run, attach
 from tasks.run.engines import make_generation
+from tasks.run.environments import start_environments
 from tasks.run.gpus import wanted_by_engines
 from tasks.run.live import LiveRun, make_ref, recorded
 from tasks.run.milestones import Milestones
@@ -70,6 +72,7 @@ async def open_evaluation(plan: RunPlan, policy_version: int) -> AsyncGenerator[
         stack.push_async_callback(engines.coordinator.shutdown)
         scorers = ScorerPool(config, SCORER)
         stack.push_async_callback(scorers.shutdown)
+        await start_environments(with_absolute_paths(config), stack)
         run = Run(
             make_ref(config, policy_version),
             config,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from engines.accounting.metrics import SUMMARISED_COLUMNS, summarise_rollouts
 from engines.control.stage_end import StageEnd
+from engines.environment.client import EnvironmentClient
 from engines.histopipe.sample_queue import SampleQueue
 from engines.rollout.moves import RolloutView
 from engines.rollout.stage import Outcome, joined
@@ -23,6 +24,7 @@ from tasks.run.advice import run_task
 from tasks.run.artifacts import ProgressPage
 from tasks.run.attach import Run, attach
 from tasks.run.engines import Engines
+from tasks.run.environments import refuse_failed, task_of
 from tasks.run.policies import predict_end, settings_of, step_policies, tell_collapses
 from tasks.run.refill import next_batch, refills
 
@@ -48,6 +50,9 @@ async def rollout(
     carried = await _carried_over(run, plan)
     generation = _Generation(run, engines, weights, done)
     plan, outcome, timeline = await generation.roll_out(plan, carried)
+    if run.config.environment:
+        ids = await run.store("finished_ids", plan.split, plan.step, _versions(run, plan))
+        await EnvironmentClient(run.config.environment).finished(ids)
     moved = RolloutOutcome(
         carried=_names([*(request.id for _, request in carried), *outcome.carried]),
         deferred=_names(outcome.deferred),
@@ -186,6 +191,7 @@ class _Watch:
             self._counts["drafted"] += rollout.num_draft_tokens
             self._counts["accepted"] += rollout.num_accepted_tokens
         self.wake_scorer()
+        await refuse_failed(self.run.config, rollouts)
 
     def show(self, view: RolloutView) -> None:
         is_last = view.num_finished == view.num_rollouts
@@ -274,12 +280,14 @@ async def _carried_over(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequ
 
 
 def _request(run: Run, id: RequestId, drafting: DraftSetting | None = None) -> RolloutRequest:
+    prompt = run.inputs.prompts_of(id.split)[id.prompt_key]
     return RolloutRequest(
         id=id,
-        prompt_token_ids=run.inputs.prompts[id.prompt_key].token_ids,
+        prompt_token_ids=prompt.token_ids,
         sample_key=sample_key(run.config.seed, id.step, id.split, id.prompt_key, id.sample_index),
         max_response_tokens=run.config.data.max_response_tokens,
         drafting=drafting,
+        task=task_of(run.config, id, prompt),
     )
 
 

@@ -12,8 +12,9 @@ still has. A replay with other tokens starts the conversation anew.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from engines.data.tokenizer import open_tokenizer
@@ -22,6 +23,7 @@ from engines.environment.client import TurnAnswer
 from engines.environment.pool import Diverged, EnvironmentFailed, EnvironmentPool
 from engines.environment.rendering import TurnRenderer
 from engines.garbage import freeze_garbage
+from engines.user_files import read_json_object
 from schemas.config import TrainConfig
 from schemas.environment import EnvironmentAnswer, EnvironmentTask, TurnText
 from schemas.rollout import Turn
@@ -30,9 +32,8 @@ from schemas.rollout import Turn
 class EnvironmentActor:
     """Environments, tokenizer and parser of a run."""
 
-    def __init__(
-        self, config: TrainConfig, end_token_ids: Sequence[int], surroundings: Mapping[str, str]
-    ) -> None:
+    def __init__(self, config: TrainConfig) -> None:
+        """`config`: with absolute paths and a local model."""
         assert config.environment is not None
         self._config = config.environment
         self._data = config.data
@@ -42,8 +43,8 @@ class EnvironmentActor:
                 trust_remote_code=config.model.trust_remote_code,
                 try_first=False,
             )
-        self._end_token_ids = frozenset(end_token_ids)
-        self._pool = EnvironmentPool(self._config, surroundings)
+        self._end_token_ids = ending_tokens(config.model.path, self._tokenizer)
+        self._pool = EnvironmentPool(self._config, config.data.surroundings)
         self._answers: dict[str, list[EnvironmentAnswer]] = {}
         """Answers to the turns of each sample, from the first on."""
         self._failures: dict[str, str] = {}
@@ -158,6 +159,16 @@ class EnvironmentActor:
         most = self._config.max_observation_tokens
         render = self._renderer.observation_tokens
         return await asyncio.to_thread(render, list(answer.messages), ended_by, most)
+
+
+def ending_tokens(model: Path, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end a turn: the tokenizer's, and those of the model's files."""
+    found = {tokenizer.eos_token_id}
+    for name in ("config.json", "generation_config.json"):
+        if (model / name).exists():
+            ids = read_json_object(model / name).get("eos_token_id")
+            found |= set(ids) if isinstance(ids, list) else {ids}
+    return frozenset(found - {None})
 
 
 def split_turns(

@@ -1,11 +1,12 @@
 """An engine's connection to the environments of its run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engines.actors import RemoteActor
-from schemas.rollout import FinishReason, RolloutRequest
+from schemas.environment import EnvironmentConfig
+from schemas.rollout import FinishReason, RequestId, RolloutRequest
 
 ENVIRONMENT = "environment"
 """Name of a run's environment actor."""
@@ -44,13 +45,13 @@ class Environments(Protocol):
 
 
 class EnvironmentClient:
-    """The environments of a run, in an actor that another process has started. Every call has a
-    time limit."""
+    """The environments of a run, in an actor that the driver has started. Every call has a time
+    limit."""
 
-    def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: the longest that the environment may take for one answer, retries
-        included."""
-        self._timeout_s = timeout_s + MORE_S
+    def __init__(self, config: EnvironmentConfig) -> None:
+        # A lost conversation is reset, and all its turns are replayed.
+        most_calls = (config.retries + 1) * (config.max_turns + 1)
+        self._timeout_s = most_calls * config.timeout_s + MORE_S
         self._actor: RemoteActor | None = None
 
     async def answer(self, request: RolloutRequest) -> TurnAnswer:
@@ -59,13 +60,24 @@ class EnvironmentClient:
     async def end(self, request: RolloutRequest, reason: FinishReason) -> float | None:
         return await self._call("end", request, str(reason))
 
-    async def _call(self, method: str, request: RolloutRequest, *args: Any) -> Any:
-        import ray
+    async def failures(self) -> dict[str, str]:
+        """Return why conversations failed since the last call, by sample."""
+        return await self._there().call("failures", timeout_s=MORE_S)
 
-        if self._actor is None:
-            handle = ray.get_actor(ENVIRONMENT)
-            self._actor = RemoteActor.of("the environments", handle)
+    async def finished(self, ids: Iterable[RequestId]) -> None:
+        """Close the conversations of these samples. Nobody will ask for them again."""
+        samples = [str(id.origin) for id in ids]
+        await self._there().call("finished", samples, timeout_s=MORE_S)
+
+    async def _call(self, method: str, request: RolloutRequest, *args: Any) -> Any:
         generated = request.generated
         assert generated, "no turn has ended"
-        given = (str(request.origin), request.task, list(generated.token_ids), generated.turns)
-        return await self._actor.call(method, *given, *args, timeout_s=self._timeout_s)
+        given = (str(request.id.origin), request.task, list(generated.token_ids), generated.turns)
+        return await self._there().call(method, *given, *args, timeout_s=self._timeout_s)
+
+    def _there(self) -> RemoteActor:
+        if self._actor is None:
+            import ray
+
+            self._actor = RemoteActor.of("the environments", ray.get_actor(ENVIRONMENT))
+        return self._actor

@@ -10,6 +10,7 @@ whose process was killed is replayed. One that fails is repeated `retries` times
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -44,6 +45,24 @@ class EnvironmentFailed(Exception):
 
     def __init__(self, sample: str, turn: int, reason: str) -> None:
         super().__init__(f"the environment of {sample} failed at turn {turn}: {reason}")
+
+
+def describe(
+    config: EnvironmentConfig, surroundings: Mapping[str, str] | None = None
+) -> EnvironmentSetup:
+    """Import the user's file in a process of its own, and return what it declares. Raise ValueError
+    that names the file."""
+
+    async def ask() -> EnvironmentSetup:
+        pool = EnvironmentPool(config, surroundings)
+        try:
+            return await pool.start()
+        finally:
+            await pool.close()
+
+    # The caller may be in an event loop.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, ask()).result()
 
 
 @dataclass

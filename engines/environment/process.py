@@ -50,7 +50,7 @@ class EnvironmentProcess:
         self._config = config
         self._surroundings = surroundings
         self._room = asyncio.Semaphore(config.at_once)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[Any] | None = None
         self._calls: dict[str, asyncio.Future[Any]] = {}
         self._reading: asyncio.Task[None] | None = None
         self._group: int | None = None
@@ -127,8 +127,12 @@ class EnvironmentProcess:
                 raise ProcessLost("its process had ended", own=False)
             request = secrets.token_hex(8)
             answer = self._calls[request] = asyncio.get_running_loop().create_future()
-            message = {"request": request, "method": method}
-            message |= {"conversation": conversation, "content": content}
+            message = {
+                "request": request,
+                "method": method,
+                "conversation": conversation,
+                "content": content,
+            }
             try:
                 self._writer.write(json.dumps(message, default=str).encode() + b"\n")
                 return await wait_for(answer, self._config.timeout_s)
@@ -184,7 +188,7 @@ class EnvironmentProcess:
         await asyncio.to_thread(_end, process, self._group)
 
 
-def _end(process: subprocess.Popen[bytes], group: int | None) -> None:
+def _end(process: subprocess.Popen[Any], group: int | None) -> None:
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_TIMEOUT_S)
     if process.poll() is None:

@@ -185,7 +185,7 @@ class Server:
 
     async def _step(self, conversation, text, calls, problem, number):
         own = self._conversations[conversation]
-        turn = tools.Turn(text, calls, problem, number, self._environment.tools)
+        turn = tools.PolicyTurn(text, calls, problem, number, self._environment.tools)
         if own is not None:
             answer = checks.checked_answer(await self._call(own.step, turn))
         elif turn.calls or turn.problem:

@@ -18,7 +18,7 @@ class ToolCallProblem(Exception):
     """A call that cannot be executed. The message is for the policy."""
 
 
-class Turn:
+class PolicyTurn:
     """A turn of the policy, as `step` gets it."""
 
     def __init__(self, text, calls, problem, number, tools):

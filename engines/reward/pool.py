@@ -2,10 +2,11 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from engines.actors import ActorError, NoAnswer, RemoteActor
 from engines.data.tokenizer import open_tokenizer
@@ -17,7 +18,8 @@ from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
 from schemas.data import Prompt
 from schemas.inputs import ModelConfig
-from schemas.reward import BuiltinReward, FunctionReward
+from schemas.reward import EnvironmentReward, FunctionReward, RewardConfig
+from schemas.rollout import FinishReason
 
 MAX_PROCESSES = 8
 """Most scorer processes. On fewer cores there is one per core."""
@@ -40,28 +42,32 @@ class RewardActor:
     def __init__(
         self,
         model: ModelConfig,
-        config: BuiltinReward | FunctionReward,
+        config: RewardConfig,
         surroundings: Mapping[str, str] | None = None,
     ) -> None:
         with freeze_garbage():
             self._tokenizer = open_tokenizer(
                 model.path, trust_remote_code=model.trust_remote_code, try_first=False
             )
-        num_processes = min(MAX_PROCESSES, os.cpu_count() or 1)
-        self._scorer = Scorer(config, num_processes, surroundings)
+        self._scorer: Scorer | None = None
+        if not isinstance(config, EnvironmentReward):
+            num_processes = min(MAX_PROCESSES, os.cpu_count() or 1)
+            self._scorer = Scorer(config, num_processes, surroundings)
         self._num_decoded = 0
 
     def num_done(self) -> int:
         """Return the responses decoded so far plus the responses scored. The driver calls this
         while `score` runs."""
-        return self._num_decoded + self._scorer.num_scored
+        return self._num_decoded + (self._scorer.num_scored if self._scorer else 0)
 
     def score(self, rows: pa.Table, prompts: Mapping[str, Prompt]) -> pa.Table:
-        """Score rows with `prompt_key`, `sample_index` and `response_token_ids`.
+        """Score rows with the columns `engines.store.tables.SCORING`.
 
         Returns `prompt_key`, `sample_index`, `reward` and `extra` (a JSON object) in the same
         order. Raises ValueError as `Scorer.score` does.
         """
+        if self._scorer is None:
+            return environment_rewards(rows)
         responses = [
             self._response(row, prompts[row["prompt_key"]])
             for batch in rows.to_batches(max_chunksize=MAX_ROWS_AT_ONCE)
@@ -78,16 +84,36 @@ class RewardActor:
         )
 
     def _response(self, row: dict[str, Any], prompt: Prompt) -> Response:
-        text = self._tokenizer.decode(row["response_token_ids"], skip_special_tokens=True)
+        turns = self._turns(row)
+        sampled = "".join(turn["sampled"] for turn in turns) if turns else self._text(row)
+        about = prompt.extra_info | ({"turns": turns} if turns else {})
         self._num_decoded += 1
         return Response(
             prompt_key=row["prompt_key"],
             sample_index=row["sample_index"],
             data_source=prompt.data_source,
-            solution_str=text,
+            solution_str=sampled,
             ground_truth=prompt.ground_truth,
-            extra_info=prompt.extra_info,
+            extra_info=about,
         )
+
+    def _text(self, row: dict[str, Any]) -> str:
+        return self._decode(row["response_token_ids"])
+
+    def _turns(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the turns of a conversation, with their sampled and observed text."""
+        turns, at = [], 0
+        for turn in row["turns"] or ():
+            middle = at + turn["num_sampled"]
+            end = middle + (turn["num_observed"] or 0)
+            texts = (row["response_token_ids"][at:middle], row["response_token_ids"][middle:end])
+            sampled, observed = map(self._decode, texts)
+            turns.append({"sampled": sampled, "observed": observed, "score": turn["score"]})
+            at = end
+        return turns
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 class ScorerPool:
@@ -138,7 +164,7 @@ class ScorerPool:
         except NoAnswer as error:
             raise ScorerHangs(
                 f"{error}: none of {rows.counts.num_rows} responses was scored meanwhile. One may "
-                f"take at most reward.timeout_s = {self._reward.timeout_s:g} s"
+                "take at most reward.timeout_s"
             ) from error
         except ActorError as error:
             raise error.cause or error from None
@@ -150,7 +176,33 @@ class ScorerPool:
             actor.kill()
 
 
-def longest_stall_s(reward: BuiltinReward | FunctionReward) -> float:
+def environment_rewards(rows: pa.Table) -> pa.Table:
+    """Return the environments' scores as rewards. A failed conversation without a score has 0.
+
+    Raise ValueError that names the first other response without a score.
+    """
+    failed = pc.equal(rows["finish_reason"], str(FinishReason.FAILED))
+    unscored = rows.filter(pc.and_not(rows["environment_score"].is_null(), failed))
+    if unscored.num_rows:
+        first = unscored.slice(0, 1).to_pylist()[0]
+        raise ValueError(
+            f"the environment gave no score for sample {first['sample_index']} of prompt "
+            f"{first['prompt_key']}, which ended by {first['finish_reason']}: return a number from "
+            "its `step` and `end`, or score with reward.type: function"
+        )
+    return pa.table(
+        {
+            "prompt_key": rows["prompt_key"],
+            "sample_index": rows["sample_index"],
+            "reward": rows["environment_score"].fill_null(0.0),
+            "extra": pa.array(["{}"] * rows.num_rows, pa.string()),
+        }
+    )
+
+
+def longest_stall_s(reward: RewardConfig) -> float:
     """Return the longest time in seconds without a decoded or scored response."""
+    if isinstance(reward, EnvironmentReward):
+        return QUIET_S
     importing_s = IMPORT_TIMEOUT_S if isinstance(reward, FunctionReward) else 0.0
     return reward.timeout_s + max(QUIET_S, importing_s)

@@ -17,7 +17,7 @@ from engines.answers import builtin
 from engines.answers.builtin import accepted_answers, builtin_scorer
 from engines.reward.process import CallError, Failed, Scored, ScorerProcess
 from engines.reward.worker import ARGUMENTS, Call
-from schemas.reward import BuiltinReward, FunctionReward
+from schemas.reward import BuiltinReward, FunctionReward, RewardConfig
 
 MAX_CALLS_PER_CHUNK = 32
 """Responses sent to one process at once. An async function scores them concurrently."""
@@ -46,7 +46,7 @@ class Response:
     extra_info: dict[str, Any]
 
 
-def check_reward_file(config: BuiltinReward | FunctionReward) -> None:
+def check_reward_file(config: RewardConfig) -> None:
     """Raise ValueError if the user's file does not exist. `check_reward` also loads the file."""
     if isinstance(config, FunctionReward) and not config.path.is_file():
         raise ValueError(
@@ -56,7 +56,7 @@ def check_reward_file(config: BuiltinReward | FunctionReward) -> None:
 
 
 def check_reward(
-    config: BuiltinReward | FunctionReward,
+    config: RewardConfig,
     data_sources: Iterable[str],
     surroundings: Mapping[str, str] | None = None,
 ) -> None:
@@ -67,6 +67,7 @@ def check_reward(
     if isinstance(config, BuiltinReward):
         for data_source in sorted(data_sources):
             builtin_scorer(data_source)
+    if not isinstance(config, FunctionReward):
         return
     check_reward_file(config)
     process = ScorerProcess(config, surroundings)
@@ -76,9 +77,9 @@ def check_reward(
         process.close()
 
 
-def check_ground_truth(config: BuiltinReward | FunctionReward, ground_truth: Any) -> None:
+def check_ground_truth(config: RewardConfig, ground_truth: Any) -> None:
     """Raise ValueError if a built-in scorer cannot compare with this ground truth. A user's
-    function may take any ground truth."""
+    function or environment may take any ground truth."""
     if isinstance(config, BuiltinReward):
         accepted_answers(ground_truth)
 

@@ -35,6 +35,7 @@ from schemas.step import RunSummary
 from tasks.run.artifacts import StepPages
 from tasks.run.attach import HISTORY, SCORER, STORE, TRAINER, Run, attached
 from tasks.run.engines import Engines, make_generation
+from tasks.run.environments import start_environments
 from tasks.run.gpus import TRAINER as THE_TRAINER
 from tasks.run.gpus import wanted_gpus
 from tasks.run.milestones import Milestones
@@ -204,6 +205,7 @@ async def _start_actors(
         history.start(inputs.loader.steps_per_epoch, anew=checkpoint is None)
     scorers = ScorerPool(config, SCORER)
     stack.push_async_callback(scorers.shutdown)
+    await start_environments(config, stack)
     if gpus:  # Start the engines first, because they need empty GPUs.
         await asyncio.gather(engines.start(), scorers.start())
         await trainer.start(checkpoint)

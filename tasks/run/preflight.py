@@ -25,6 +25,7 @@ from schemas.drafting import HISTORY, NGRAM
 from schemas.latency import PointKind
 from schemas.rollout import Split
 from schemas.secret import fill_in, secrets_of
+from tasks.run.environments import read_environment
 from tasks.run.model_inputs import (
     check_against_transformers,
     check_draft_models,
@@ -154,10 +155,9 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     files = {Split.TRAIN: config.data.train, Split.VALIDATION: config.data.validation}
     check = partial(check_ground_truth, config.reward)
     max_tokens = config.data.max_prompt_tokens
-    load = lru_cache(
-        lambda paths: load_dataset(paths, tokenizer, max_tokens, check, _settings(config))
-    )
     with closing(templates):
+        _, settings, unsaid = read_environment(config, tokenizer, _settings(config))
+        load = lru_cache(lambda paths: load_dataset(paths, tokenizer, max_tokens, check, settings))
         datasets = {split: load(paths) for split, paths in files.items() if paths}
     check_reward(
         config.reward,
@@ -177,7 +177,7 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     latency = read_latency(config)
     for dataset in datasets.values():
         check_prompts_have_rows(dataset, config.model)
-    warnings = (*unseen, *_warnings(datasets), *setting_warnings(config))
+    warnings = (*unseen, *unsaid, *_warnings(datasets), *setting_warnings(config))
     ladder = _ladder(config, latency)
     return Inputs(datasets, prompts, loader, tokenizer, latency, ladder, warnings)
 

@@ -24,12 +24,16 @@ class Refusing:
     async def serve(self, request: Request) -> Response:
         self.bodies.append(await request.body())
         if len(self.bodies) <= self.num_refused:
-            return JSONResponse({"exception_message": "Service Unavailable"}, self.status)
+            raise OSError("database is locked")
         return Response(self.bodies[-1], 201)
 
     def client(self) -> TestClient:
-        app = Starlette(routes=[Route("/api/flow_runs", self.serve, methods=["POST"])])
-        return TestClient(PatientApp(app))
+        async def explain(_: Request, error: Exception) -> Response:
+            return JSONResponse({"exception_message": str(error)}, self.status)
+
+        routes = [Route("/api/flow_runs", self.serve, methods=["POST"])]
+        app = Starlette(routes=routes, exception_handlers={Exception: explain})
+        return TestClient(PatientApp(app), raise_server_exceptions=False)
 
 
 def test_a_refused_request_is_repeated_with_its_body() -> None:
@@ -51,7 +55,7 @@ def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     app = Refusing(10**6)
     response = app.client().post("/api/flow_runs", content=b"x")
     assert response.status_code == 503
-    assert response.json() == {"exception_message": "Service Unavailable"}
+    assert response.json() == {"exception_message": "database is locked"}
     assert 2 <= len(app.bodies) <= 6
 
 

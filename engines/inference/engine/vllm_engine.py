@@ -12,11 +12,12 @@ import pyarrow as pa
 import ray
 
 from engines.bounded import wait_for
+from engines.environment.client import EnvironmentClient
 from engines.garbage import freeze_garbage
 from engines.gpus.cleanup import Marked, given_gpus, mark_children
 from engines.inference.engine.admission import Admitted, admit, admitted
 from engines.inference.engine.arguments import engine_args
-from engines.inference.engine.conversations import Conversations, waits
+from engines.inference.engine.conversations import Conversations, TurnLimits, waits
 from engines.inference.engine.drafting_calls import DraftingCalls
 from engines.inference.engine.last_error import last_error
 from engines.inference.engine.metrics_export import stat_loggers
@@ -77,7 +78,11 @@ class VLLMEngine:
 
     def _converse(self) -> Conversations | None:
         """Return the conversations with the run's environments, or None without environments."""
-        return None
+        if (config := self._config.environment) is None:
+            return None
+        limits = TurnLimits(config.max_turns, config.max_turn_tokens, config.max_wait_s)
+        client = EnvironmentClient(config)
+        return Conversations(client, limits, self._go_on, self._finish, self._fail)
 
     def mark_processes(self, mark: str) -> Marked:
         """Mark all processes that start here, to find them later. Return mark, node and GPUs."""

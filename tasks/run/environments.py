@@ -1,0 +1,91 @@
+"""A run's environments: what their file declares, and the actor that answers turns."""
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+from engines.actors import RemoteActor
+from engines.data.messages import PromptSettings
+from engines.environment.actor import EnvironmentActor
+from engines.environment.client import ENVIRONMENT, EnvironmentClient
+from engines.environment.pool import describe
+from engines.environment.rendering import TurnRenderer, check
+from schemas.config import TrainConfig
+from schemas.data import Prompt
+from schemas.environment import EnvironmentSetup, EnvironmentTask
+from schemas.keys import group_seed
+from schemas.rollout import FinishedRollout, FinishReason, RequestId
+
+START_TIMEOUT_S = 600.0
+"""Time limit for starting the actor, and for importing the user's file in it."""
+MAX_CONCURRENCY = 4096
+"""Most conversations that wait for the actor at the same time."""
+
+
+def read_environment(
+    config: TrainConfig, tokenizer: Any, settings: PromptSettings
+) -> tuple[EnvironmentSetup | None, PromptSettings, tuple[str, ...]]:
+    """Return what the environment's file declares, the prompts' settings with its tools, and
+    warnings. Raise ValueError when the file or the model's chat template cannot be used."""
+    if config.environment is None:
+        return None, settings, ()
+    setup = describe(config.environment, config.data.surroundings)
+    renderer = TurnRenderer(tokenizer, settings.template_arguments, setup.tools, settings.date)
+    check(renderer, "user" if setup.has_class else "tool")
+    if not setup.tools:
+        return setup, settings, ()
+    tools = {"tools": list(setup.tools)}
+    with_tools = replace(settings, template_arguments={**settings.template_arguments, **tools})
+    if renderer.shows_tools():
+        return setup, with_tools, ()
+    warning = (
+        "the model's chat template does not show tools to the model: describe them in "
+        "data.system_prompt or in the prompts"
+    )
+    return setup, with_tools, (warning,)
+
+
+def task_of(config: TrainConfig, id: RequestId, prompt: Prompt) -> EnvironmentTask | None:
+    """Return what the environment of a sample starts with. None without an environment."""
+    if config.environment is None:
+        return None
+    return EnvironmentTask(
+        prompt_key=prompt.key,
+        data_source=prompt.data_source,
+        ground_truth=prompt.ground_truth,
+        extra_info=prompt.extra_info,
+        seed=group_seed(config.seed, id.step, id.split, id.prompt_key),
+    )
+
+
+async def start_environments(config: TrainConfig, stack: AsyncExitStack) -> None:
+    """Start the actor that answers turns, if the run has environments. It ends with the stack."""
+    if config.environment is None:
+        return
+    import ray
+
+    actor = RemoteActor(
+        "the environments",
+        EnvironmentActor,
+        config,
+        node_id=ray.get_runtime_context().get_node_id(),
+        max_concurrency=MAX_CONCURRENCY,
+        found_by=ENVIRONMENT,
+    )
+    stack.push_async_callback(actor.stop)
+    await actor.call("start", timeout_s=START_TIMEOUT_S)
+
+
+async def refuse_failed(config: TrainConfig, rollouts: Sequence[FinishedRollout]) -> None:
+    """Raise ValueError if a conversation failed and `environment.on_error` is `stop`."""
+    environment = config.environment
+    failed = [one.id for one in rollouts if one.finish_reason is FinishReason.FAILED]
+    if environment is None or environment.on_error != "stop" or not failed:
+        return
+    reasons = await EnvironmentClient(environment).failures()
+    reason = reasons.get(str(failed[0].origin), "the reason is lost")
+    raise ValueError(
+        f"{len(failed)} conversations failed, the first is {failed[0]}: {reason}\nRepair it and go "
+        "on with --resume, or set environment.on_error to zero"
+    )
