@@ -48,7 +48,7 @@ class RequestId:
 
     @property
     def origin(self) -> "RequestId":
-        """Id of the sample in the step whose plan drew it. Deferred samples have a negative index."""
+        """Id of the sample in the step whose plan drew it. A deferred one has a negative index."""
         if self.sample_index >= 0:
             return self
         return replace(self, step=self.step - 1, sample_index=-1 - self.sample_index)

@@ -62,7 +62,11 @@ def describe(
 
     # The caller may be in an event loop.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, ask()).result()
+        return thread.submit(lambda: asyncio.run(ask())).result()
+
+
+_Answered = tuple[TurnText, EnvironmentAnswer]
+"""A turn with its answer."""
 
 
 @dataclass
@@ -114,7 +118,8 @@ class EnvironmentPool:
         async def step(own: _Conversation) -> EnvironmentAnswer:
             return await self._step(sample, own, turns[-1])
 
-        return await self._once(sample, len(turns), task, turns, recorded, step)
+        earlier = list(zip(turns[:-1], recorded, strict=True))
+        return await self._once(sample, len(turns), task, earlier, step)
 
     async def end(
         self,
@@ -124,13 +129,17 @@ class EnvironmentPool:
         recorded: Sequence[EnvironmentAnswer],
         reason: str,
     ) -> float | None:
-        """End a conversation that was cut in the last of `turns`. Return its score, or None. Raise
-        as `answer` does."""
+        """End a conversation that was cut. Return its score, or None. Raise as `answer` does.
+
+        The last of `turns` was cut, and has no answer in `recorded`. Or it was answered, and there
+        is no room for another turn.
+        """
 
         async def end(own: _Conversation) -> float | None:
             return await own.process.call("end", sample, reason=reason)
 
-        return await self._once(sample, "end", task, turns, recorded, end)
+        earlier = list(zip(turns, recorded, strict=False))
+        return await self._once(sample, "end", task, earlier, end)
 
     async def forget(self, samples: Iterable[str]) -> None:
         """Close these conversations in the background, and drop their answers."""
@@ -148,13 +157,12 @@ class EnvironmentPool:
         sample: str,
         key: int | str,
         task: EnvironmentTask,
-        turns: Sequence[TurnText],
-        recorded: Sequence[EnvironmentAnswer],
+        earlier: Sequence[_Answered],
         call: Callable[[_Conversation], Awaitable[Any]],
     ) -> Any:
         asked = self._asked.setdefault(sample, {})
         if key not in asked:
-            work = self._repeated(sample, task, turns, recorded, call)
+            work = self._repeated(sample, task, earlier, call)
             asked[key] = asyncio.create_task(work)
         # Whoever asked first may have been cancelled. The answer is for all.
         return await asyncio.shield(asked[key])
@@ -163,8 +171,7 @@ class EnvironmentPool:
         self,
         sample: str,
         task: EnvironmentTask,
-        turns: Sequence[TurnText],
-        recorded: Sequence[EnvironmentAnswer],
+        earlier: Sequence[_Answered],
         call: Callable[[_Conversation], Awaitable[Any]],
     ) -> Any:
         """Call until it succeeds, or has failed too often."""
@@ -172,7 +179,7 @@ class EnvironmentPool:
         num_lost = 0
         while len(reasons) <= self._config.retries:
             try:
-                return await call(await self._conversation(sample, task, turns[:-1], recorded))
+                return await call(await self._conversation(sample, task, earlier))
             except ProcessLost as error:
                 num_lost += 1
                 if error.own or num_lost > MAX_LOST:
@@ -181,29 +188,25 @@ class EnvironmentPool:
                 reasons.append(str(error))
             if own := self._alive.pop(sample, None):
                 self._in_background(self._close(sample, own))
-        raise EnvironmentFailed(sample, len(turns), reasons[-1])
+        raise EnvironmentFailed(sample, len(earlier) + 1, reasons[-1])
 
     async def _conversation(
-        self,
-        sample: str,
-        task: EnvironmentTask,
-        turns: Sequence[TurnText],
-        recorded: Sequence[EnvironmentAnswer],
+        self, sample: str, task: EnvironmentTask, earlier: Sequence[_Answered]
     ) -> _Conversation:
         """Return the conversation after these turns. Replay it unless it is alive there."""
         own = self._alive.get(sample)
-        if own and own.process.alive and own.num_turns == len(turns):
+        if own and own.process.alive and own.num_turns == len(earlier):
             return own
         assert self._setup is not None, "start() comes first"
-        if turns and not self._setup.replays:
+        if earlier and not self._setup.replays:
             reason = "it was lost, and its class says replays = False"
-            raise EnvironmentFailed(sample, len(turns), reason)
+            raise EnvironmentFailed(sample, len(earlier) + 1, reason)
         if own := self._alive.pop(sample, None):
             self._in_background(self._close(sample, own))
         own = self._alive[sample] = _Conversation(await self._least_busy())
         own.process.num_conversations += 1
         await own.process.call("reset", sample, task=asdict(task))
-        for number, (turn, known) in enumerate(zip(turns, recorded, strict=True), 1):
+        for number, (turn, known) in enumerate(earlier, 1):
             answer = await self._step(sample, own, turn)
             if answer != known:
                 raise Diverged(sample, number)

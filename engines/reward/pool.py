@@ -181,8 +181,8 @@ def environment_rewards(rows: pa.Table) -> pa.Table:
 
     Raise ValueError that names the first other response without a score.
     """
-    failed = pc.equal(rows["finish_reason"], str(FinishReason.FAILED))
-    unscored = rows.filter(pc.and_not(rows["environment_score"].is_null(), failed))
+    failed = pc.field("finish_reason") == str(FinishReason.FAILED)
+    unscored = rows.filter(pc.field("environment_score").is_null() & ~failed)
     if unscored.num_rows:
         first = unscored.slice(0, 1).to_pylist()[0]
         raise ValueError(

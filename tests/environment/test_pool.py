@@ -189,6 +189,14 @@ def test_who_is_cut_gets_the_score_of_end(tmp_path: Path) -> None:
     assert run(tmp_path, GUESS, test) == -0.5
 
 
+def test_an_answered_turn_may_be_the_last(tmp_path: Path) -> None:
+    async def test(pool: EnvironmentPool) -> float | None:
+        known = await told(pool, "1", "2")
+        return await pool.end("s", TASK, [TurnText("1"), TurnText("2")], known, "turns")
+
+    assert run(tmp_path, GUESS, test) == -0.5
+
+
 def test_a_repeated_question_is_answered_once(tmp_path: Path) -> None:
     """`tries` would be 2 if the step was executed twice."""
 

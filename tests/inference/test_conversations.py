@@ -151,7 +151,7 @@ async def converse(
             break
     assert not [error for engine in engines for error in engine.errors]
     assert len({request.id for request, _ in found}) == len(found) == num_samples
-    assert not any(len(engine.conversations) or engine.running for engine in engines)
+    assert not any(engine.conversations.num_waiting or engine.running for engine in engines)
     assert all(request.generated for request, _ in found)
     return {request.id: (request.generated or NOTHING, reason) for request, reason in found}
 

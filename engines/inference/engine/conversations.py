@@ -74,8 +74,9 @@ class Conversations:
         self._ending: dict[RequestId, asyncio.Task[None]] = {}
         """Requests that a limit has cut, which wait for their score."""
 
-    def __len__(self) -> int:
-        """Return how many requests wait for their environment."""
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their environment."""
         return len(self._waiting) + len(self._ending)
 
     def waiting(self, id: RequestId) -> RolloutRequest | None:

@@ -318,7 +318,7 @@ class VLLMEngine:
         drafting = await self._drafting.progress(own) if own else {}
         finished = tuple(rollout.without_tokens(row) for row, rollout in enumerate(self._finished))
         rows = rollout_rows(self._finished) if finished else None
-        num_waiting = len(self._conversations or ())
+        num_waiting = self._conversations.num_waiting if self._conversations else 0
         return EngineEvents(finished, self._progress(), drafting, num_waiting), rows
 
     async def last_error(self) -> str:

@@ -1,0 +1,194 @@
+"""Conversations on real engines, with an environment in a worker process: no move, death, draft or
+order changes a token, and each turn is what an engine without environments samples there."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from engines.actors import RemoteActor
+from engines.environment.actor import EnvironmentActor, split_turns
+from engines.environment.client import ENVIRONMENT
+from engines.inference.engine.ray_engine import RayEngine
+from engines.rollout.moves import Migrate, RolloutView
+from schemas.drafting import NGRAM
+from schemas.environment import EnvironmentConfig, EnvironmentTask
+from schemas.rollout import (
+    DraftSetting,
+    FinishReason,
+    Generated,
+    RequestId,
+    Rollout,
+    RolloutRequest,
+    VersionSpan,
+)
+from tests.inference.pace import PacedEngine, paced, set_pace
+from tests.inference.real import CONFIG, requests, roll_out, weights_of
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="package"),
+]
+
+SOURCE = '''
+import random, time
+
+class Sums:
+    """Asks for another sum until a random number of turns is over."""
+    def reset(self, task):
+        self.random = random.Random(task.seed)
+        self.left = self.random.randint(0, 3)
+    def step(self, turn):
+        time.sleep(0.05)
+        if self.left == 0:
+            return (len(turn.text) % 11) / 10
+        self.left -= 1
+        return f"{self.random.randint(1, 99)}+{self.random.randint(1, 99)}=?"
+    def end(self, reason):
+        return -1.0
+'''
+MAX_TURNS = 3
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def conversing(ray_cluster, tmp_path_factory):
+    """Two engines with the same environment."""
+    assert ray_cluster.is_initialized()
+    path: Path = tmp_path_factory.mktemp("environment") / "sums.py"
+    path.write_text(SOURCE)
+    environment = EnvironmentConfig(path=path, max_turns=MAX_TURNS, retries=2)
+    config = CONFIG.model_copy(update={"environment": environment})
+    actor = RemoteActor(
+        "environments", EnvironmentActor, config, found_by=ENVIRONMENT, max_concurrency=1000
+    )
+    await actor.call("start", timeout_s=120.0)
+    settings = config.engine.model_copy(update={"race_kv_tokens": None})
+    engines = [RayEngine(10 + i, settings, 0, engine_class=PacedEngine) for i in range(2)]
+    await asyncio.gather(*(engine.start() for engine in engines))
+    for index, engine in enumerate(engines):
+        engine.index = index
+    yield engines
+    for engine in engines:
+        await engine.shutdown()
+    await actor.stop()
+
+
+def conversations(prompts) -> list[RolloutRequest]:
+    """Return 64 requests. All samples of a prompt have the same environment."""
+    return [
+        replace(
+            request,
+            task=EnvironmentTask(request.id.prompt_key, "sums", "", {}, seed=number // 4),
+        )
+        for number, request in enumerate(requests(prompts[:16]))
+    ]
+
+
+Conversation = tuple[list[int], Any, float | None, FinishReason]
+
+
+def said(finished: dict[RequestId, Rollout]) -> dict[RequestId, Conversation]:
+    """Return tokens, turns, score and end of each conversation."""
+    return {
+        id: (
+            list(rollout.generated.token_ids),
+            [(turn.num_sampled, turn.num_observed) for turn in rollout.generated.turns],
+            rollout.generated.score,
+            rollout.finish_reason,
+        )
+        for id, rollout in finished.items()
+    }
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def alone(conversing, learner, prompts) -> dict[RequestId, Rollout]:
+    """Return the conversations on one engine, without drafts."""
+    todo = [(0, request) for request in conversations(prompts)]
+    finished, _ = await roll_out(conversing[:1], weights_of(learner, prompts), todo)
+    assert len(finished) == len(todo)
+    return finished
+
+
+async def test_each_turn_is_what_an_engine_without_environments_samples(
+    alone, engines, learner, prompts
+) -> None:
+    todo, expected = [], {}
+    given = {request.id: request for request in conversations(prompts)}
+    for number, rollout in enumerate(list(alone.values())[::4]):
+        of, before = rollout.generated, 0
+        parts = split_turns(of.token_ids, of.turns)
+        for turn, (sampled, observed) in enumerate(parts):
+            id = RequestId(rollout.id.split, 1, rollout.id.prompt_key, 100 * number + turn)
+            spans = (VersionSpan(0, before),)
+            begun = Generated(of.token_ids[:before], [0.0] * before, spans) if before else None
+            todo.append(replace(given[rollout.id], id=id, task=None, generated=begun))
+            expected[id] = list(of.token_ids[: before + len(sampled)])
+            before += len(sampled) + len(observed)
+    finished, _ = await roll_out(
+        engines[:1], weights_of(learner, prompts), [(0, request) for request in todo]
+    )
+    assert {id: list(rollout.generated.token_ids) for id, rollout in finished.items()} == expected
+
+
+async def test_conversations_have_turns_of_all_kinds(alone) -> None:
+    """Else the tests here would show little."""
+    reasons = {rollout.finish_reason for rollout in alone.values()}
+    assert {FinishReason.STOP, FinishReason.TURNS} <= reasons
+    assert {len(rollout.generated.turns) for rollout in alone.values()} == set(range(1, 4))
+    for rollout in alone.values():
+        cut = rollout.finish_reason is not FinishReason.STOP
+        assert (rollout.generated.score == -1.0) == cut
+        assert rollout.num_cached_tokens >= 0
+
+
+class Hopping:
+    """Moves each request to the other engine, again and again."""
+
+    def __init__(self) -> None:
+        self.num_moves = 0
+
+    def decide(self, view: RolloutView) -> list[Migrate]:
+        moves = [
+            Migrate(id, 1 - engine.engine)
+            for engine in view.engines
+            for at, id in enumerate(engine.progress)
+            if at % 3 == 0
+        ]
+        self.num_moves += len(moves)
+        return moves
+
+
+async def test_no_move_or_draft_changes_a_conversation(alone, conversing, learner, prompts) -> None:
+    drafting = DraftSetting(NGRAM, 4)
+    todo = [replace(request, drafting=drafting) for request in conversations(prompts)[::-1]]
+    policy = Hopping()
+    async with paced(conversing):
+        finished, _ = await roll_out(
+            conversing,
+            weights_of(learner, prompts),
+            [(number % 2, request) for number, request in enumerate(todo)],
+            [policy],
+        )
+    assert policy.num_moves > 20
+    assert said(finished) == said(alone)
+    assert sum(rollout.generated.num_draft_tokens for rollout in finished.values()) > 100
+
+
+async def test_no_death_changes_a_conversation(alone, conversing, learner, prompts) -> None:
+    todo = [(number % 2, request) for number, request in enumerate(conversations(prompts))]
+    killed = False
+
+    def kill(view: RolloutView) -> None:
+        nonlocal killed
+        if not killed and view.num_finished > 8:
+            killed = True
+            conversing[1].actor.__ray_terminate__.remote()
+
+    await set_pace(conversing[1], 0.05)
+    finished, _ = await roll_out(conversing, weights_of(learner, prompts), todo, on_progress=kill)
+    assert killed
+    assert said(finished) == said(alone)
