@@ -1,0 +1,1 @@
+"""Environments: what happens between two turns of a policy."""
