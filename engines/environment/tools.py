@@ -1,7 +1,7 @@
 """Tools of a user: their JSON schemas from signature and docstring, and their calls.
 
     def multiply(a: int, b: int = 2) -> int:        {"name": "multiply",
-        \"\"\"Product of two numbers.\"\"\"        ─►   "description": "Product of two numbers.",
+        "Product of two numbers."          ─►        "description": "Product of two numbers.",
                                                      "parameters": {... "required": ["a"]}}
 
 A call with wrong arguments is not executed: the problem is its observation. So is the exception of
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Union
@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, Union
 from .loading import UserFault, message_of, shown
 
 PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean"}
-UNIONS = {Union} | ({sys.modules["types"].UnionType} if sys.version_info >= (3, 10) else set())
+UNIONS = {Union, getattr(types, "UnionType", Union)}
+"""Origins of `Optional[int]` and, from Python 3.10 on, of `int | None`."""
 MAX_DEPTH = 8
 """Deepest nesting of an annotation."""
 Function = Callable[..., Any]
@@ -177,7 +178,5 @@ def _check_parameter(parameter: inspect.Parameter) -> None:
 
 def _with_default(tool: Tool, parameter: inspect.Parameter) -> dict[str, Any]:
     schema = schema_of(tool.hints.get(parameter.name, Any))
-    default = parameter.default
-    if default is None or not isinstance(default, (str, int, float, bool)):
-        return schema
-    return {**schema, "default": default} if default is not parameter.empty else schema
+    has_plain_default = isinstance(parameter.default, (str, int, float, bool))
+    return {**schema, "default": parameter.default} if has_plain_default else schema
