@@ -15,7 +15,7 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 MAX_MESSAGE_CHARACTERS = MAX_TRACEBACK_CHARACTERS = 4000
@@ -90,7 +90,8 @@ def explained(error: BaseException) -> str:
     message = str(error) if isinstance(error, UserFault) else message_of(error)
     if raised is not None:
         # The three arguments are those of Python 3.9.
-        lines = "".join(traceback.format_exception(type(raised), raised, raised.__traceback__))
+        users = _users_frames(raised.__traceback__)
+        lines = "".join(traceback.format_exception(type(raised), raised, users))
         message = f"{message}\n{lines[-MAX_TRACEBACK_CHARACTERS:]}"
     return as_text(message)
 
@@ -137,6 +138,16 @@ def _is_own_class(value: Any, module: ModuleType) -> bool:
 def _listed(module: ModuleType) -> list[Any]:
     tools = getattr(module, "tools", None)
     return [tools] if isinstance(tools, (list, tuple)) else []
+
+
+def _users_frames(frames: TracebackType | None) -> TracebackType | None:
+    """Return the frames after the last one of refrain, or all if there are none."""
+    users, here = frames, frames
+    while here is not None:
+        if Path(here.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+            users = here.tb_next or users
+        here = here.tb_next
+    return users
 
 
 def _limit_of(error: BaseException) -> str:

@@ -109,6 +109,8 @@ class EnvironmentProcess:
         self._places = asyncio.Semaphore(self._at_once)
         self._running: dict[str, _RunningCall] = {}
         self._group: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self._closing: asyncio.Task[None] | None = None
         self.ended: str | None = None
         """Why the process ended. None while it is alive."""
@@ -120,8 +122,8 @@ class EnvironmentProcess:
         own, theirs = socket.socketpair()
         with theirs:
             self._process = self._spawned(theirs.fileno())
-        streams = await asyncio.open_connection(sock=own, limit=MAX_LINE_BYTES)
-        self._reader, self._writer = streams
+        connection = asyncio.open_connection(sock=own, limit=MAX_LINE_BYTES)
+        self._reader, self._writer = await connection
         try:
             setup = await self._load()
         except BaseException:
@@ -199,7 +201,7 @@ class EnvironmentProcess:
             async with asyncio.timeout(START_TIMEOUT_S):
                 # This line is from the guard, because no code of the user runs yet.
                 self._group = int(await self._line())
-                self._writer.write(json.dumps(self._setup()).encode() + b"\n")
+                self._send(self._setup())
                 line = WorkerReply.model_validate_json(await self._line())
             if line.reply != worker.READY:
                 raise ValueError(str(line.content))
@@ -238,12 +240,16 @@ class EnvironmentProcess:
             "turn": turn,
             "content": content,
         }
-        self._writer.write(json.dumps(request).encode() + b"\n")
+        self._send(request)
         timeout_s = self._config.timeout_s
         done, _ = await asyncio.wait({result}, timeout=timeout_s + GRACE_S)
         if not done:
             self.end(f"its process stood still for {timeout_s:g} s (environment.timeout_s)")
         return result.result()
+
+    def _send(self, message: JsonValue) -> None:
+        assert self._writer is not None
+        self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self) -> None:
         """Take replies until the process ends or writes something else."""
@@ -280,20 +286,23 @@ class EnvironmentProcess:
 
     async def _kill(self) -> None:
         # The guard notices the closed socket and kills the worker with all that it started.
-        self._writer.close()
-        await asyncio.to_thread(self._wait_or_kill)
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is not None:
+            await asyncio.to_thread(self._wait_or_kill, self._process)
 
-    def _wait_or_kill(self) -> None:
+    def _wait_or_kill(self, process: subprocess.Popen[bytes]) -> None:
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_TIMEOUT_S)
-        if self._process.poll() is None:
-            self._process.kill()
-        if self._process.wait() < 0 and self._group is not None:
+            process.wait(END_TIMEOUT_S)
+        if process.poll() is None:
+            process.kill()
+        if process.wait() < 0 and self._group is not None:
             # The guard itself was killed. The worker died with it, but its children may live.
             with suppress(ProcessLookupError):
                 os.killpg(self._group, signal.SIGKILL)
 
     def _how_it_ended(self) -> str:
+        assert self._process is not None
         try:
             code = self._process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -143,7 +143,9 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is list or origin is list:
         return isinstance(value, list) and all(fits(one, (*parts, Any)[0]) for one in value)
     if hint is dict or origin is dict:
-        return isinstance(value, dict) and all(fits(v, (*parts, Any, Any)[1]) for v in value.values())
+        return isinstance(value, dict) and all(
+            fits(v, (*parts, Any, Any)[1]) for v in value.values()
+        )
     if origin is typing.Literal:
         return any(type(one) is type(value) and one == value for one in parts)
     return any(fits(value, one) for one in parts)
@@ -153,8 +155,10 @@ def _tool(function: Any, owner: type | None) -> Tool:
     if not inspect.isroutine(function):
         raise UserFault(f"the tool {shown(function)} is not a function: list functions")
     name = function.__name__
-    is_method = owner is not None and inspect.isfunction(vars(owner).get(name)) and (
-        vars(owner)[name] is function
+    is_method = (
+        owner is not None
+        and inspect.isfunction(vars(owner).get(name))
+        and (vars(owner)[name] is function)
     )
     signature = inspect.signature(function)
     if is_method:
