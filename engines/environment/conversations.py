@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from .answers import MAX_NAME, Answer, answer_of, checked_messages
+from .answers import MAX_NAME, Answer, answer_of
 from .loading import UserFault, as_text, found_environment, import_file, message_of
 from .tools import Tool, call_problem, declared_tools, failure_of, observation_of
 
@@ -87,8 +87,8 @@ class LiveConversation:
         if self._code.has_step:
             answer = answer_of(await self._call("step", turn))
         elif calls or problem:
-            messages = checked_messages(await turn.run_async())
-            answer = {"messages": messages, "score": None, "ended": False}
+            messages = await turn.run_async()
+            answer = answer_of(messages)
         else:
             answer = answer_of(None)
         self._messages += answer["messages"]

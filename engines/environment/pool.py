@@ -59,8 +59,8 @@ class Diverged(Exception):
 
     def __init__(self, sample: str, turn: int) -> None:
         super().__init__(
-            f"The environment of {sample} answered turn {turn} in another way when it was replayed. "
-            "Draw all random numbers from task.seed, or set `replays = False` in the class."
+            f"The environment of {sample} answered turn {turn} in another way in a replay. Draw "
+            "all random numbers from task.seed, or set `replays = False` in the class."
         )
         self.sample = sample
         self.turn = turn

@@ -101,7 +101,7 @@ def observation_of(result: Any) -> str:
 
 def failure_of(error: BaseException) -> str:
     """Return a tool's exception as the observation of its call."""
-    return f"Error: {message_of(error)}"
+    return f"Error: {error if isinstance(error, UserFault) else message_of(error)}"
 
 
 def schema_of(hint: Any, depth: int = 0) -> dict[str, Any]:
@@ -134,8 +134,8 @@ def fits(value: Any, hint: Any) -> bool:
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
-    if hint is type(None) or value is None:
-        return value is None and (hint is type(None) or type(None) in parts and origin in UNIONS)
+    if hint is type(None):
+        return value is None
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint in PLAIN:

@@ -105,7 +105,7 @@ class Worker:
         self._code = code
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(at_once)
-        self._in_threads: set[object] = set()
+        self._in_threads: set[tuple[str, object]] = set()
         """Calls that run in a thread now."""
         self._conversations: dict[str, LiveConversation] = {}
         self._running: set[asyncio.Task[None]] = set()
