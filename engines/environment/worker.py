@@ -23,7 +23,7 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from .values import from_json
 
 READY, DONE, FAILED, HUNG = "ready", "done", "failed", "hung"
 """Kinds of reply."""
+CALL: ContextVar[str] = ContextVar("CALL")
+"""Id of the call that a task works on."""
 MAX_REQUEST_BYTES = 2**30
 CANCEL_S = 0.2
 """Time in which a cancelled call must end."""
@@ -120,16 +122,17 @@ class Worker:
 
     async def _reply_to(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         name, place = request["id"], (request["conversation"], request["turn"])
-        task = asyncio.ensure_future(self._result_of(name, request))
+        CALL.set(name)
+        task = asyncio.ensure_future(self._result_of(request))
         done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
         reply, content = self._outcome(task) if done else await self._cancelled(name, task)
         end_child()
         writer.write(line_of(reply, name, *place, content))
 
-    async def _result_of(self, name: str, request: dict[str, Any]) -> Any:
+    async def _result_of(self, request: dict[str, Any]) -> Any:
         method, key, content = request["method"], request["conversation"], request["content"]
         if method == "reset":
-            self._conversations[key] = self._started(name)
+            self._conversations[key] = LiveConversation(self._code, self._in_thread)
             task = json.loads(content["task"], object_hook=from_json)
             return await self._conversations[key].reset(task)
         if method == "close":
@@ -137,14 +140,13 @@ class Worker:
         if method == "end":
             return ending_score(await self._conversations[key].end(content["reason"]))
         # Tools alone keep nothing from turn to turn.
-        conversation = self._conversations.get(key) or self._started(name)
+        conversation = self._conversations.get(key)
+        if conversation is None:
+            conversation = LiveConversation(self._code, self._in_thread)
         return await conversation.step(**content)
 
-    def _started(self, name: str) -> LiveConversation:
-        return LiveConversation(self._code, partial(self._in_thread, name))
-
-    async def _in_thread(self, name: str, function: Any, /, *arguments: Any, **named: Any) -> Any:
-        job = (name, object())
+    async def _in_thread(self, function: Any, /, *arguments: Any, **named: Any) -> Any:
+        job = (CALL.get(), object())
 
         def run() -> Any:
             try:
