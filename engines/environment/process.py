@@ -287,7 +287,8 @@ class EnvironmentProcess:
     async def _kill(self) -> None:
         # The guard notices the closed socket and kills the worker with all that it started.
         if self._writer is not None:
-            self._writer.close()
+            # Do not wait until the worker has read what was sent.
+            self._writer.transport.abort()
         if self._process is not None:
             await asyncio.to_thread(self._wait_or_kill, self._process)
 
