@@ -11,14 +11,11 @@ guard. Then each running call raises ProcessEnded, which names the cause and who
 
 import asyncio
 import json
-import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -26,8 +23,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from engines.environment import worker
-from engines.reward import guard
-from engines.reward.process import COMMAND, END_TIMEOUT_S, SIGNALS, locale_of, passed_on
+from engines.user_code.launch import end_guarded, how_it_ended, start_guarded, variables_for
 from schemas.environment import EnvironmentConfig
 
 START_TIMEOUT_S = 300.0
@@ -172,23 +168,13 @@ class EnvironmentProcess:
         await asyncio.shield(self._closing)
 
     def _spawned(self, descriptor: int) -> subprocess.Popen[bytes]:
-        python = self._config.python
-        command = worker.worker_command(str(python or sys.executable), descriptor)
-        return subprocess.Popen(
-            [*COMMAND, str(descriptor), *command],
-            pass_fds=[descriptor],
-            stdin=subprocess.DEVNULL,
-            env=self._variables(),
-            start_new_session=True,
-        )
+        python = str(self._config.python or sys.executable)
+        command = worker.worker_command(python, descriptor)
+        return start_guarded(command, descriptor, self._variables())
 
     def _variables(self) -> dict[str, str]:
         named = self._config.variables
-        variables = passed_on(os.environ, named)
-        if self._surroundings is not None:
-            own = locale_of(variables).keys() - set(named)
-            kept = {name: text for name, text in variables.items() if name not in own}
-            variables = {**self._surroundings, **kept}
+        variables = variables_for(named, self._surroundings, "environment.variables")
         if self._config.python is None:
             return variables
         # Another interpreter has its own packages.
@@ -290,26 +276,8 @@ class EnvironmentProcess:
             # Do not wait until the worker has read what was sent.
             self._writer.transport.abort()
         if self._process is not None:
-            await asyncio.to_thread(self._wait_or_kill, self._process)
-
-    def _wait_or_kill(self, process: subprocess.Popen[bytes]) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(END_TIMEOUT_S)
-        if process.poll() is None:
-            process.kill()
-        if process.wait() < 0 and self._group is not None:
-            # The guard itself was killed. The worker died with it, but its children may live.
-            with suppress(ProcessLookupError):
-                os.killpg(self._group, signal.SIGKILL)
+            await asyncio.to_thread(end_guarded, self._process, self._group)
 
     def _how_it_ended(self) -> str:
         assert self._process is not None
-        try:
-            code = self._process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return "its process closed refrain's socket"
-        name = SIGNALS.get(code - guard.SIGNALLED if code > guard.SIGNALLED else -code)
-        if name is None:
-            return f"its code ended its process (exit code {code})"
-        memory = ", as Linux does when memory is short" * (name == signal.SIGKILL.name)
-        return f"its process was ended by {name}{memory}"
+        return how_it_ended(self._process, "its code")
