@@ -121,6 +121,8 @@ class EnvironmentProcess:
         connection = asyncio.open_connection(sock=own, limit=MAX_LINE_BYTES)
         self._reader, self._writer = await connection
         try:
+            if self.ended is not None:
+                raise ValueError(f"{self._config.path} was not imported: {self.ended}")
             setup = await self._load()
         except BaseException:
             await self.close()
