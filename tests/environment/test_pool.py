@@ -320,6 +320,42 @@ async def test_tools_alone_need_no_replay(tmp_path):
     assert logged(config) == ["double 3"]
 
 
+async def test_a_process_that_cannot_be_started_again_is_named(tmp_path):
+    config = write(tmp_path)
+    async with started(config) as pool:
+        await converse(pool, "a", "x")
+        config.path.unlink()
+        with pytest.raises(EnvironmentFailed, match=r"turn 2: .*mine\.py does not exist"):
+            await converse(pool, "a", "x", "step:os._exit(3)", known=1)
+
+
+async def test_a_worker_that_was_killed_while_idle_costs_no_retry(tmp_path):
+    config = write(tmp_path, retries=0)
+    async with started(config) as pool:
+        await converse(pool, "a", "x")
+        process = await pool._slots[0].ready()
+        assert process._group is not None
+        psutil.Process(process._group).kill()
+        async with asyncio.timeout(10.0):
+            while process.ended is None:
+                await asyncio.sleep(0.02)
+        assert await converse(pool, "a", "x", "y", known=1) == observed("1 x", "2 y")
+    assert logged(config) == ["reset a", "step a x"] * 2 + ["step a y"]
+
+
+async def test_a_start_that_fails_ends_the_other_processes(tmp_path):
+    """The first process to import the file hangs. The other finds its mark and fails."""
+    body = (
+        "import time\nfrom pathlib import Path\n"
+        "try: Path(__file__).with_name('first').open('x')\n"
+        "except FileExistsError: raise ValueError('no second') from None\n"
+        "time.sleep(600)\n"
+    )
+    pool = EnvironmentPool(write(tmp_path, body, processes=2))
+    with pytest.raises(ValueError, match="no second"):
+        await asyncio.wait_for(pool.start(), 20.0)
+
+
 async def test_closing_ends_calls_that_still_run(tmp_path):
     async with started(write(tmp_path, timeout_s=60.0)) as pool:
         call = asyncio.create_task(converse(pool, "a", "step:time.sleep(60)"))

@@ -287,6 +287,20 @@ async def test_a_file_that_cannot_be_used_is_refused(tmp_path, body, changes, re
         await pool.start()
 
 
+async def test_a_name_chooses_among_several(tmp_path):
+    body = stepping("'mine'") + stepping("'other'").replace("Mine", "Other") + TOOLS
+    other = write(tmp_path, body, name="Other")
+    assert await answer_to(other, TurnText("")) == EnvironmentAnswer((said("other"),))
+    tools = other.model_copy(update={"name": "tools"})
+    assert await answer_to(tools, TurnText("")) == EnvironmentAnswer(ended=True)
+
+
+async def test_a_variable_that_is_not_set_is_refused(tmp_path):
+    pool = EnvironmentPool(write(tmp_path, stepping("1"), variables=["NO_SUCH_KEY"]))
+    with pytest.raises(ValueError, match=r"environment\.variables names NO_SUCH_KEY, which is not"):
+        await pool.start()
+
+
 async def test_a_missing_file_is_refused(tmp_path):
     pool = EnvironmentPool(EnvironmentConfig(path=tmp_path / "none.py", processes=1))
     with pytest.raises(ValueError, match=r"none\.py does not exist"):
