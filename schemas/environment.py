@@ -1,61 +1,78 @@
-"""Environments: their settings, and what travels between them and a policy's turns."""
+"""Settings of an environment, and what travels between a policy's turns and an environment."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr
 
 from schemas.base import Frozen
 from schemas.resume import Free
 
 
 class EnvironmentConfig(Frozen):
-    """Tools that the policy may call, or an environment that answers its turns. Both are a Python
-    file of yours, which imports nothing of refrain."""
+    """Your own tools or environment: a Python file that imports nothing of refrain."""
 
     path: Path
-    """Python file with your tools or your environment, for example `calculator.py`."""
+    """Python file that defines your tools or your class, for example `my_tools.py`."""
     name: str | None = None
-    """Name of the class in the file, for example `Guess`. Default: its only class with a method
-    `step`, else its list `tools`. Set it if the file has several."""
+    """Name of your class or of your list of tools, for example `Guess`. Set it if the file has
+    several. Default: the only class with `step`, else the list `tools`."""
+    kwargs: dict[str, SecretStr | int | float | bool] = {}
+    """Keyword arguments of your class, for example `{highest: 20}`. Set them if it takes arguments.
+    No record shows their text, as it may be an API key."""
+    python: Free[Path | None] = None
+    """Python interpreter (3.9 or later) that runs your file, for example `/venv/bin/python`. Set it
+    if your file needs packages that conflict with refrain's. Default: refrain's interpreter."""
+    parser: Literal["hermes"] = "hermes"
+    """Format of tool calls. `hermes`: JSON in `<tool_call>` tags, as Qwen writes them."""
     max_turns: PositiveInt = 8
-    """Most turns of the policy in a conversation, for example `4`. A longer one ends, with finish
-    reason `turns`. Raise it if many end so."""
+    """Most turns of the policy in a conversation, for example `4`. Lower it if conversations go on
+    without an end."""
     max_turn_tokens: PositiveInt | None = None
-    """Most tokens that the policy samples in one turn, for example `512`. A longer turn ends the
-    conversation with finish reason `length`, and its calls are not executed. Set it if single turns
-    use up the response. Default: `data.max_response_tokens` bounds all turns together."""
+    """Most tokens that the policy may write in one turn, for example `512`. Set it if a turn should
+    not use up the response. Default: no limit but `data.max_response_tokens`."""
     max_observation_tokens: PositiveInt = 1024
-    """Most tokens of an answer of the environment, for example `256`. Longer texts are cut, and say
-    so. Raise it if your tools return long texts that matter."""
+    """Most tokens of one observation, for example `4096`. Longer contents are cut, and say so.
+    Raise it for tools with long answers, such as a search."""
     max_calls: PositiveInt = 8
-    """Most tool calls of a turn, for example `1`. More are not executed, and the policy is told."""
+    """Most tool calls in one turn, for example `1`. A turn with more calls runs none of them, and
+    the observation gives the limit."""
     timeout_s: Free[PositiveFloat] = 30.0
-    """Longest time in seconds for one answer, for example `120`. Raise it if your tools need
-    longer."""
+    """Longest time in seconds of one call of your code (`reset`, `step`, `end`, `close`), for
+    example `120`. Raise it for slow tools."""
     max_wait_s: PositiveFloat | None = None
-    """Longest time in seconds that a conversation may wait for answers, all turns together, for
-    example `300`. A longer one ends, with finish reason `time`. Default: no limit."""
+    """Longest time in seconds that a conversation may wait for your code in all, for example `600`.
+    Then it ends. Set it if slow conversations should not hold up a step. Default: no limit."""
     processes: Free[PositiveInt | None] = None
-    """Processes that run your code, for example `4`. Raise it if its own computing takes long.
-    Default: one for each core, at most 8."""
+    """Processes that run your file on each node, for example `2`. Lower it if each process needs
+    much memory. Default: one per core, at most 8."""
     at_once: Free[PositiveInt] = 32
-    """Calls that one process runs at the same time, in threads or as coroutines. For example, `1`
-    for code that is not thread-safe."""
-    retries: Free[int] = Field(default=1, ge=0)
-    """How often a failed conversation is repeated in a fresh environment, for example `3` for tools
-    behind an unreliable network."""
-    on_error: Literal["stop", "zero"] = "stop"
-    """What follows when a conversation has failed for good. `stop`: the run ends and says why.
-    `zero`: the response ends there, and its score is 0. Choose `zero` if the policy itself can make
-    your environment fail."""
-    environment: Free[tuple[str, ...]] = ()
-    """Environment variables that your code sees, for example `[SEARCH_API_KEY]`. It always sees
-    those that say where things are, such as `PATH` and `HOME`."""
-    max_memory_bytes: Free[PositiveInt | None] = None
-    """Memory in bytes that each process of your code may allocate, for example 2000000000 (2 GB).
-    Default: no limit."""
+    """Most calls of your code at the same time in one process, for example `1`. Lower it to 1 if
+    your code is not safe in threads."""
+    retries: Free[NonNegativeInt] = 1
+    """How often a failed call is tried again, in a conversation rebuilt from its turns, for example
+    `3`. Raise it for tools that fail now and then, such as a search behind a URL."""
+    on_error: Free[Literal["stop", "zero"]] = "stop"
+    """Action after the last retry. `stop`: the run ends and names the conversation. `zero`: the
+    response ends there, and the environment's score is 0. Choose `zero` if the policy itself can
+    make your environment fail."""
+    variables: Free[tuple[str, ...]] = ()
+    """Environment variables that your code sees, for example `[OPENAI_API_KEY]`. Name those that it
+    reads. It always sees those that say where things are (`PATH`, `HOME`, `LANG`, `PYTHON*` and the
+    like)."""
+    max_memory_bytes: Free[Annotated[int, Field(ge=2**26)] | None] = None
+    """Memory in bytes that each process of your code may allocate (RLIMIT_DATA), without libraries
+    and mapped files. For example, 2000000000 (2 GB). Set it if a tool runs code that may take all
+    memory. Default: no limit."""
+
+    @property
+    def arguments(self) -> dict[str, str | int | float | bool]:
+        """Keyword arguments with their secrets in plain text."""
+        return {
+            name: value.get_secret_value() if isinstance(value, SecretStr) else value
+            for name, value in self.kwargs.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +97,14 @@ class TurnText:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentTask:
-    """What the environment of a sample starts with."""
+    """What an environment learns of a prompt when a conversation starts."""
 
     prompt_key: str
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
     seed: int
-    """The same for all samples of a prompt in a step, so that a group has one start."""
+    """Seed of the prompt in this step. All samples of a group have the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +112,12 @@ class EnvironmentAnswer:
     """An environment's answer to a turn."""
 
     messages: tuple[dict[str, str], ...] = ()
-    """Messages to add to the conversation. Empty if it has ended."""
+    """Observed messages: `role`, `content`, and for a tool its `name`. Empty if it ended."""
     score: float | None = None
-    """Score of the turn; of the whole conversation, if it has ended. None: it gave none."""
+    """Score of this turn. None: the environment gave none."""
+    ended: bool = False
+    """Whether the conversation is over."""
     num_calls: int = 0
+    """Tool calls that were executed or refused."""
     num_failed_calls: int = 0
-    """Tool calls that raised an exception."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether the conversation has ended."""
-        return not self.messages
-
-
-@dataclass(frozen=True, slots=True)
-class EnvironmentSetup:
-    """What a file with an environment declares."""
-
-    tools: tuple[dict[str, Any], ...]
-    """JSON schemas of the tools, for a chat template."""
-    has_class: bool
-    """Whether there is a class with `step`. Otherwise there are tools alone."""
-    replays: bool
-    """Whether the same steps bring an environment to the same state."""
+    """Tool calls that raised or had wrong arguments."""

@@ -1,265 +1,182 @@
-"""Script that runs a user's environment in a process of its own. It imports nothing of refrain,
-because the user may have modules of the same names.
+"""Process that runs a user's environments. `worker_command` starts it.
 
-The file defines functions in a list `tools`, or a class:
+It talks to refrain over one socket, one JSON message a line. It first receives the file to load and
+replies READY or FAILED. Then it receives calls, in any order, and runs many at the same time:
 
-    class Guess:
-        tools = [multiply]                  # optional
-        replays = True                      # whether the same steps lead to the same state
-        def reset(self, task): ...          # task.seed .ground_truth .extra_info ...
-        def step(self, turn): ...           # turn.text .calls .run(); plain or async
-        def end(self, reason): return 0.0   # the conversation was cut
-        def close(self): ...
+    {"id": random, "method": "step", "conversation": key, "turn": 3, "content": {...}}
+    {"id": random, "reply": "done", "conversation": key, "turn": 3, "content": {...}}
 
-The process talks to refrain over one socket, with one JSON message per line. First it receives what
-to load, and replies READY or FAILED. Then requests come at any time, each with a random name that
-its reply repeats. Plain methods run in threads, coroutines on the event loop. refrain enforces the
-time limits, kills a process that hangs, and checks all replies.
+Plain code runs in threads, async code on the loop. A call without an answer in `timeout_s` gets the
+reply FAILED if it could be cancelled, and HUNG if refrain must kill the process. refrain checks all
+replies and knows a call by its random id, which the user's code cannot guess.
+
+This process imports the standard library of Python 3.9 and its own package only. It imports that
+package under another name, because the user may have modules called as refrain's.
 """
 
+from __future__ import annotations
+
 import asyncio
-import hashlib
-import importlib.util
-import inspect
 import json
 import os
-import resource
 import socket
 import sys
-import sysconfig
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import ContextVar
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
-READY, DONE, FAILED = "ready", "done", "failed"
+from .answers import ending_score
+from .conversations import LiveConversation, UserCode, end_child, load_user_code, run_plainly
+from .loading import UserFault, explained, limit_memory, ordered_path
+from .values import from_json
 
-
-def part(name):
-    """Load another part of this script, which is no module of the user's import path."""
-    file = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"_refrain_{name}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-checks, tools = part("worker_checks"), part("worker_tools")
-Refused = checks.Refused
-
-
-class Parent:
-    """Socket to refrain. Only the process that opened the socket may use it: a child of the user's
-    code that returns from it exits when it replies."""
-
-    def __init__(self, descriptor):
-        self._socket = socket.socket(fileno=descriptor)
-        self._socket.set_inheritable(False)
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._received = bytearray()
-        os.register_at_fork(after_in_child=self._socket.close)
-
-    def receive(self):
-        """Return the next message. Raise EOFError when refrain has closed its end."""
-        while b"\n" not in self._received:
-            received = self._socket.recv(2**20)
-            if not received:
-                raise EOFError
-            self._received += received
-        line, _, self._received = self._received.partition(b"\n")
-        return json.loads(line)
-
-    def reply(self, request, reply, content=None):
-        if os.getpid() != self._pid:
-            os._exit(0)
-        line = json.dumps({"request": request, "reply": reply, "content": content}).encode() + b"\n"
-        with self._lock:
-            self._socket.sendall(line)
+READY, DONE, FAILED, HUNG = "ready", "done", "failed", "hung"
+"""Kinds of reply."""
+CALL: ContextVar[str] = ContextVar("CALL")
+"""Id of the call that a task works on."""
+MAX_REQUEST_BYTES = 2**30
+CANCEL_S = 0.2
+"""Time in which a cancelled call must end."""
+START = """
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+import types
+package = types.ModuleType("_refrain")
+package.__path__ = [sys.argv[1]]
+sys.modules["_refrain"] = package
+from _refrain.environment.worker import main
+main(int(sys.argv[2]))
+"""
 
 
-class Environment:
-    """A user's file: tools, and a class if there is one."""
-
-    def __init__(self, path, name):
-        module = import_file(Path(path))
-        self._class = find_class(module, path, name)
-        declared = getattr(self._class if self._class else module, "tools", None) or []
-        self.tools = {tool.__name__: tool for tool in declared}
-        if self._class is None and not declared:
-            raise Refused(f"{path} has neither a class with `step` nor a list `tools`")
-
-    def setup(self):
-        """Return the fields of `schemas.environment.EnvironmentSetup`."""
-        return {
-            "tools": [tools.schema_of(tool) for tool in self.tools.values()],
-            "has_class": self._class is not None,
-            "replays": bool(getattr(self._class, "replays", True)),
-        }
-
-    def make(self):
-        """Return a new object of the class, or None for tools alone."""
-        return self._class() if self._class else None
+def worker_command(python: str, descriptor: int) -> list[str]:
+    """Return the command of a worker that talks over this descriptor."""
+    engines = str(Path(__file__).resolve().parents[1])
+    return [python, "-c", START, engines, str(descriptor)]
 
 
-def find_class(module, path, name):
-    """Return the class of an environment, or None for tools alone."""
-    if name is not None:
-        found = getattr(module, name, None)
-        if name == "tools" and found:
-            return None
-        if not inspect.isclass(found) or not callable(getattr(found, "step", None)):
-            raise Refused(
-                f"{path} has no class {name!r} with a method `step`: set environment.name"
-            )
-        return found
-    own = [
-        one for one in vars(module).values()
-        if inspect.isclass(one) and one.__module__ == module.__name__ and hasattr(one, "step")
-    ]  # fmt: skip
-    if len(own) > 1:
-        names = ", ".join(one.__name__ for one in own)
-        raise Refused(f"{path} has several classes with `step` ({names}): set environment.name")
-    return own[0] if own else None
-
-
-def import_file(path):
-    if not path.is_file():
-        raise Refused(f"environment.path: there is no file {path}")
-    name = hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
-    private = f"_refrain_environment_{name}"
-    spec = importlib.util.spec_from_file_location(private, path)
-    if spec is None or spec.loader is None:
-        raise Refused(f"environment.path {path} is not a Python file: its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[private] = module
-    # Leave no `__pycache__` beside the user's file.
-    sys.dont_write_bytecode = True
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise Refused(f"{path} cannot be imported: {checks.message_of(error)}") from error
-    return module
-
-
-class Server:
-    """Conversations of this process."""
-
-    def __init__(self, parent, environment, at_once):
-        self._parent = parent
-        self._environment = environment
-        self._threads = ThreadPoolExecutor(at_once)
-        self._conversations = {}
-        self._tasks = set()
-
-    def receive_all(self, loop):
-        """Receive requests in a thread of its own, until refrain closes its end."""
-        with suppress(EOFError, OSError):
-            while True:
-                message = self._parent.receive()
-                loop.call_soon_threadsafe(self._begin, message)
-        # Threads of the user's code may never end.
-        os._exit(0)
-
-    def _begin(self, message):
-        task = asyncio.ensure_future(self._serve(message))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _serve(self, message):
-        method = getattr(self, "_" + message["method"])
-        try:
-            content = await method(message["conversation"], **message["content"])
-            self._parent.reply(message["request"], DONE, content)
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
-            self._parent.reply(message["request"], FAILED, checks.explain(error))
-
-    async def _reset(self, conversation, task):
-        own = await self._call(self._environment.make)
-        if hasattr(own, "reset"):
-            await self._call(own.reset, SimpleNamespace(**task))
-        self._conversations[conversation] = own
-
-    async def _step(self, conversation, text, calls, problem, number):
-        own = self._conversations[conversation]
-        turn = tools.PolicyTurn(text, calls, problem, number, self._environment.tools)
-        if own is not None:
-            answer = checks.checked_answer(await self._call(own.step, turn))
-        elif turn.calls or turn.problem:
-            answer = checks.checked_answer(await self._call(turn.run))
-        else:
-            answer = {"messages": [], "score": None}
-        counts = {"num_calls": turn.num_calls, "num_failed_calls": turn.num_failed_calls}
-        return {**answer, **counts}
-
-    async def _end(self, conversation, reason):
-        own = self._conversations[conversation]
-        if not hasattr(own, "end"):
-            return None
-        return checks.checked_score(await self._call(own.end, reason))
-
-    async def _close(self, conversation):
-        own = self._conversations.pop(conversation, None)
-        if hasattr(own, "close"):
-            await self._call(own.close)
-
-    async def _call(self, function, *arguments):
-        if inspect.iscoroutinefunction(function):
-            return await function(*arguments)
-        loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(self._threads, caught, function, *arguments)
-        return await result if inspect.isawaitable(result) else result
-
-
-def caught(function, *arguments):
-    """Call a function. An event loop would let StopIteration and SystemExit end it."""
-    try:
-        return function(*arguments)
-    except (StopIteration, SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(checks.message_of(error)) from error
-
-
-def ordered_path(directory, entries):
-    """Return the import path: standard library, directory of the user's file, other entries. So the
-    user's files hide no standard module."""
-    library = sysconfig.get_path("stdlib")
-    ranks = {library: 0, f"{library}/lib-dynload": 0, str(directory): 1}
-    distinct = dict.fromkeys([str(directory), *filter(None, entries)])
-    return sorted(distinct, key=lambda entry: ranks.get(entry, 2))
-
-
-def serve(parent):
-    """Load the user's file, then serve conversations."""
+def main(descriptor: int) -> None:
+    """Load the user's file, then answer calls until refrain closes its end of the socket."""
     with suppress(OSError):
-        # If memory runs out, Linux should kill an environment rather than the run.
+        # If memory runs out, Linux should kill a worker rather than the run.
         Path("/proc/self/oom_score_adj").write_text("1000")
-    given = parent.receive()
+    end = socket.socket(fileno=descriptor)
+    end.set_inheritable(False)
+    os.register_at_fork(after_in_child=end.close)
+    setup = json.loads(_first_line(end))
     try:
-        directory = Path(given["path"]).absolute().parent
-        sys.path[:] = ordered_path(directory, [*sys.path, *given["search_path"]])
-        if given["max_memory_bytes"]:
-            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            most = given["max_memory_bytes"]
-            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-        environment = Environment(given["path"], given["name"])
-        setup = environment.setup()
-    except (Exception, SystemExit) as error:
-        parent.reply("", FAILED, checks.explain(error))
+        code = set_up(setup)
+    except Exception as error:
+        end.sendall(line_of(FAILED, content=explained(error)))
         return
-    parent.reply("", READY, setup)
-
-    async def run():
-        server = Server(parent, environment, given["at_once"])
-        loop = asyncio.get_running_loop()
-        threading.Thread(target=server.receive_all, args=(loop,), daemon=True).start()
-        await asyncio.Event().wait()
-
-    asyncio.run(run())
+    end_child()
+    end.sendall(line_of(READY, content=code.setup))
+    asyncio.run(Worker(code, setup["timeout_s"], setup["at_once"]).serve(end))
+    # A thread may hang. Do not wait for it.
+    os._exit(0)
 
 
-if __name__ == "__main__":
-    serve(Parent(int(sys.argv[1])))
+def set_up(setup: dict[str, Any]) -> UserCode:
+    """Set import path and memory limit of this process. Return the user's code."""
+    path = Path(setup["path"])
+    sys.path[:] = ordered_path(path.absolute().parent, [*sys.path, *setup["search_path"]])
+    limit_memory(setup["max_memory_bytes"])
+    return load_user_code(path, setup["name"], setup["kwargs"])
+
+
+def line_of(
+    reply: str, name: str = "", conversation: str = "", turn: int = 0, content: Any = None
+) -> bytes:
+    """Return a reply as a line."""
+    message = {
+        "id": name,
+        "reply": reply,
+        "conversation": conversation,
+        "turn": turn,
+        "content": content,
+    }
+    return json.dumps(message, ensure_ascii=False).encode() + b"\n"
+
+
+class Worker:
+    """Live conversations and running calls."""
+
+    def __init__(self, code: UserCode, timeout_s: float, at_once: int) -> None:
+        self._code = code
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(at_once)
+        self._in_threads: set[tuple[str, object]] = set()
+        """Calls that run in a thread now."""
+        self._conversations: dict[str, LiveConversation] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def serve(self, end: socket.socket) -> None:
+        """Answer calls until refrain closes its end."""
+        reader, writer = await asyncio.open_connection(sock=end, limit=MAX_REQUEST_BYTES)
+        while line := await reader.readline():
+            task = asyncio.ensure_future(self._reply_to(json.loads(line), writer))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def _reply_to(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        name, place = request["id"], (request["conversation"], request["turn"])
+        CALL.set(name)
+        task = asyncio.ensure_future(self._result_of(request))
+        done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+        reply, content = self._outcome(task) if done else await self._cancelled(name, task)
+        end_child()
+        writer.write(line_of(reply, name, *place, content))
+
+    async def _result_of(self, request: dict[str, Any]) -> Any:
+        method, key, content = request["method"], request["conversation"], request["content"]
+        if method == "reset":
+            self._conversations[key] = LiveConversation(self._code, self._in_thread)
+            task = json.loads(content["task"], object_hook=from_json)
+            return await self._conversations[key].reset(task)
+        if method == "close":
+            return await self._conversations.pop(key).close()
+        if method == "end":
+            return ending_score(await self._conversations[key].end(content["reason"]))
+        # Tools alone keep nothing from turn to turn.
+        conversation = self._conversations.get(key)
+        if conversation is None:
+            conversation = LiveConversation(self._code, self._in_thread)
+        return await conversation.step(**content)
+
+    async def _in_thread(self, function: Any, /, *arguments: Any, **named: Any) -> Any:
+        job = (CALL.get(), object())
+
+        def run() -> Any:
+            try:
+                return run_plainly(function, *arguments, **named)
+            finally:
+                self._in_threads.discard(job)
+
+        self._in_threads.add(job)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+
+    def _outcome(self, task: asyncio.Task[Any]) -> tuple[str, Any]:
+        if task.cancelled():
+            return FAILED, "its code cancelled itself"
+        error = task.exception()
+        return (DONE, task.result()) if error is None else (FAILED, explained(error))
+
+    async def _cancelled(self, name: str, task: asyncio.Task[Any]) -> tuple[str, Any]:
+        reason = f"no answer within {self._timeout_s:g} s (environment.timeout_s)"
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=CANCEL_S)
+        stuck = not done or any(job[0] == name for job in self._in_threads)
+        return (HUNG if stuck else FAILED), reason
+
+
+def _first_line(end: socket.socket) -> bytes:
+    """Return the first line, byte by byte, so that no later one is read."""
+    received = bytearray()
+    while not received.endswith(b"\n"):
+        one = end.recv(1)
+        if not one:
+            raise UserFault("refrain closed the socket before it sent the file to load")
+        received += one
+    return bytes(received)

@@ -1,41 +1,24 @@
 """Run a scorer in its own process, so that refrain can kill a scorer that hangs, with all processes
 that it started. refrain checks each reply (`channel.py`): a scorer can only score its own calls."""
 
-import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from engines.reward import guard, worker
+from engines.reward import worker
 from engines.reward.channel import Channel, NoReplyError, ReplyLine
 from engines.reward.worker import Call, RefusedError, Reply, Setup, checked_score, to_json
+from engines.user_code.launch import end_guarded, how_it_ended, start_guarded, variables_for
 from schemas.reward import FunctionReward
 
 START_TIMEOUT_S = 300.0
 """Time limit for importing the user's file, which may import large libraries."""
-END_TIMEOUT_S = 2 * guard.CLEAR_S
-"""Time limit for ending the process and all that it started."""
 
-COMMAND = (sys.executable, "-I", "-S", guard.__file__)
 WORKER = (sys.executable, "-P", worker.__file__)
-
-LOCALE = ("LANG", "LANGUAGE", "LC_*", "TZ")
-"""Environment variables of language and time zone, as patterns."""
-PASSED_ON = (
-    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", *LOCALE, "TMPDIR", "PYTHON*", "VIRTUAL_ENV",
-    "LD_LIBRARY_PATH", "XDG_*", "*_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
-    "HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "DO_NOT_TRACK", "REFRAIN_RUN_DIR",
-)  # fmt: skip
-"""Environment variables that every scorer gets, as patterns. None of them holds a secret."""
-
-SIGNALS = {int(one): one.name for one in signal.Signals}
 
 Scored = tuple[float, dict[str, Any]]
 
@@ -78,22 +61,15 @@ class ScorerProcess:
             return
         # A process that died while idle lost no score: replace it.
         self.close()
-        environment = passed_on(os.environ, self._config.environment)
-        if self._surroundings is not None:
-            own = locale_of(environment).keys() - set(self._config.environment)
-            kept = {n: v for n, v in environment.items() if n not in own}
-            environment = {**self._surroundings, **kept}
+        variables = variables_for(
+            self._config.environment, self._surroundings, "reward.environment"
+        )
         own, theirs = socket.socketpair()
         self._channel = Channel(own)
         with theirs:
-            descriptor = str(theirs.fileno())
-            self._process = subprocess.Popen(
-                [*COMMAND, descriptor, *WORKER, descriptor],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,
-            )
+            descriptor = theirs.fileno()
+            command = [*WORKER, str(descriptor)]
+            self._process = start_guarded(command, descriptor, variables)
         try:
             self._load(self._channel)
         except BaseException:
@@ -125,14 +101,7 @@ class ScorerProcess:
             return
         # The guard notices the closed socket and kills them.
         self._channel.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_TIMEOUT_S)
-        if self._process.poll() is None:
-            self._process.kill()
-        if self._process.wait() < 0 and self._group is not None:
-            # The guard itself was killed. The scorer died with it, but its children may live.
-            with suppress(ProcessLookupError):
-                os.killpg(self._group, signal.SIGKILL)
+        end_guarded(self._process, self._group)
         self._process = self._channel = self._group = None
 
     def _load(self, channel: Channel) -> None:
@@ -267,44 +236,8 @@ class ScorerProcess:
 
     def _how_it_ended(self) -> str:
         assert self._process is not None
-        try:
-            code = self._process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return "its process closed refrain's socket"
-        name = SIGNALS.get(code - guard.SIGNALLED if code > guard.SIGNALLED else -code)
-        if name is None:
-            return f"the scorer ended its process (exit code {code})"
-        memory = ", as Linux does when memory is short" * (name == signal.SIGKILL.name)
-        return f"its process was ended by {name}{memory}"
+        return how_it_ended(self._process, "the scorer")
 
 
 def _first_without(outcomes: Mapping[int, Any], num_calls: int) -> int:
     return next(index for index in range(num_calls) if index not in outcomes)
-
-
-def passed_on(environment: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
-    """Return the environment of a scorer: variables of `PASSED_ON` and those in
-    `reward.environment`.
-
-    Raises ValueError when a variable in `reward.environment` is not set.
-    """
-    for name in named:
-        if name not in environment:
-            raise ValueError(
-                f"reward.environment names {name}, which is not set where the scorer runs. Export "
-                "it before the run (on a cluster: before Ray starts), or remove it from the list."
-            )
-    return {
-        name: value
-        for name, value in environment.items()
-        if name in named or any(fnmatchcase(name, pattern) for pattern in PASSED_ON)
-    }
-
-
-def locale_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `LOCALE`."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if any(fnmatchcase(name, pattern) for pattern in LOCALE)
-    }

@@ -1,6 +1,8 @@
 """A run's environments: what their file declares, and the actor that answers turns."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -9,11 +11,12 @@ from engines.actors import RemoteActor
 from engines.data.messages import PromptSettings
 from engines.environment.actor import EnvironmentActor
 from engines.environment.client import ENVIRONMENT, EnvironmentClient
-from engines.environment.pool import describe
+from engines.environment.pool import EnvironmentPool
+from engines.environment.process import EnvironmentSetup
 from engines.environment.rendering import TurnRenderer, check
 from schemas.config import TrainConfig
 from schemas.data import Prompt
-from schemas.environment import EnvironmentSetup, EnvironmentTask
+from schemas.environment import EnvironmentConfig, EnvironmentTask
 from schemas.keys import group_seed
 from schemas.rollout import FinishedRollout, FinishReason, RequestId
 
@@ -44,6 +47,22 @@ def read_environment(
         "data.system_prompt or in the prompts"
     )
     return setup, with_tools, (warning,)
+
+
+def describe(config: EnvironmentConfig, surroundings: Mapping[str, str] | None) -> EnvironmentSetup:
+    """Import the user's file in a process of its own, and return what it declares. Raise ValueError
+    that names the file."""
+
+    async def ask() -> EnvironmentSetup:
+        pool = EnvironmentPool(config, surroundings)
+        try:
+            return await pool.start()
+        finally:
+            await pool.close()
+
+    # The caller may be in an event loop.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(ask())).result()
 
 
 def task_of(config: TrainConfig, id: RequestId, prompt: Prompt) -> EnvironmentTask | None:

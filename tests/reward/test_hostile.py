@@ -18,9 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.reward import channel, process, worker
+from engines.reward import channel, worker
 from engines.reward.process import ScorerProcess
 from engines.reward.scorer import Response, Scorer
+from engines.user_code import launch
 from schemas.reward import FunctionReward
 from tests.reward.test_process import wait_until
 
@@ -201,7 +202,7 @@ ENDS_TOO = {
 
 @pytest.mark.parametrize(("body", "reason"), [*ENDS.items(), *rare(ENDS_TOO)])
 def test_how_a_scorer_ends_is_named(tmp_path, body, reason, monkeypatch):
-    monkeypatch.setattr(process, "END_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(launch, "END_TIMEOUT_S", 5.0)
     config = write(tmp_path, body, timeout_s=2.0)
     with pytest.raises(ValueError, match=r"no reward for sample 0 of prompt cafe") as caught:
         score(config, 1)

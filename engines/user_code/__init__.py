@@ -1,0 +1,1 @@
+"""What processes of a user's code share: their guard, their environment and how they ended."""
