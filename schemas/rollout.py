@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any
 
 
@@ -22,6 +23,18 @@ class FinishReason(StrEnum):
     """The model ended its response."""
     LENGTH = "length"
     """The response was cut at `max_response_tokens`."""
+    TURNS = "turns"
+    """The conversation was cut after its last turn (`environment.max_turns`)."""
+    TIME = "time"
+    """The conversation was cut because the environment took too long to answer."""
+    CONTEXT = "context"
+    """The conversation was cut because an observation did not fit into `max_response_tokens`."""
+    FAILED = "failed"
+    """The environment failed, and its setting `on_error` let the run go on."""
+
+
+OVERLONG = (FinishReason.LENGTH, FinishReason.CONTEXT)
+"""Reasons of a response that was cut because it had no room left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +105,29 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a conversation: tokens that the policy sampled, then tokens that it observed."""
+
+    num_sampled: int
+    num_observed: int | None = None
+    """Tokens of the environment's answer, with the beginning of the next turn. None: there is no
+    answer yet. In the last turn of a finished response, None: the response ended."""
+    waited_s: float = 0.0
+    """Seconds from the end of the turn to the answer."""
+    score: float | None = None
+    """The environment's score of this turn. None: it gave none."""
+    num_calls: int = 0
+    """Tool calls of this turn."""
+    num_failed_calls: int = 0
+    """Tool calls that raised an exception."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled and observed tokens."""
+        return self.num_sampled + (self.num_observed or 0)
+
+
+@dataclass(frozen=True, slots=True)
 class SavedKV:
     """KV cache of a withdrawn request, for an engine on the same node."""
 
@@ -152,18 +188,44 @@ class Generated:
     """Tokens of one response, or of its beginning, with everything recorded about them."""
 
     token_ids: Sequence[int]
-    """Engines give arrays, which travel in one piece."""
+    """Tokens after the prompt, sampled and observed, in order. Engines give arrays, which travel in
+    one piece."""
     inference_logprobs: Sequence[float]
-    """Log-probability of each token under softmax(logits / T), before top-k and top-p;
-    [len(token_ids)]."""
+    """Log-probability of each sampled token under softmax(logits / T), before top-k and top-p;
+    [num_sampled]."""
     spans: tuple[VersionSpan, ...]
-    """Policy versions of the tokens. The lengths of the spans add up to len(token_ids)."""
+    """Policy versions of the sampled tokens. The lengths of the spans add up to num_sampled."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_verifications: int = 0
     """Forward passes that verified at least one draft token."""
     num_rejections: int = 0
     """Verifications that rejected a token."""
+    turns: tuple[Turn, ...] = ()
+    """Turns that have ended, in order. Later tokens belong to the turn that goes on. The turns of a
+    finished conversation cover all its tokens. Empty without an environment: all tokens are
+    sampled."""
+    score: float | None = None
+    """The environment's score of the whole response. None: it gave none."""
+
+    @property
+    def num_observed(self) -> int:
+        """Tokens that the environment gave."""
+        return sum(turn.num_observed or 0 for turn in self.turns)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return len(self.token_ids) - self.num_observed
+
+    @property
+    def sampled(self) -> tuple[range, ...]:
+        """Indices of the sampled tokens: one range a turn, and one for a turn that goes on."""
+        starts = list(accumulate((turn.num_tokens for turn in self.turns), initial=0))
+        ended = zip(starts, self.turns, strict=False)
+        own = [range(start, start + turn.num_sampled) for start, turn in ended]
+        going_on = range(starts[-1], len(self.token_ids))
+        return (*own, going_on) if going_on else tuple(own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +250,8 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.generated.token_ids)
+        """Tokens that the policy sampled."""
+        return self.generated.num_sampled
 
     @property
     def token_digest(self) -> bytes:
@@ -203,6 +266,7 @@ class Rollout:
             engine=self.engine,
             finish_reason=self.finish_reason,
             num_tokens=self.num_tokens,
+            num_observed=self.generated.num_observed,
             num_draft_tokens=self.generated.num_draft_tokens,
             num_accepted_tokens=self.generated.num_accepted_tokens,
             num_cached_tokens=self.num_cached_tokens,
@@ -219,13 +283,15 @@ class FinishedRollout:
     engine: int
     finish_reason: FinishReason
     num_tokens: int
-    """Response tokens."""
+    """Tokens that the policy sampled."""
     num_draft_tokens: int
     num_accepted_tokens: int
     num_cached_tokens: int
     token_digest: bytes
-    """Digest of the response's tokens."""
+    """Digest of the response's tokens, sampled and observed."""
     row: int
     """Index of its row in `rows`."""
     rows: Any = None
     """Rows of all rollouts that were reported together: a Ray object reference, or the table."""
+    num_observed: int = 0
+    """Tokens that the environment gave."""

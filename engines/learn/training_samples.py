@@ -38,7 +38,7 @@ class TrainingSample:
     rollout: ScoredRollout
     advantage: float
     counted: NDArray[np.bool_]
-    """Whether each response token counts in the loss and its denominators."""
+    """Whether each sampled token counts in the loss and its denominators."""
 
 
 def read_training_samples(

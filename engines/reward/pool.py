@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -28,6 +29,10 @@ START_TIMEOUT_S = 600.0
 QUIET_S = 120.0
 """Longest time without progress, besides scoring one response: decoding `MAX_ROWS_AT_ONCE` rows, or
 restarting the process after a death."""
+TURNS = "turns"
+"""Name of the turns in `extra_info`. It replaces a field of the data set with this name."""
+_KEPT = ("score", "num_calls", "num_failed_calls")
+"""Fields of a turn that scorers get. Waiting times would make scores depend on the machine."""
 
 
 class ScorerHangs(RuntimeError):
@@ -57,7 +62,10 @@ class RewardActor:
         return self._num_decoded + self._scorer.num_scored
 
     def score(self, rows: pa.Table, prompts: Mapping[str, Prompt]) -> pa.Table:
-        """Score rows with `prompt_key`, `sample_index` and `response_token_ids`.
+        """Score rows with the columns `engines.store.tables.SCORING`.
+
+        The text of a conversation is what the policy sampled, one turn a line. Its
+        `extra_info["turns"]` has both sides: `[{"sampled": "<tool_call>..", "observed": "6", ..}]`.
 
         Returns `prompt_key`, `sample_index`, `reward` and `extra` (a JSON object) in the same
         order. Raises ValueError as `Scorer.score` does.
@@ -78,7 +86,7 @@ class RewardActor:
         )
 
     def _response(self, row: dict[str, Any], prompt: Prompt) -> Response:
-        text = self._tokenizer.decode(row["response_token_ids"], skip_special_tokens=True)
+        text, extra_info = self._text_of(row, prompt.extra_info)
         self._num_decoded += 1
         return Response(
             prompt_key=row["prompt_key"],
@@ -86,8 +94,31 @@ class RewardActor:
             data_source=prompt.data_source,
             solution_str=text,
             ground_truth=prompt.ground_truth,
-            extra_info=prompt.extra_info,
+            extra_info=extra_info,
         )
+
+    def _text_of(
+        self, row: dict[str, Any], extra_info: dict[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
+        """Return the sampled text, and the prompt's fields with the response's turns."""
+        if not row["turns"]:
+            return self._decode(row["response_token_ids"]), extra_info
+        rest = iter(row["response_token_ids"])
+        turns = [self._turn(turn, rest) for turn in row["turns"]]
+        return "\n".join(turn["sampled"] for turn in turns), extra_info | {TURNS: turns}
+
+    def _turn(self, turn: dict[str, Any], rest: Iterator[int]) -> dict[str, Any]:
+        """Take a turn's tokens from `rest`. Return their texts with the turn's score and counts of
+        calls. `observed` is None where the response ended."""
+
+        def text(num_tokens: int | None) -> str | None:
+            return None if num_tokens is None else self._decode(list(islice(rest, num_tokens)))
+
+        sampled, observed = text(turn["num_sampled"]), text(turn["num_observed"])
+        return {"sampled": sampled, "observed": observed} | {name: turn[name] for name in _KEPT}
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 class ScorerPool:

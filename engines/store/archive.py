@@ -40,7 +40,7 @@ KEPT_STEPS = 8
 CHUNK_STEPS = 50
 """Steps that are moved to one folder."""
 CHUNK_TOKENS = 2**28
-"""Response tokens after which fewer steps are moved to one folder."""
+"""Tokens of responses after which fewer steps are moved to one folder."""
 _DIGITS = 6
 _ROWS_IN_A_GROUP = 2048
 """Rows of a Parquet row group, which DuckDB reads at once."""

@@ -21,6 +21,7 @@ ROW = {
     "group_lengths": [2, 2],
     "version_spans": [{"policy_version": 0, "num_tokens": 2}],
     "truncated": False,
+    "turns": [],
 }
 SHORT = {
     "response_token_ids": [7],
@@ -73,6 +74,9 @@ def test_a_slice_of_a_larger_table_is_read_right() -> None:
         (table({}, {"prompt_key": "b", "reward": float("nan")}), "prompt b is not in its group"),
         (table({"group_rewards": [2.0, 3.0]}), "not in its group"),
         (table({"group_lengths": [1, 2]}), "not in its group"),
+        (table({"turns": None}), "nulls in \\['turns'\\]"),
+        (table({"turns": [{"num_sampled": 2, "num_observed": 1}]}), "do not cover its 2 tokens"),
+        (table({"turns": [{"num_sampled": 1, "num_observed": 1}]}), "prompt a: 1 tokens"),
     ],
 )
 def test_malformed_batches_are_a_bug(bad: pa.Table, message: str) -> None:
@@ -84,6 +88,19 @@ def test_a_slice_of_spans_is_read_right() -> None:
     spans = [{"policy_version": 3, "num_tokens": 1}, {"policy_version": 5, "num_tokens": 1}]
     rows = table({"version_spans": spans[:1] * 2}, {"version_spans": spans}).slice(1)
     assert read_rollouts(rows)[0].versions.tolist() == [3, 5]
+
+
+def test_a_slice_of_turns_is_read_right() -> None:
+    talk = {
+        "turns": [{"num_sampled": 1, "num_observed": 1}, {"num_sampled": 1}],
+        "response_token_ids": [3, 4, 5],
+    }
+    rows = table({"turns": [{"num_sampled": 2}]}, talk, {"prompt_key": "c"}).slice(1)
+    masks = [rollout.sampled for rollout in read_rollouts(rows)]
+    assert [None if mask is None else mask.tolist() for mask in masks] == [
+        [True, False, True],
+        None,
+    ]
 
 
 def test_a_deferred_sample_is_of_another_group() -> None:
