@@ -116,6 +116,22 @@ def test_observations_change_what_follows(policy: PolicyModel) -> None:
 conversations = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=5)
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.lists(conversations, min_size=1, max_size=4), st.integers(40, 200), st.integers(0, 99))
+def test_logprobs_of_any_conversations_are_those_of_a_plain_forward_pass(
+    policy: PolicyModel, original: PreTrainedModel, given: list[Turns], budget: int, seed: int
+) -> None:
+    rng, masks = np.random.default_rng(seed), list(map(mask_of, given))
+    sequences = [
+        TokenSequence(rng.integers(64, size=4 + len(mask)).astype(np.int32), 4, sampled=mask)
+        for mask in masks
+    ]
+    longest = max(one.num_input_tokens for one in sequences)
+    found = score_sequences(policy, sequences, max(budget, longest), TEMPERATURE)
+    for one, own in zip(sequences, found, strict=True):
+        np.testing.assert_allclose(own, plain_logprobs(original, one), atol=1e-5, rtol=0.0)
+
+
 @given(st.lists(conversations, min_size=1, max_size=6), st.integers(1, 4))
 def test_every_sampled_token_is_predicted_once_from_the_token_before(
     given: list[Turns], num_prompt_tokens: int
@@ -246,6 +262,17 @@ def conversation_batch() -> pa.Table:
         group = [i for i in lengths if i % 2 == row["sample_index"] % 2]
         row["group_lengths"] = [lengths[i] for i in group]
     return pa.Table.from_pylist(batch, TRAINING)
+
+
+def test_a_learner_trains_on_conversations(make_config: MakeConfig) -> None:
+    learner, batch = started(make_config()), conversation_batch()
+    before = learner.weights_buffer()
+    metrics = learner.train_step(batch)
+    assert metrics["actor/skipped_updates"] == 0.0
+    assert metrics["actor/grad_norm"] > 0.0
+    assert learner.weights_buffer() != before
+    (first, *_) = read_rollouts(batch)
+    assert first.token_ids[:128].tolist() in [list(one.token_ids) for one in learner.canaries()]
 
 
 # Lengths
