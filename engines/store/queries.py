@@ -1,7 +1,6 @@
 """The store's longer SQL queries. Parameters are named ($name).
 
-Archives that an older refrain wrote lack the columns `turns` and `observed_tokens`, so queries read
-NULL there.
+Rows that an older refrain wrote have NULL in `turns` and `observed_tokens`.
 """
 
 from schemas.rollout import OVERLONG

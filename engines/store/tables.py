@@ -9,10 +9,10 @@ import pyarrow as pa
 SCHEMA_VERSION = 6
 
 _TURNS = (
-    "turns STRUCT(num_sampled INTEGER, num_observed INTEGER, waited_s DOUBLE, score DOUBLE, "
-    "num_calls INTEGER, num_failed_calls INTEGER)[] DEFAULT []"
+    "STRUCT(num_sampled INTEGER, num_observed INTEGER, waited_s DOUBLE, score DOUBLE, "
+    "num_calls INTEGER, num_failed_calls INTEGER)[]"
 )
-"""Column with the turns of a conversation (`schemas.rollout.Turn`)."""
+"""Type of a conversation's turns (`schemas.rollout.Turn`)."""
 
 CREATE = f"""
 CREATE TABLE rollouts (
@@ -37,7 +37,7 @@ CREATE TABLE rollouts (
     num_rejections INTEGER,                  -- verifications that rejected a draft token
     started_s DOUBLE NOT NULL,               -- Unix time
     finished_s DOUBLE NOT NULL,
-    {_TURNS},                                -- empty without an environment
+    turns {_TURNS} DEFAULT [],               -- empty without an environment
     observed_tokens INTEGER DEFAULT 0,       -- that the environment gave
     environment_score DOUBLE,                -- of the whole response
     PRIMARY KEY (split, step, prompt_key, sample_index)
@@ -124,11 +124,18 @@ ADDED = f"""
 ALTER TABLE archived_groups ADD COLUMN IF NOT EXISTS passes INTEGER[];
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS num_rejections INTEGER;
 ALTER TABLE archived_drafts ADD COLUMN IF NOT EXISTS rejections BIGINT;
-ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS {_TURNS};
+ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns {_TURNS} DEFAULT [];
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS observed_tokens INTEGER DEFAULT 0;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS environment_score DOUBLE;
 """
 """Columns that older stores of this version lack."""
+
+ABSENT_ROLLOUTS = f"""
+SELECT NULL::{_TURNS} AS turns, NULL::INTEGER AS observed_tokens, NULL::DOUBLE AS environment_score
+WHERE false
+"""
+"""No rows, with the columns of `rollouts` that older files lack. A query that unites it with older
+rows reads NULL there."""
 
 _SAMPLE = {"prompt_key": pa.string(), "sample_index": pa.int32()}
 _RESPONSE = {"response_token_ids": pa.list_(pa.int32())}

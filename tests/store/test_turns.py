@@ -15,6 +15,7 @@ from engines.histospec.worker import histories
 from engines.learn.rollouts import read_rollouts
 from engines.store import archive
 from engines.store.actor import count_rows
+from engines.store.archive import query_all
 from engines.store.open_database import RUN, connect
 from engines.store.reader import answer
 from engines.store.rows import rollout_rows
@@ -163,7 +164,11 @@ def test_an_older_store_goes_on(tmp_path: Path) -> None:
     write_older_store(path, old)
     assert not columns_of(path) & set(NEW_COLUMNS)
     with open_read_only(path) as store:
-        assert store.rollouts(Split.TRAIN, 1)["response_tokens"].to_pylist() == [3]
+        (row,) = store.rollouts(Split.TRAIN, 1).to_pylist()
+        assert [row[name] for name in ("response_tokens", *NEW_COLUMNS)] == [3, None, None, None]
+        assert store.scoring_rows(Split.TRAIN, 1)["turns"].to_pylist() == [[]]
+        assert store.index_rows(Split.TRAIN, {"a": 1}).num_rows == 0
+    assert query_all(path, "SELECT count(turns) FROM rollouts").to_pylist()[0].popitem()[1] == 0
     with Store(path) as store:
         assert add_rollouts(store, old, new) == 1
         reward_all(store, [old, new])
