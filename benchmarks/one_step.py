@@ -136,13 +136,14 @@ def _fetched(told: FinishedRollout, row: dict) -> Rollout:
         token_ids=row["response_token_ids"],
         inference_logprobs=row["inference_logprobs"],
         spans=tuple(VersionSpan(**span) for span in row["version_spans"]),
-        turns=tuple(Turn(**turn) for turn in row["turns"] or ()),
+        turns=tuple(Turn(**turn) for turn in row["turns"]),
         score=row["environment_score"],
         **{name: row[name] for name in _COUNTS},
     )
-    assert generated.num_sampled == told.num_tokens
+    num_tokens = len(generated.token_ids)
+    assert num_tokens == told.num_tokens + told.num_observed
     return Rollout(
-        request=RolloutRequest(told.id, tuple(row["prompt_token_ids"]), 0, told.num_tokens),
+        request=RolloutRequest(told.id, tuple(row["prompt_token_ids"]), 0, num_tokens),
         generated=generated,
         finish_reason=told.finish_reason,
         engine=told.engine,

@@ -38,7 +38,7 @@ from rich.console import Console
 from benchmarks import one_step
 from benchmarks.laps import Measured, Row, check_counts, rows_with
 from benchmarks.lockstep import Batch, generate_again
-from benchmarks.temperature_engines import DialRun, Turn, groups_of
+from benchmarks.temperature_engines import DialRun, DialTurn, groups_of
 from engines.histospec.library import PromptHistory
 from engines.histospec.predicted_gain import CHEAP, RowTimes
 from engines.reports.tables import plain_table
@@ -194,7 +194,7 @@ def _key_of(config: TrainConfig, id: RequestId) -> int:
     return sample_key(config.seed, id.step, id.split, id.prompt_key, id.sample_index)
 
 
-def share_identical(turns: Sequence[Turn]) -> float:
+def share_identical(turns: Sequence[DialTurn]) -> float:
     """Return the share of sequences of `on` that equal those of `off` token for token."""
     of = {(turn.engine, turn.temperature, turn.epoch, turn.number): turn.lap for turn in turns}
     pairs = [(lap, of["off", *rest]) for (engine, *rest), lap in of.items() if engine == "on"]

@@ -26,9 +26,8 @@ from engines.gpus.placement import Wanted
 from engines.histospec.library import IndexLibrary, PromptHistory
 from engines.histospec.shared import SharedLibrary
 from engines.histospec.workers import BUILD_PROMPTS
-from engines.inference.engine.checkpoint_engine import CheckpointEngine
 from engines.inference.engine.ray_engine import RayEngine
-from engines.inference.engine.vllm_engine import VLLMEngine
+from engines.inference.engine.vllm_engine import CheckpointEngine, VLLMEngine
 from engines.rollout.coordinator import Coordinator
 from schemas.config import EngineConfig, TrainConfig
 from schemas.data import Prompt
@@ -79,7 +78,7 @@ KINDS: dict[str, tuple[type[VLLMEngine], DraftingConfig]] = {
 
 
 @dataclass(frozen=True)
-class Lap:
+class DialTurn:
     """A lap of one engine."""
 
     engine: str
@@ -136,7 +135,7 @@ class DialRun:
     """Directory of the indexes."""
     console: Console
 
-    async def run(self, temperatures: Sequence[float]) -> list[Lap]:
+    async def run(self, temperatures: Sequence[float]) -> list[DialTurn]:
         with ray_cluster("bench", [Wanted("three engines", 1, "a GPU, where there is one")]) as on:
             engines = {name: self._engine(name, bool(on.num_gpus)) for name in KINDS}
             coordinators = {name: Coordinator([one]) for name, one in engines.items()}
@@ -147,7 +146,7 @@ class DialRun:
                     warm_up = await self._roll_out(coordinator, 0, WARM_UP_TOKENS)
                     # The drafting engine starts last: it needs a history to warm up its drafter.
                     History(self.directory).add(0, self.prompts, warm_up.tokens)
-                turns: list[Lap] = []
+                turns: list[DialTurn] = []
                 for temperature in temperatures:
                     for engine in engines.values():
                         change = engine.actor.set_temperature.remote(temperature)
@@ -188,16 +187,16 @@ class DialRun:
 
     async def _epochs(
         self, temperature: float, num_laps: int, coordinators: dict[str, Coordinator]
-    ) -> list[Lap]:
+    ) -> list[DialTurn]:
         history = History(self.directory)
-        turns: list[Lap] = []
+        turns: list[DialTurn] = []
         for epoch in range(1, self.args.epochs + 1):
             for number in range(num_laps):
                 # Stock vLLM is measured once: further laps only measure what drafts cost.
                 names = [name for name in KINDS if not number or name != "stock"]
                 for name in in_turn(names, epoch + number):
                     lap = await self._roll_out(coordinators[name], epoch)
-                    turns.append(Lap(name, temperature, epoch, number, lap))
+                    turns.append(DialTurn(name, temperature, epoch, number, lap))
                 self.console.print(
                     f"temperature {temperature:g}, epoch {epoch}/{self.args.epochs}, "
                     f"lap {number + 1}/{num_laps}: {_said(turns[-len(names) :])}"
@@ -241,7 +240,7 @@ def groups_of(
     ]
 
 
-def _said(turns: Sequence[Lap]) -> str:
+def _said(turns: Sequence[DialTurn]) -> str:
     return ", ".join(
         f"{turn.engine} {turn.lap.counts['num_tokens'] / turn.lap.seconds:,.0f} tokens/s"
         for turn in turns

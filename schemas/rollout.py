@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any
 
 from schemas.environment import EnvironmentTask
@@ -25,13 +26,17 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """The response was cut at `max_response_tokens`."""
     TURNS = "turns"
-    """The conversation had `environment.max_turns` turns."""
+    """The conversation was cut after its last turn (`environment.max_turns`)."""
     TIME = "time"
-    """The conversation waited for its environment for longer than `environment.max_wait_s`."""
+    """The conversation was cut because the environment took too long to answer."""
     CONTEXT = "context"
-    """The environment's answer left no room for another turn within `max_response_tokens`."""
+    """The conversation was cut because an observation did not fit into `max_response_tokens`."""
     FAILED = "failed"
-    """The environment failed. `environment.on_error` says what becomes of the response."""
+    """The environment failed (`environment.on_error`)."""
+
+
+OVERLONG = (FinishReason.LENGTH, FinishReason.CONTEXT)
+"""Reasons of a response that was cut because it had no room left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,29 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a conversation: tokens that the policy sampled, then tokens that it observed."""
+
+    num_sampled: int
+    num_observed: int | None = None
+    """Tokens of the environment's answer, with the beginning of the next turn. None: there is no
+    answer yet. In the last turn of a finished response, None: the response ended."""
+    waited_s: float = 0.0
+    """Seconds from the end of the turn to the answer."""
+    score: float | None = None
+    """The environment's score of this turn. None: it gave none."""
+    num_calls: int = 0
+    """Tool calls of this turn."""
+    num_failed_calls: int = 0
+    """Tool calls that raised an exception."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled and observed tokens."""
+        return self.num_sampled + (self.num_observed or 0)
+
+
+@dataclass(frozen=True, slots=True)
 class SavedKV:
     """KV cache of a withdrawn request, for an engine on the same node."""
 
@@ -165,29 +193,12 @@ class RolloutRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One turn of a conversation: tokens that the policy sampled, then tokens that it observed."""
-
-    num_sampled: int
-    num_observed: int | None = None
-    """None: the environment has not answered. Of a finished response's last turn: it ended."""
-    waited_s: float = 0.0
-    """Seconds from the turn's end to the environment's answer."""
-    score: float | None = None
-    """The environment's score of this turn. None: it gave none."""
-    num_calls: int = 0
-    """Tool calls of the turn."""
-    num_failed_calls: int = 0
-    """Tool calls that raised an exception."""
-
-
-@dataclass(frozen=True, slots=True)
 class Generated:
     """Tokens of one response, or of its beginning, with everything recorded about them."""
 
     token_ids: Sequence[int]
-    """All tokens after the prompt, sampled and observed. Engines give arrays, which travel in one
-    piece."""
+    """Tokens after the prompt, sampled and observed, in order. Engines give arrays, which travel in
+    one piece."""
     inference_logprobs: Sequence[float]
     """Log-probability of each sampled token under softmax(logits / T), before top-k and top-p;
     [num_sampled]."""
@@ -200,20 +211,30 @@ class Generated:
     num_rejections: int = 0
     """Verifications that rejected a token."""
     turns: tuple[Turn, ...] = ()
-    """Turns of a conversation with an environment. Empty without an environment. The tokens of an
-    unfinished turn follow those of the turns."""
+    """Turns that have ended, in order. Later tokens belong to the turn that goes on. The turns of a
+    finished conversation cover all its tokens. Empty without an environment: all tokens are
+    sampled."""
     score: float | None = None
-    """The environment's score of the response. None: it gave none, or there is none."""
+    """The environment's score of the whole response. None: it gave none."""
 
     @property
     def num_observed(self) -> int:
-        """Tokens that the environment wrote."""
+        """Tokens that the environment gave."""
         return sum(turn.num_observed or 0 for turn in self.turns)
 
     @property
     def num_sampled(self) -> int:
         """Tokens that the policy sampled."""
         return len(self.token_ids) - self.num_observed
+
+    @property
+    def sampled(self) -> tuple[range, ...]:
+        """Indices of the sampled tokens: one range a turn, and one for a turn that goes on."""
+        starts = list(accumulate((turn.num_tokens for turn in self.turns), initial=0))
+        ended = zip(starts, self.turns, strict=False)
+        own = [range(start, start + turn.num_sampled) for start, turn in ended]
+        going_on = range(starts[-1], len(self.token_ids))
+        return (*own, going_on) if going_on else tuple(own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +259,7 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens."""
+        """Tokens that the policy sampled."""
         return self.generated.num_sampled
 
     @property
@@ -254,6 +275,7 @@ class Rollout:
             engine=self.engine,
             finish_reason=self.finish_reason,
             num_tokens=self.num_tokens,
+            num_observed=self.generated.num_observed,
             num_draft_tokens=self.generated.num_draft_tokens,
             num_accepted_tokens=self.generated.num_accepted_tokens,
             num_cached_tokens=self.num_cached_tokens,
@@ -270,13 +292,15 @@ class FinishedRollout:
     engine: int
     finish_reason: FinishReason
     num_tokens: int
-    """Sampled tokens of the response."""
+    """Tokens that the policy sampled."""
     num_draft_tokens: int
     num_accepted_tokens: int
     num_cached_tokens: int
     token_digest: bytes
-    """Digest of the response's tokens."""
+    """Digest of the response's tokens, sampled and observed."""
     row: int
     """Index of its row in `rows`."""
     rows: Any = None
     """Rows of all rollouts that were reported together: a Ray object reference, or the table."""
+    num_observed: int = 0
+    """Tokens that the environment gave."""

@@ -16,7 +16,7 @@ from engines.rollout.stage import Outcome
 from schemas.config import TrainConfig
 from schemas.counts import StreamCounts, SwitchCounts
 from schemas.evaluation import EvaluationReport, SourceFigures
-from schemas.rollout import FinishReason
+from schemas.rollout import OVERLONG
 from schemas.step import (
     EngineShare,
     HistoryReport,
@@ -61,7 +61,7 @@ def summarise_rollouts(
     last phase ended."""
     generation = replace(timeline, start_s=max(timeline.start_s, outcome.started_s))
     lengths = rows["response_tokens"].to_numpy()
-    cut = [reason == FinishReason.LENGTH for reason in rows["finish_reason"].to_pylist()]
+    cut = [reason in OVERLONG for reason in rows["finish_reason"].to_pylist()]
     return RolloutBatch(
         split=plan.split,
         step=plan.step,

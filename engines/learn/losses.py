@@ -1,6 +1,6 @@
 """The clipped policy-gradient loss on packed tokens.
 
-Every function takes one value per response token, for all samples one after another. The weights
+Every function takes one value per sampled token, for all samples one after another. The weights
 already contain the denominators of the whole minibatch. So a minibatch's loss is the plain sum over
 micro-batches and trainer processes, however it is split.
 """

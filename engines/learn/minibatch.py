@@ -20,7 +20,7 @@ class Share:
 
     samples: list[TrainingSample]
     weights: list[NDArray[np.float32]]
-    """Weight in the loss of each response token of `samples`."""
+    """Weight in the loss of each sampled token of `samples`."""
     num_counted: int
     """Trained tokens of the whole minibatch."""
     num_idle_passes: int
@@ -30,7 +30,7 @@ class Share:
     max_staleness: int
     """Largest staleness of a trained token, in policy versions."""
     old_logprobs: list[NDArray[np.float32]] | None = None
-    """Log-probability of each response token of `samples` under the policy before the step; None if
+    """Log-probability of each sampled token of `samples` under the policy before the step; None if
     the current policy or the engine's serves instead."""
 
     @property

@@ -30,7 +30,7 @@ class LossTokens:
     """Values per predicted token of a micro-batch, on the policy's device."""
 
     num_tokens: list[int]
-    """Response tokens of each sample."""
+    """Sampled tokens of each sample."""
     inference_logprobs: Float[Tensor, "tokens"]
     old_logprobs: Float[Tensor, "tokens"] | None
     advantages: Float[Tensor, "tokens"]

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """A prompt with its response. Only the response's sampled tokens are predicted."""
+    """A prompt with its response. Only tokens of the response that the policy sampled are
+    predicted. Tokens that it observed are context."""
 
     token_ids: NDArray[np.int32]
     num_prompt_tokens: int
     sampled: NDArray[np.bool_] | None = field(default=None, kw_only=True)
-    """Whether the policy sampled each token of the response. The others are context, written by an
-    environment. None: it sampled all."""
+    """Whether the policy sampled each token after the prompt. None: all of them."""
 
     @property
     def num_input_tokens(self) -> int:
@@ -30,16 +30,17 @@ class TokenSequence:
 
     @property
     def num_response_tokens(self) -> int:
-        """Sampled tokens of the response."""
-        if self.sampled is not None:
-            return int(self.sampled.sum())
-        return len(self.token_ids) - self.num_prompt_tokens
+        """Sampled tokens of the response, which are predicted."""
+        if self.sampled is None:
+            return len(self.token_ids) - self.num_prompt_tokens
+        return int(np.count_nonzero(self.sampled))
 
     @property
-    def predicted_at(self) -> NDArray[np.int64]:
-        """Positions of the sampled tokens, [num_response_tokens]."""
-        positions = np.arange(self.num_prompt_tokens, len(self.token_ids))
-        return positions if self.sampled is None else positions[self.sampled]
+    def response_at(self) -> NDArray[np.int64]:
+        """Indices of the predicted tokens in `token_ids`; [num_response_tokens]."""
+        if self.sampled is None:
+            return np.arange(self.num_prompt_tokens, len(self.token_ids))
+        return self.num_prompt_tokens + np.flatnonzero(self.sampled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class MicroBatch:
     predict_at: NDArray[np.int64]
     """[N], index in the row at which each predicted token's distribution is."""
     targets: NDArray[np.int64]
-    """[N], the predicted tokens: the response of each of `samples`, one after another."""
+    """[N], the predicted tokens: those sampled in the response of each of `samples`, one after
+    another."""
     samples: tuple[int, ...]
     """[S], indices of the samples."""
 
@@ -98,9 +100,9 @@ def lay_out(samples: Sequence[int], sequences: Sequence[TokenSequence]) -> Micro
         position_ids=np.concatenate([np.arange(num) for num in num_tokens]),
         num_tokens=tuple(num_tokens),
         predict_at=np.concatenate(
-            [start + one.predicted_at - 1 for start, one in zip(starts, own, strict=True)]
+            [start + one.response_at - 1 for start, one in zip(starts, own, strict=True)]
         ),
-        targets=np.concatenate([one.token_ids[one.predicted_at] for one in own]).astype(np.int64),
+        targets=np.concatenate([one.token_ids[one.response_at] for one in own]).astype(np.int64),
         samples=tuple(samples),
     )
 
@@ -110,7 +112,14 @@ def pack(
 ) -> list[MicroBatch]:
     """Pack all sequences into micro-batches. Raise ValueError when a sequence is too long."""
     for sequence in sequences:
-        assert 0 < sequence.num_prompt_tokens < len(sequence.token_ids)
+        _check(sequence)
     num_tokens = [sequence.num_input_tokens for sequence in sequences]
     plans = plan_micro_batches(num_tokens, micro_batch_tokens, alone=alone)
     return [lay_out(own, sequences) for own in plans]
+
+
+def _check(sequence: TokenSequence) -> None:
+    num_after_prompt = len(sequence.token_ids) - sequence.num_prompt_tokens
+    assert 0 < sequence.num_prompt_tokens < len(sequence.token_ids)
+    assert sequence.sampled is None or len(sequence.sampled) == num_after_prompt
+    assert sequence.num_response_tokens > 0, "a response without a sampled token"

@@ -6,7 +6,8 @@ PolicyModel                FSDP unit: embeddings, last norm, head
    └─ decoder layers       one FSDP unit each
 ```
 
-The head runs on response positions only. For a large vocabulary it runs in chunks, which the
+The head runs on positions that predict a sampled token only. Observed tokens are context: their own
+predictions have no logits and no gradient. For a large vocabulary it runs in chunks, which the
 backward pass recomputes: all logits of a micro-batch would need more memory than the model.
 """
 
@@ -124,7 +125,7 @@ def score_sequences(
     micro_batch_tokens: int,
     temperature: float,
 ) -> list[NDArray[np.float32]]:
-    """Return the log-probabilities of each sequence's response tokens, without a gradient."""
+    """Return the log-probabilities of each sequence's sampled tokens, without a gradient."""
     by_sample: dict[int, NDArray[np.float32]] = {}
     for batch in pack(sequences, micro_batch_tokens, alone=policy.alone):
         values = policy.score(batch, temperature).logprobs.cpu().numpy()

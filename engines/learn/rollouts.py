@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from engines.learn.packing import TokenSequence
-from engines.store.tables import SPANS, TRAINING
+from engines.store.tables import SPANS, TRAINING, TURNS
 
 SORTED_BY = ("origin_step", "prompt_key", "sample_index")
 
@@ -33,9 +33,9 @@ class ScoredRollout(TokenSequence):
     group_rewards: NDArray[np.float64]
     """Known rewards of the rollout's group."""
     group_lengths: NDArray[np.int32]
-    """Response tokens of the samples in `group_rewards`."""
+    """Sampled tokens of the responses in `group_rewards`."""
     truncated: bool
-    """Whether the response was cut at its maximum length."""
+    """Whether the response was cut because it had no room left."""
 
     @property
     def group(self) -> tuple[int, str]:
@@ -45,7 +45,8 @@ class ScoredRollout(TokenSequence):
 
 def read_rollouts(table: pa.Table) -> list[ScoredRollout]:
     """Return the rollouts of a rewarded batch, sorted by group and sample index. The store has
-    checked its rows: rewards are finite, and each token has a log-probability and a version."""
+    checked its rows: rewards are finite, and each sampled token has a log-probability and a
+    version."""
     table = table.select(TRAINING.names).cast(TRAINING)
     assert table.num_rows > 0, "the rewarded batch is empty"
     nulls = [name for name in TRAINING.names if table[name].null_count]
@@ -56,9 +57,11 @@ def read_rollouts(table: pa.Table) -> list[ScoredRollout]:
 
 
 def _values(column: pa.ChunkedArray) -> list[Any]:
-    """Convert a column to one value per row: lists become arrays, spans the version of each
-    token."""
+    """Convert a column to one value per row: lists become arrays, spans the version of each sampled
+    token, turns the mask of sampled tokens (None without turns)."""
     array = column.combine_chunks()
+    if column.type == TURNS:
+        return _masks(array)
     if column.type == SPANS:
         versions, counts = (part.to_numpy() for part in array.flatten().flatten())
         return list(map(np.repeat, _split(versions, array), _split(counts, array)))
@@ -67,39 +70,39 @@ def _values(column: pa.ChunkedArray) -> list[Any]:
     return array.to_pylist()
 
 
+def _masks(turns: pa.ListArray) -> list[NDArray[np.bool_] | None]:
+    each = turns.flatten()
+    counts = [each.field(name).fill_null(0).to_numpy() for name in ("num_sampled", "num_observed")]
+    return [_mask(own) if len(own) else None for own in _split(np.stack(counts, axis=1), turns)]
+
+
+def _mask(counts: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Return which tokens are sampled. `counts`: [turns, 2], sampled and observed tokens."""
+    return np.repeat(np.tile([True, False], len(counts)), counts.ravel())
+
+
 def _split(values: NDArray, lists: pa.ListArray) -> list[NDArray]:
     return np.split(values, np.cumsum(lists.value_lengths().to_numpy())[:-1])
 
 
 def _rollout(row: dict[str, Any]) -> ScoredRollout:
     prompt, response = row.pop("prompt_token_ids"), row.pop("response_token_ids")
-    sampled = sampled_mask(row.pop("num_sampled"), row.pop("num_observed"))
     rollout = ScoredRollout(
         token_ids=np.concatenate([prompt, response]),
         num_prompt_tokens=len(prompt),
-        sampled=sampled,
+        sampled=row.pop("turns"),
         versions=row.pop("version_spans"),
         **row,
     )
     name = f"sample {rollout.sample_index} of prompt {rollout.prompt_key}"
     num_tokens, num_logprobs = rollout.num_response_tokens, len(rollout.inference_logprobs)
     assert len(prompt) > 0, f"{name} has no prompt"
-    assert sampled is None or len(sampled) == len(response), f"{name}: its turns do not fit"
+    masked = rollout.sampled is None or len(rollout.sampled) == len(response)
+    assert masked, f"{name}: its turns do not cover its {len(response)} tokens"
     assert num_tokens == num_logprobs == len(rollout.versions) > 0, f"{name}: {num_tokens} tokens"
     group = zip(rollout.group_rewards, rollout.group_lengths, strict=True)
     assert (rollout.reward, num_tokens) in group, f"{name} is not in its group"
     return rollout
-
-
-def sampled_mask(
-    num_sampled: NDArray[np.int32], num_observed: NDArray[np.int32]
-) -> NDArray[np.bool_] | None:
-    """Return whether the policy sampled each token of a response, from the tokens of its turns.
-    None: it has no turns, and all are sampled."""
-    if not len(num_sampled):
-        return None
-    turns = np.stack([num_sampled, num_observed], axis=1).ravel()
-    return np.repeat(np.arange(len(turns)) % 2 == 0, turns)
 
 
 def choose_canaries(rollouts: Iterable[ScoredRollout]) -> list[list[int]]:

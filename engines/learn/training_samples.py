@@ -38,9 +38,9 @@ class TrainingSample:
     rollout: ScoredRollout
     advantage: float
     counted: NDArray[np.bool_]
-    """Whether each response token counts in the loss and its denominators."""
+    """Whether each sampled token counts in the loss and its denominators."""
     staleness: NDArray[np.int32]
-    """Policy versions between each response token and the trained policy."""
+    """Policy versions between each sampled token and the trained policy."""
 
 
 def read_training_samples(

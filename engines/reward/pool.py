@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -19,7 +20,6 @@ from schemas.config import TrainConfig
 from schemas.data import Prompt
 from schemas.inputs import ModelConfig
 from schemas.reward import EnvironmentReward, FunctionReward, RewardConfig
-from schemas.rollout import FinishReason
 
 MAX_PROCESSES = 8
 """Most scorer processes. On fewer cores there is one per core."""
@@ -30,6 +30,10 @@ START_TIMEOUT_S = 600.0
 QUIET_S = 120.0
 """Longest time without progress, besides scoring one response: decoding `MAX_ROWS_AT_ONCE` rows, or
 restarting the process after a death."""
+TURNS = "turns"
+"""Name of the turns in `extra_info`. It replaces a field of the data set with this name."""
+_KEPT = ("score", "num_calls", "num_failed_calls")
+"""Fields of a turn that scorers get. Waiting times would make scores depend on the machine."""
 
 
 class ScorerHangs(RuntimeError):
@@ -63,6 +67,9 @@ class RewardActor:
     def score(self, rows: pa.Table, prompts: Mapping[str, Prompt]) -> pa.Table:
         """Score rows with the columns `engines.store.tables.SCORING`.
 
+        The text of a conversation is what the policy sampled, one turn a line. Its
+        `extra_info["turns"]` has both sides: `[{"sampled": "<tool_call>..", "observed": "6", ..}]`.
+
         Returns `prompt_key`, `sample_index`, `reward` and `extra` (a JSON object) in the same
         order. Raises ValueError as `Scorer.score` does.
         """
@@ -84,33 +91,36 @@ class RewardActor:
         )
 
     def _response(self, row: dict[str, Any], prompt: Prompt) -> Response:
-        turns = self._turns(row)
-        sampled = "".join(turn["sampled"] for turn in turns) if turns else self._text(row)
-        about = prompt.extra_info | ({"turns": turns} if turns else {})
+        text, extra_info = self._text_of(row, prompt.extra_info)
         self._num_decoded += 1
         return Response(
             prompt_key=row["prompt_key"],
             sample_index=row["sample_index"],
             data_source=prompt.data_source,
-            solution_str=sampled,
+            solution_str=text,
             ground_truth=prompt.ground_truth,
-            extra_info=about,
+            extra_info=extra_info,
         )
 
-    def _text(self, row: dict[str, Any]) -> str:
-        return self._decode(row["response_token_ids"])
+    def _text_of(
+        self, row: dict[str, Any], extra_info: dict[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
+        """Return the sampled text, and the prompt's fields with the response's turns."""
+        if not row["turns"]:
+            return self._decode(row["response_token_ids"]), extra_info
+        rest = iter(row["response_token_ids"])
+        turns = [self._turn(turn, rest) for turn in row["turns"]]
+        return "\n".join(turn["sampled"] for turn in turns), extra_info | {TURNS: turns}
 
-    def _turns(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the turns of a conversation, with their sampled and observed text."""
-        turns, at = [], 0
-        for turn in row["turns"] or ():
-            middle = at + turn["num_sampled"]
-            end = middle + (turn["num_observed"] or 0)
-            texts = (row["response_token_ids"][at:middle], row["response_token_ids"][middle:end])
-            sampled, observed = map(self._decode, texts)
-            turns.append({"sampled": sampled, "observed": observed, "score": turn["score"]})
-            at = end
-        return turns
+    def _turn(self, turn: dict[str, Any], rest: Iterator[int]) -> dict[str, Any]:
+        """Take a turn's tokens from `rest`. Return their texts with the turn's score and counts of
+        calls. `observed` is None where the response ended."""
+
+        def text(num_tokens: int | None) -> str | None:
+            return None if num_tokens is None else self._decode(list(islice(rest, num_tokens)))
+
+        sampled, observed = text(turn["num_sampled"]), text(turn["num_observed"])
+        return {"sampled": sampled, "observed": observed} | {name: turn[name] for name in _KEPT}
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -162,9 +172,10 @@ class ScorerPool:
                 "score", rows.reference, asked, progress="num_done", stall_s=stall_s
             )
         except NoAnswer as error:
+            limit_s = getattr(self._reward, "timeout_s", stall_s)
             raise ScorerHangs(
                 f"{error}: none of {rows.counts.num_rows} responses was scored meanwhile. One may "
-                "take at most reward.timeout_s"
+                f"take at most reward.timeout_s = {limit_s:g} s"
             ) from error
         except ActorError as error:
             raise error.cause or error from None
@@ -177,12 +188,11 @@ class ScorerPool:
 
 
 def environment_rewards(rows: pa.Table) -> pa.Table:
-    """Return the environments' scores as rewards. A failed conversation without a score has 0.
+    """Return the environments' scores as rewards, with the columns of `RewardActor.score`.
 
-    Raise ValueError that names the first other response without a score.
+    Raise ValueError that names the first response without a score.
     """
-    failed = pc.field("finish_reason") == str(FinishReason.FAILED)
-    unscored = rows.filter(pc.field("environment_score").is_null() & ~failed)
+    unscored = rows.filter(pc.field("environment_score").is_null())
     if unscored.num_rows:
         first = unscored.slice(0, 1).to_pylist()[0]
         raise ValueError(
@@ -194,7 +204,7 @@ def environment_rewards(rows: pa.Table) -> pa.Table:
         {
             "prompt_key": rows["prompt_key"],
             "sample_index": rows["sample_index"],
-            "reward": rows["environment_score"].fill_null(0.0),
+            "reward": rows["environment_score"],
             "extra": pa.array(["{}"] * rows.num_rows, pa.string()),
         }
     )

@@ -328,4 +328,5 @@ def _merge(state: PoolState, stage: GenerationStage, taken: Sequence[Taken]) -> 
 
 def _context_tokens(taken: Taken) -> int:
     _, request = taken
-    return len(request.prompt_token_ids) + num_response_tokens(request)
+    generated = request.generated
+    return len(request.prompt_token_ids) + (len(generated.token_ids) if generated else 0)

@@ -390,8 +390,8 @@ class TrackedEngine:
 
 
 def num_response_tokens(request: RolloutRequest) -> int:
-    """Return the number of response tokens generated so far."""
-    return len(request.generated.token_ids) if request.generated else 0
+    """Return the number of response tokens sampled so far."""
+    return request.generated.num_sampled if request.generated else 0
 
 
 def now_s() -> float:

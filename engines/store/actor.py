@@ -40,7 +40,7 @@ class RowCounts:
 
     num_rows: int
     num_tokens: int
-    """Response tokens."""
+    """Sampled tokens of the responses."""
     prompt_keys: tuple[str, ...]
     """Distinct prompt keys."""
 
@@ -159,7 +159,7 @@ class StoreClient:
         reference, selected = rollouts[0].rows, [rollout.row for rollout in rollouts]
         assert all(rollout.rows is reference for rollout in rollouts)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        num_tokens = sum(rollout.num_tokens for rollout in rollouts)
+        num_tokens = sum(rollout.num_tokens + rollout.num_observed for rollout in rollouts)
         self._waiting.append(_Waiting((reference, selected, epoch), num_tokens, answer))
         if self._keeping is None or self._keeping.done():
             self._keeping = asyncio.create_task(self._keep_waiting())
@@ -208,5 +208,11 @@ async def _answer(method: str, reply: Awaitable[Any]) -> Any:
 
 def count_rows(table: "pa.Table") -> RowCounts:
     num_tokens = sum(len(chunk.flatten()) for chunk in table["response_token_ids"].chunks)
+    num_tokens -= sum(_num_observed(chunk) for chunk in table["turns"].chunks)
     prompt_keys = tuple(table["prompt_key"].unique().to_pylist())
     return RowCounts(table.num_rows, num_tokens, prompt_keys)
+
+
+def _num_observed(turns: "pa.ListArray") -> int:
+    """Return the observed tokens of these rows' turns."""
+    return int(turns.flatten().field("num_observed").fill_null(0).to_numpy().sum())

@@ -31,6 +31,7 @@ import pyarrow.parquet as pq
 from engines.durable import flush, set_aside
 from engines.store import queries
 from engines.store.open_database import RUN, connect, explain_damage
+from engines.store.tables import ABSENT_ROLLOUTS
 
 _KEY = ("split", "step", "prompt_key", "sample_index")
 TABLES = ("rollouts", "rewards", "plans", "outcomes", "stages")
@@ -40,7 +41,7 @@ KEPT_STEPS = 8
 CHUNK_STEPS = 50
 """Steps that are moved to one folder."""
 CHUNK_TOKENS = 2**28
-"""Response tokens after which fewer steps are moved to one folder."""
+"""Tokens of responses after which fewer steps are moved to one folder."""
 _DIGITS = 6
 _ROWS_IN_A_GROUP = 2048
 """Rows of a Parquet row group, which DuckDB reads at once."""
@@ -53,7 +54,9 @@ ALL: Steps = (-(2**31), 2**31 - 1)
 class Archive:
     """The archived steps of the database at `path`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        """`read_only`: the database may be an older one, which lacks columns."""
+        self._read_only = read_only
         self._directory = path.absolute().with_suffix(SUFFIX)
         self._recent = self._directory / "recent"
 
@@ -179,7 +182,8 @@ class Archive:
         return chunks
 
     def with_archived(self, con: duckdb.DuckDBPyConnection, query: str, steps: Steps | None) -> str:
-        """Return the query with CTEs that add archived rows of these steps to the tables.
+        """Return the query with CTEs that add archived rows of these steps to the tables, and the
+        columns that older rows lack.
 
         With `steps` None, the query reads the database only. Run the returned query in the same
         transaction as this method.
@@ -224,13 +228,10 @@ class Archive:
 
     def _ctes(self, con: duckdb.DuckDBPyConnection, steps: Steps, *, live: bool) -> str:
         chunks = _chunks(con, steps, self._directory)
-        if not chunks:
+        if not chunks and not self._read_only:
             return ""
         ctes = [
-            f"{table} AS NOT MATERIALIZED ("
-            + f"FROM main.{table} {'' if live else 'WHERE false'} UNION ALL BY NAME "
-            + f"FROM {_read([chunk / f'{table}.parquet' for chunk in chunks])})"
-            for table in TABLES
+            f"{table} AS NOT MATERIALIZED ({_united(table, chunks, live=live)})" for table in TABLES
         ]
         return f"WITH {', '.join(ctes)}"
 
@@ -241,7 +242,7 @@ def query_all(path: Path, query: str) -> pa.Table:
     Raise ValueError as `connect` does, and when archived files are missing.
     """
     with closing(connect(path, read_only=True, lock_timeout_s=0.0)) as con:
-        archive = Archive(path)
+        archive = Archive(path, read_only=True)
         archive.check(con)
         with explain_damage(path):
             return con.sql(archive.with_archived(con, query, ALL)).to_arrow_table()
@@ -266,6 +267,16 @@ def _is_held(con: duckdb.DuckDBPyConnection, chunk: Path) -> bool:
         # The file cannot be read. `write` writes it first, so a crash left no other file.
         return {path.name for path in chunk.iterdir()} <= {rollouts.name}
     return num_missing == 0
+
+
+def _united(table: str, chunks: Sequence[Path], *, live: bool) -> str:
+    """Return a query for the rows of these folders, with those of the database if `live`."""
+    sources = [f"main.{table} {'' if live else 'WHERE false'}"]
+    if chunks:
+        sources.append(_read([chunk / f"{table}.parquet" for chunk in chunks]))
+    if table == "rollouts":
+        sources.append(f"({ABSENT_ROLLOUTS})")
+    return " UNION ALL BY NAME ".join(f"FROM {source}" for source in sources)
 
 
 def _copy(con: duckdb.DuckDBPyConnection, rows: str, file: Path) -> None:

@@ -32,7 +32,7 @@ class StoreFile:
         Archive(self.path).refuse_orphaned(self.path)
         self._con = connect(self.path, read_only=read_only, lock_timeout_s=lock_timeout_s)
         self._writing, self._archiving = threading.Lock(), threading.Lock()
-        self._archive = Archive(self.path)
+        self._archive = Archive(self.path, read_only=read_only)
         try:
             with self.snapshot() as con:
                 self._archive.check(con)

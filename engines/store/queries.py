@@ -1,4 +1,11 @@
-"""The store's longer SQL queries. Parameters are named ($name)."""
+"""The store's longer SQL queries. Parameters are named ($name).
+
+Rows that an older refrain wrote have NULL in `turns` and `observed_tokens`.
+"""
+
+from schemas.rollout import OVERLONG
+
+_OVERLONG = tuple(map(str, OVERLONG))
 
 FINISHED = """
 SELECT prompt_key, sample_index, policy_version, last_policy_version, origin_step
@@ -6,7 +13,8 @@ FROM rollouts WHERE split = $split AND step = $step
 """
 
 SCORING_ROWS = """
-SELECT prompt_key, sample_index, response_token_ids, turns, environment_score, finish_reason
+SELECT prompt_key, sample_index, response_token_ids, coalesce(turns, []) AS turns,
+    environment_score, finish_reason
 FROM rollouts AS r
 WHERE split = $split AND step = $step AND NOT EXISTS (
     FROM rewards AS w
@@ -42,7 +50,7 @@ ANTI JOIN (
 LIMIT 1
 """
 
-TRAINING_ROWS = """
+TRAINING_ROWS = f"""
 WITH trained AS (
     FROM rollouts WHERE split = 'train' AND step = $step
 ), groups AS (
@@ -57,9 +65,7 @@ WITH trained AS (
 )
 SELECT prompt_key, sample_index, prompt_token_ids, response_token_ids, reward, inference_logprobs,
     origin_step, group_rewards, group_lengths, version_spans,
-    list_transform(coalesce(turns, []), lambda t: t.num_sampled) AS num_sampled,
-    list_transform(coalesce(turns, []), lambda t: coalesce(t.num_observed, 0)) AS num_observed,
-    finish_reason IN ('length', 'context') AS truncated
+    finish_reason IN {_OVERLONG} AS truncated, coalesce(turns, []) AS turns
 FROM trained
 JOIN prompts USING (prompt_key)
 LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
@@ -153,7 +159,8 @@ GROUP BY prompt_key
 """
 
 INDEX_ROWS = """
-SELECT prompt_key, origin_step AS step, prompt_token_ids, response_token_ids, reward
+SELECT prompt_key, origin_step AS step, prompt_token_ids, response_token_ids, reward,
+    coalesce(turns, []) AS turns
 FROM rollouts
 JOIN prompts USING (prompt_key)
 JOIN rewards USING (split, step, prompt_key, sample_index)
@@ -211,7 +218,7 @@ FROM rollouts WHERE split = 'train' AND step IN (SELECT step FROM steps)
 """
 
 MOVABLE = """
-SELECT min(step), coalesce(sum(response_tokens), 0) FROM rollouts WHERE step <= ?
+SELECT min(step), coalesce(sum(response_tokens + observed_tokens), 0) FROM rollouts WHERE step <= ?
 """
 
 NEXT_ARCHIVE = "SELECT coalesce(max(name)::INTEGER, 0) + 1 FROM archives"

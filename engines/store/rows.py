@@ -1,5 +1,6 @@
 """Convert finished rollouts to the Arrow table that the store inserts."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -9,12 +10,12 @@ import pyarrow as pa
 
 from engines.store.tables import SPANS, TURNS
 from schemas.drafting import HISTORY
-from schemas.rollout import Rollout
+from schemas.rollout import Generated, Rollout
 
 
 def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
     """Return one row per rollout, with `prompt_token_ids` and the columns of the table `rollouts`
-    except `epoch`."""
+    except `epoch`. A rollout whose fields contradict each other is a bug of its engine."""
     for rollout in rollouts:
         _check(rollout)
 
@@ -45,8 +46,8 @@ def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
         "num_rejections": column(lambda r: r.generated.num_rejections, pa.int32()),
         "started_s": column(lambda r: r.started_s, pa.float64()),
         "finished_s": column(lambda r: r.finished_s, pa.float64()),
+        "turns": column(lambda r: list(map(asdict, r.generated.turns)), TURNS),
         "observed_tokens": column(lambda r: r.generated.num_observed, pa.int32()),
-        "turns": column(_turns, TURNS),
         "environment_score": column(lambda r: r.generated.score, pa.float64()),
     }
     return pa.table(columns)
@@ -54,15 +55,24 @@ def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
 
 def _check(rollout: Rollout) -> None:
     generated, name = rollout.generated, rollout.request.id
-    num_tokens = generated.num_sampled
-    assert len(generated.inference_logprobs) == num_tokens, f"{name}: not one logprob per token"
+    num_sampled = generated.num_sampled
+    assert len(generated.inference_logprobs) == num_sampled, f"{name}: not one logprob per token"
     assert generated.spans, f"{name}: no policy version recorded"
-    assert sum(span.num_tokens for span in generated.spans) == num_tokens, f"{name}: bad spans"
-    if turns := generated.turns:
-        assert sum(turn.num_sampled for turn in turns) == num_tokens, f"{name}: bad turns"
-        # The policy has the last word, so a response ends with a token to train on.
-        assert turns[-1].num_observed is None, f"{name}: its last turn was answered"
-        assert all(turn.num_observed is not None for turn in turns[:-1]), f"{name}: bad turns"
+    assert sum(span.num_tokens for span in generated.spans) == num_sampled, f"{name}: bad spans"
+    if generated.turns:
+        _check_turns(generated, str(name))
+    scores = (generated.score, *(turn.score for turn in generated.turns))
+    assert all(score is None or math.isfinite(score) for score in scores), f"{name}: bad score"
+
+
+def _check_turns(generated: Generated, name: str) -> None:
+    """Check that the turns cover all tokens, and that each but the last has an answer."""
+    turns = generated.turns
+    num_tokens = sum(turn.num_tokens for turn in turns)
+    assert num_tokens == len(generated.token_ids), f"{name}: its turns do not cover its tokens"
+    assert all(turn.num_sampled > 0 for turn in turns), f"{name}: a turn without a sampled token"
+    assert all(turn.num_observed is not None for turn in turns[:-1]), f"{name}: a turn went on"
+    assert all((turn.num_observed or 0) >= 0 for turn in turns), f"{name}: bad turns"
 
 
 def _drafter(rollout: Rollout) -> str:
@@ -79,10 +89,6 @@ def _spans(rollout: Rollout) -> list[dict[str, int]]:
         {"policy_version": span.policy_version, "num_tokens": span.num_tokens}
         for span in rollout.generated.spans
     ]
-
-
-def _turns(rollout: Rollout) -> list[dict[str, Any]] | None:
-    return [asdict(turn) for turn in rollout.generated.turns] or None
 
 
 def _lists(rows: Sequence[Sequence[float]], dtype: type[np.number]) -> pa.ListArray:

@@ -8,7 +8,13 @@ import pyarrow as pa
 
 SCHEMA_VERSION = 6
 
-CREATE = """
+_TURNS = (
+    "STRUCT(num_sampled INTEGER, num_observed INTEGER, waited_s DOUBLE, score DOUBLE, "
+    "num_calls INTEGER, num_failed_calls INTEGER)[]"
+)
+"""Type of a conversation's turns (`schemas.rollout.Turn`)."""
+
+CREATE = f"""
 CREATE TABLE rollouts (
     split VARCHAR NOT NULL,
     step INTEGER NOT NULL,                   -- that trains on it
@@ -17,7 +23,7 @@ CREATE TABLE rollouts (
     prompt_key VARCHAR NOT NULL,
     sample_index INTEGER NOT NULL,           -- -1 - index when it was deferred
     response_token_ids INTEGER[] NOT NULL,   -- sampled and observed
-    inference_logprobs FLOAT[] NOT NULL,     -- of the sampled ones
+    inference_logprobs FLOAT[] NOT NULL,     -- of the sampled tokens
     response_tokens INTEGER NOT NULL,        -- sampled
     finish_reason VARCHAR NOT NULL,
     engine INTEGER NOT NULL,
@@ -31,10 +37,9 @@ CREATE TABLE rollouts (
     num_rejections INTEGER,                  -- verifications that rejected a draft token
     started_s DOUBLE NOT NULL,               -- Unix time
     finished_s DOUBLE NOT NULL,
-    observed_tokens INTEGER,                 -- written by the environment
-    turns STRUCT(num_sampled INTEGER, num_observed INTEGER, waited_s DOUBLE, score DOUBLE,
-        num_calls INTEGER, num_failed_calls INTEGER)[],
-    environment_score DOUBLE,
+    turns {_TURNS} DEFAULT [],               -- empty without an environment
+    observed_tokens INTEGER DEFAULT 0,       -- that the environment gave
+    environment_score DOUBLE,                -- of the whole response
     PRIMARY KEY (split, step, prompt_key, sample_index)
 );
 
@@ -115,17 +120,22 @@ CREATE TABLE archived_drafts (               -- of the last policy versions ther
 );
 """
 
-ADDED = """
+ADDED = f"""
 ALTER TABLE archived_groups ADD COLUMN IF NOT EXISTS passes INTEGER[];
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS num_rejections INTEGER;
 ALTER TABLE archived_drafts ADD COLUMN IF NOT EXISTS rejections BIGINT;
-ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS observed_tokens INTEGER;
-ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns STRUCT(num_sampled INTEGER,
-    num_observed INTEGER, waited_s DOUBLE, score DOUBLE, num_calls INTEGER,
-    num_failed_calls INTEGER)[];
+ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns {_TURNS} DEFAULT [];
+ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS observed_tokens INTEGER DEFAULT 0;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS environment_score DOUBLE;
 """
 """Columns that older stores of this version lack."""
+
+ABSENT_ROLLOUTS = f"""
+SELECT NULL::{_TURNS} AS turns, NULL::INTEGER AS observed_tokens, NULL::DOUBLE AS environment_score
+WHERE false
+"""
+"""No rows, with the columns of `rollouts` that older files lack. A query that unites it with older
+rows reads NULL there."""
 
 _SAMPLE = {"prompt_key": pa.string(), "sample_index": pa.int32()}
 _RESPONSE = {"response_token_ids": pa.list_(pa.int32())}
@@ -144,7 +154,8 @@ TURNS = pa.list_(
         }
     )
 )
-"""Fields of `schemas.rollout.Turn`."""
+"""Turns of a conversation, with the fields of `schemas.rollout.Turn`. They cover all tokens of the
+response. Empty without an environment."""
 
 SCORING = pa.schema(
     _SAMPLE
@@ -156,7 +167,9 @@ SCORING = pa.schema(
 REWARDS = pa.schema(_SAMPLE | _REWARD | {"extra": pa.string()})
 """Columns that a scorer returns; `extra` is a JSON object."""
 
-INDEXED = pa.schema({"prompt_key": pa.string(), "step": pa.int32()} | _TOKENS | _REWARD)
+INDEXED = pa.schema(
+    {"prompt_key": pa.string(), "step": pa.int32()} | _TOKENS | _REWARD | {"turns": TURNS}
+)
 """Columns from which the history index is built."""
 
 SPANS = pa.list_(pa.struct({"policy_version": pa.int32(), "num_tokens": pa.int32()}))
@@ -171,19 +184,17 @@ TRAINING = pa.schema(
         "group_rewards": pa.list_(pa.float64()),
         "group_lengths": pa.list_(pa.int32()),
         "version_spans": SPANS,
-        "num_sampled": pa.list_(pa.int32()),
-        "num_observed": pa.list_(pa.int32()),
         "truncated": pa.bool_(),
+        "turns": TURNS,
     }
 )
 """The batch that the trainer reads, one row per rollout.
 
-`inference_logprobs`: log-probabilities under softmax(logits / T).
+`inference_logprobs`: log-probabilities of the sampled tokens under softmax(logits / T).
 `origin_step`: the step whose plan drew the sample; an earlier step for a deferred sample.
-`group_rewards`, `group_lengths` (response tokens): all known samples of the row's group, that is of
+`group_rewards`, `group_lengths` (sampled tokens): all known samples of the row's group, that is of
 its (origin_step, prompt_key). Both lists have the same order and include the row's own sample.
 Samples of the group may be in this batch or in an earlier one.
-`version_spans`: policy versions of the sampled tokens, from the first on.
-`num_sampled`, `num_observed`: tokens of each turn. Empty lists: a response without an environment.
-`truncated`: whether the response was cut at its length limit.
+`version_spans`: policy versions of the sampled tokens, from the first one on.
+`truncated`: whether the response was cut because it had no room left.
 """

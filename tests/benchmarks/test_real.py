@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.real import COMPARED, add_arguments, figures, read_arguments, share_identical
-from benchmarks.temperature_engines import Turn
+from benchmarks.temperature_engines import DialTurn
 from tests.conftest import DEMO, REPOSITORY
 
 MODEL, DATA = DEMO / "model", DEMO / "data" / "train.parquet"
@@ -46,7 +46,7 @@ def test_a_lap_is_compared_with_the_one_beside_it() -> None:
 
 def test_one_different_token_is_found() -> None:
     def turn(engine: str, tokens: list[int]) -> Any:
-        return Turn(engine, 1.0, 1, 0, SimpleNamespace(tokens={"a": [1, 2], "b": tokens}))
+        return DialTurn(engine, 1.0, 1, 0, SimpleNamespace(tokens={"a": [1, 2], "b": tokens}))
 
     off = turn("off", [3, 4])
     assert share_identical([off, turn("on", [3, 4])]) == 1.0

@@ -129,8 +129,9 @@ def as_batch(rows: list[dict], policy_version: int = 0) -> pa.Table:
         for row in rows
     ]
     pairs = zip(rows, columns, strict=True)
-    whole = {"truncated": False, "num_sampled": [], "num_observed": []}
-    return pa.Table.from_pylist([whole | row | more for row, more in pairs], schema=TRAINING)
+    return pa.Table.from_pylist(
+        [{"truncated": False, "turns": []} | row | more for row, more in pairs], schema=TRAINING
+    )
 
 
 def make_batch(

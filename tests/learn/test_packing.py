@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engines.learn.loading import Loading, load_policy
 from engines.learn.packing import TokenSequence, lay_out, pack, plan_micro_batches
-from engines.learn.policy import PolicyModel, score_sequences
+from engines.learn.policy import PolicyModel
 from tests.learn.conftest import own_logprobs
 
 LENGTHS = [(3, 5), (1, 1), (20, 60), (7, 1), (2, 30), (9, 11), (30, 90)]
@@ -73,60 +73,6 @@ def test_packed_logprobs_equal_unpacked_ones(
         packed = policy.score(batch, temperature=0.7)
         expected = torch.cat([unpacked_logprobs(original, sequences[s]) for s in batch.samples])
         torch.testing.assert_close(packed.logprobs, expected, atol=1e-5, rtol=0.0)
-
-
-def observing(sequences: list[TokenSequence], seed: int = 1) -> list[TokenSequence]:
-    """Return the sequences with random observed tokens. The policy sampled the last one."""
-    rng = np.random.default_rng(seed)
-    masks = [rng.random(one.num_response_tokens) < 0.5 for one in sequences]
-    for mask in masks:
-        mask[-1] = True
-    return [replace(one, sampled=mask) for one, mask in zip(sequences, masks, strict=True)]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("budget", [120, 4096])
-def test_only_sampled_tokens_are_scored(
-    policy: PolicyModel, original: PreTrainedModel, budget: int
-) -> None:
-    """They see the observed tokens before them."""
-    sequences = observing(make_sequences())
-    scored = score_sequences(policy, sequences, budget, 0.7)
-    for sequence, values in zip(sequences, scored, strict=True):
-        all_values = unpacked_logprobs(original, sequence).numpy()
-        assert len(values) == sequence.num_response_tokens
-        np.testing.assert_allclose(values, all_values[sequence.sampled], atol=1e-5)
-    assert sum(one.num_response_tokens for one in sequences) < sum(
-        one.num_response_tokens for one in make_sequences()
-    )
-
-
-def test_predictions_of_observed_tokens_have_no_gradient(policy: PolicyModel) -> None:
-    """The gradient is that of the sampled positions of a pass that predicts all tokens."""
-    sequences = make_sequences()
-    masked = observing(sequences)
-
-    def gradient(of: list[TokenSequence], chosen: torch.Tensor | None = None) -> torch.Tensor:
-        policy.zero_grad()
-        (batch,) = pack(of, 4096)
-        logprobs = policy.score(batch, temperature=0.7).logprobs
-        (logprobs if chosen is None else logprobs[chosen]).sum().backward()
-        return policy.model.get_input_embeddings().weight.grad.clone()
-
-    (batch,) = pack(masked, 4096)
-    masks = [masked[sample].sampled for sample in batch.samples]
-    chosen = torch.from_numpy(np.concatenate([mask for mask in masks if mask is not None]))
-    torch.testing.assert_close(gradient(masked), gradient(sequences, chosen), atol=1e-4, rtol=1e-4)
-    # Negative control: with the predictions of observed tokens it differs.
-    assert (gradient(masked) - gradient(sequences)).abs().max() > 1e-2
-
-
-def test_a_mask_of_sampled_tokens_alone_changes_nothing() -> None:
-    plain = make_sequences()
-    whole = [replace(one, sampled=np.ones(one.num_response_tokens, bool)) for one in plain]
-    for before, after in zip(pack(plain, 256), pack(whole, 256), strict=True):
-        for name in ("input_ids", "position_ids", "predict_at", "targets"):
-            np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
 
 
 @torch.no_grad()

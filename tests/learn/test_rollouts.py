@@ -20,9 +20,8 @@ ROW = {
     "group_rewards": [1.0, 3.0],
     "group_lengths": [2, 2],
     "version_spans": [{"policy_version": 0, "num_tokens": 2}],
-    "num_sampled": [],
-    "num_observed": [],
     "truncated": False,
+    "turns": [],
 }
 SHORT = {
     "response_token_ids": [7],
@@ -75,6 +74,9 @@ def test_a_slice_of_a_larger_table_is_read_right() -> None:
         (table({}, {"prompt_key": "b", "reward": float("nan")}), "prompt b is not in its group"),
         (table({"group_rewards": [2.0, 3.0]}), "not in its group"),
         (table({"group_lengths": [1, 2]}), "not in its group"),
+        (table({"turns": None}), "nulls in \\['turns'\\]"),
+        (table({"turns": [{"num_sampled": 2, "num_observed": 1}]}), "do not cover its 2 tokens"),
+        (table({"turns": [{"num_sampled": 1, "num_observed": 1}]}), "prompt a: 1 tokens"),
     ],
 )
 def test_malformed_batches_are_a_bug(bad: pa.Table, message: str) -> None:
@@ -86,6 +88,19 @@ def test_a_slice_of_spans_is_read_right() -> None:
     spans = [{"policy_version": 3, "num_tokens": 1}, {"policy_version": 5, "num_tokens": 1}]
     rows = table({"version_spans": spans[:1] * 2}, {"version_spans": spans}).slice(1)
     assert read_rollouts(rows)[0].versions.tolist() == [3, 5]
+
+
+def test_a_slice_of_turns_is_read_right() -> None:
+    talk = {
+        "turns": [{"num_sampled": 1, "num_observed": 1}, {"num_sampled": 1}],
+        "response_token_ids": [3, 4, 5],
+    }
+    rows = table({"turns": [{"num_sampled": 2}]}, talk, {"prompt_key": "c"}).slice(1)
+    masks = [rollout.sampled for rollout in read_rollouts(rows)]
+    assert [None if mask is None else mask.tolist() for mask in masks] == [
+        [True, False, True],
+        None,
+    ]
 
 
 def test_a_deferred_sample_is_of_another_group() -> None:
@@ -114,31 +129,3 @@ def test_minibatches_are_disjoint_shares_of_whole_groups(
 def test_minibatches_differ_between_steps() -> None:
     keys = [(1, f"prompt{index}") for index in range(16)]
     assert plan_minibatches(keys, 2, (0, 1)) != plan_minibatches(keys, 2, (0, 2))
-
-
-def test_observed_tokens_are_context() -> None:
-    """The policy sampled 3, 4 and 8; the environment wrote 5, 6 and 7."""
-    (rollout,) = read_rollouts(
-        table(
-            {
-                "response_token_ids": [3, 4, 5, 6, 7, 8],
-                "inference_logprobs": [-1.0, -2.0, -3.0],
-                "version_spans": [{"policy_version": 0, "num_tokens": 3}],
-                "group_lengths": [3, 2],
-                "num_sampled": [2, 1],
-                "num_observed": [3, 0],
-            }
-        )
-    )
-    assert rollout.sampled is not None
-    assert rollout.sampled.tolist() == [True, True, False, False, False, True]
-    assert rollout.num_response_tokens == len(rollout.versions) == 3
-    assert rollout.predicted_at.tolist() == [2, 3, 7]
-    assert rollout.num_input_tokens == 7
-    assert choose_canaries([rollout]) == [[1, 2, 3, 4, 5, 6, 7, 8]]
-
-
-@pytest.mark.parametrize("turns", [[1, 2], [3, 1]])
-def test_turns_that_do_not_fit_are_an_error(turns: list[int]) -> None:
-    with pytest.raises(AssertionError, match="do not fit"):
-        read_rollouts(table({"num_sampled": turns, "num_observed": [0, 0]}))

@@ -2,7 +2,9 @@
 raised them."""
 
 import asyncio
+import json
 import os
+from dataclasses import replace
 
 import psutil
 import pyarrow as pa
@@ -10,6 +12,7 @@ import pytest
 
 from engines.reward import ScorerHangs, ScorerPool, pool
 from engines.store.actor import StoredRows, count_rows
+from engines.store.tables import SCORING
 from schemas.config import DataConfig, ModelConfig, TrainConfig
 from schemas.data import Prompt
 from schemas.reward import BuiltinReward, FunctionReward
@@ -41,12 +44,13 @@ def make_config(tokenizer_path, **changes) -> TrainConfig:
 PROMPTS = {
     key: Prompt(key, (1,), "refrain/arithmetic", truth) for key, truth in (("a", "4"), ("b", "5"))
 }
-TABLE = pa.table(
-    {
-        "prompt_key": ["b", "a"],
-        "sample_index": pa.array([0, 1], pa.int32()),
-        "response_token_ids": pa.array([[2, 3, 1], [2, 3, 1]], pa.list_(pa.int32())),
-    }
+RIGHT = {"response_token_ids": [2, 3, 1], "turns": []}
+TABLE = pa.Table.from_pylist(
+    [
+        {"prompt_key": "b", "sample_index": 0} | RIGHT,
+        {"prompt_key": "a", "sample_index": 1} | RIGHT,
+    ],
+    SCORING,
 )
 
 
@@ -86,6 +90,39 @@ async def test_a_users_error_arrives_as_it_is(tokenizer_path, tmp_path, monkeypa
             await pool.score(rows(TABLE), PROMPTS)
     finally:
         await pool.shutdown()
+
+
+def test_a_conversation_is_scored_on_what_was_sampled(tokenizer_path, tmp_path):
+    """Without its turns, the observed 5 would be the answer."""
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': float('5' in solution_str), 'text': solution_str, **extra_info}\n"
+    )
+    actor = pool.RewardActor(
+        ModelConfig(path=tokenizer_path), FunctionReward(path=tmp_path / "mine.py")
+    )
+    turns = [
+        {"num_sampled": 3, "num_observed": 2, "waited_s": 0.5, "score": 0.25, "num_calls": 1},
+        {"num_sampled": 1, "num_observed": 0, "waited_s": 0.5, "num_failed_calls": 2},
+        {"num_sampled": 2},
+    ]
+    named = {"prompt_key": "a", "sample_index": 0, "response_token_ids": [2, 3, 1, 4, 1, 3, 2, 3]}
+    prompts = {"a": replace(PROMPTS["a"], extra_info={"split": "train"})}
+    scored = [
+        actor.score(pa.Table.from_pylist([named | {"turns": own}], SCORING), prompts).to_pylist()
+        for own in (turns, [])
+    ]
+    (talk,), (single,) = scored
+    assert (talk["reward"], single["reward"]) == (0.0, 1.0)
+    assert json.loads(single["extra"]) == {"split": "train", "text": "#### 4 5 4 #### 4"}
+    extra = json.loads(talk["extra"])
+    assert (extra["split"], extra["text"]) == ("train", "#### 4\n4\n#### 4")
+    plain = {"score": None, "num_calls": None, "num_failed_calls": None}
+    assert extra["turns"] == [
+        plain | {"sampled": "#### 4", "observed": "5", "score": 0.25, "num_calls": 1},
+        plain | {"sampled": "4", "observed": "", "num_failed_calls": 2},
+        plain | {"sampled": "#### 4", "observed": None},
+    ]
 
 
 def test_actor_reports_its_progress(tokenizer_path):

@@ -1,9 +1,13 @@
 """A tracked engine makes every transition of its lifecycle diagram, and refuses all others."""
 
+from dataclasses import replace
+
 import pytest
 
-from engines.rollout.tracked_engine import Lifecycle, TrackedEngine
+from engines.rollout.reshape import _context_tokens
+from engines.rollout.tracked_engine import Lifecycle, TrackedEngine, num_response_tokens
 from engines.simulate.clock import run_virtual
+from schemas.rollout import Generated, RequestId, RolloutRequest, Split, Turn
 from tests.rollout.fakes import FakeEngine
 
 SERVING, ENTERING, STANDBY, DEAD, DEAD_ON_STANDBY, GONE = Lifecycle
@@ -49,3 +53,13 @@ def test_lost_engine_is_unusable():
     gone = TrackedEngine(FakeEngine(0), GONE)
     assert (gone.gone, gone.alive, gone.takes_requests, gone.standby) == (True, False, False, False)
     assert not gone.free
+
+
+def test_progress_counts_sampled_tokens_and_the_context_all_tokens():
+    generated = Generated(range(9), [], (), turns=(Turn(2, 3),))
+    id = RequestId(Split.TRAIN, 1, "a", 0)
+    request = RolloutRequest(id, (1, 2), 0, 100, generated=generated)
+    tracked = TrackedEngine(FakeEngine(0), SERVING)
+    assert num_response_tokens(request) == 6
+    assert _context_tokens((tracked, request)) == 11
+    assert _context_tokens((tracked, replace(request, generated=None))) == 2

@@ -45,6 +45,7 @@ QUERIES = (
     "SELECT COLUMNS('.*tokens') FROM rollouts",
     "SELECT unnest(response_token_ids) FROM rollouts WHERE step = 24",
     "SELECT version_spans[1].num_tokens, report->'metrics' FROM rollouts JOIN steps USING (step)",
+    "SELECT turns[1].num_observed, observed_tokens, environment_score FROM rollouts",
     "SELECT (SELECT max(step) FROM rollouts), (SELECT count(*) FROM rewards)",
     "WITH x AS MATERIALIZED (FROM rollouts WHERE step = 24) "
     "SELECT x.step, reward FROM x JOIN rewards USING (split, step, prompt_key, sample_index)",

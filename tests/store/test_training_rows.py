@@ -14,7 +14,7 @@ from engines.learn.rollouts import read_rollouts
 from engines.store.rows import rollout_rows
 from engines.store.store import Store
 from engines.store.tables import TRAINING
-from schemas.rollout import FinishReason, Split, Turn
+from schemas.rollout import FinishReason, Split
 from tests.store.test_store import add_rollouts, make_rewards, make_rollout
 
 
@@ -129,34 +129,3 @@ def test_groups_equal_those_found_by_hand(
                     and other.step <= step
                 )
                 assert row["group_rewards"] == [reward for _, reward in group]
-
-
-def test_a_conversation_reaches_scorer_and_trainer(store: Store) -> None:
-    turns = (Turn(2, 3, 0.5, 0.25, 1, 1), Turn(1))
-    plain = make_rollout(1, "a", 0)
-    generated = replace(plain.generated, token_ids=[7, 8, 1, 2, 3, 9], turns=turns, score=0.75)
-    store.add_rollouts(rollout_rows([replace(plain, generated=generated)]), epoch=0)
-    (scored,) = store.scoring_rows(Split.TRAIN, 1).to_pylist()
-    assert [Turn(**turn) for turn in scored["turns"]] == list(turns)
-    assert scored["environment_score"] == 0.75
-    store.add_rewards(Split.TRAIN, 1, make_rewards([("a", 0, 1.0)]))
-    rows = store.training_rows(1)
-    assert rows.schema.equals(TRAINING)
-    assert rows["group_lengths"].to_pylist() == [[3]]
-    (rollout,) = read_rollouts(rows)
-    assert rollout.token_ids[rollout.predicted_at].tolist() == [7, 8, 9]
-
-
-@pytest.mark.parametrize(
-    "turns",
-    [
-        (Turn(2, 3), Turn(1, 0)),
-        (Turn(2, None), Turn(1)),
-        (Turn(1, 3), Turn(1)),
-    ],
-)
-def test_turns_that_do_not_fit_are_never_stored(turns: tuple[Turn, ...]) -> None:
-    plain = make_rollout(1, "a", 0)
-    generated = replace(plain.generated, token_ids=[7, 8, 1, 2, 3, 9], turns=turns)
-    with pytest.raises(AssertionError, match=r"bad|was answered|logprob"):
-        rollout_rows([replace(plain, generated=generated)])
