@@ -158,8 +158,7 @@ def waits(generated: Generated | None) -> bool:
 
 def num_in_turn(generated: Generated) -> int:
     """Return how many tokens the turn has that is being sampled."""
-    ended = sum(turn.num_sampled + (turn.num_observed or 0) for turn in generated.turns)
-    return len(generated.token_ids) - ended
+    return len(generated.token_ids) - sum(turn.num_tokens for turn in generated.turns)
 
 
 def with_turn(generated: Generated) -> Generated:

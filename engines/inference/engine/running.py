@@ -30,13 +30,15 @@ class Running:
         return len(self.tokens_before)
 
     @property
+    def num_sampled_before(self) -> int:
+        """Tokens of the response that the policy had sampled before this submission."""
+        return self.request.generated.num_sampled if self.request.generated else 0
+
+    @property
     def turn_starts_at(self) -> int:
         """Position of the first token of the turn that is being sampled, the prompt included."""
-        generated = self.request.generated
-        ended = (
-            sum(t.num_sampled + (t.num_observed or 0) for t in generated.turns) if generated else 0
-        )
-        return len(self.request.prompt_token_ids) + ended
+        ended = self.request.generated.turns if self.request.generated else ()
+        return len(self.request.prompt_token_ids) + sum(turn.num_tokens for turn in ended)
 
     def with_answer(self, request: RolloutRequest) -> "Running":
         """Return the next turn of this request, on the same engine."""

@@ -333,7 +333,7 @@ class VLLMEngine:
 
     def _progress(self) -> dict[RequestId, int]:
         new, here = num_new_of(self._llm), self._running.items()
-        return {id: running.num_before + new.get(str(id), 0) for id, running in here}
+        return {id: running.num_sampled_before + new.get(str(id), 0) for id, running in here}
 
     def _begin(self, requests: Sequence[RolloutRequest]) -> list[Running]:
         assert self._policy_version is not None, "no weights loaded"
