@@ -57,6 +57,6 @@ def test_every_setting_is_declared_once_and_explained():
 
 def test_a_setting_of_several_classes_shows_the_values_of_all():
     (kind,) = (one for one in declared_settings(TrainConfig) if one.name == "reward.type")
-    assert described_values(kind.field) == "`builtin`, `function`"
+    assert described_values(kind.field) == "`builtin`, `function`, `environment`"
     (timeout,) = (one for one in declared_settings(TrainConfig) if one.name == "reward.timeout_s")
     assert described_values(timeout.field) == "float > 0"
