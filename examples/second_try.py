@@ -20,6 +20,6 @@ class SecondTry:
             return 1.0 / self.tries
         return "?" if self.tries == 1 else 0.0
 
-    def end(self, reason):
+    def end(self, _reason):
         """Score a conversation that was cut."""
         return 0.0

@@ -49,18 +49,26 @@ class EnvironmentActor:
         """Answers to the turns of each sample, from the first on."""
         self._failures: dict[str, str] = {}
         self._num_restarts: Counter[str] = Counter()
+        self._renderer: TurnRenderer | None = None
+        self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start the workers. Raise ValueError that names the user's file."""
-        setup = await self._pool.start()
-        arguments = self._data.template_arguments
-        self._renderer = TurnRenderer(self._tokenizer, arguments, setup.tools, self._data.date)
+        """Start the workers, unless they have started. Raise ValueError that names the user's file.
+
+        Ray may restart the actor, and repeats the calls of engines then.
+        """
+        async with self._starting:
+            if self._renderer is None:
+                tools = (await self._pool.start()).tools
+                arguments = self._data.template_arguments
+                self._renderer = TurnRenderer(self._tokenizer, arguments, tools, self._data.date)
 
     async def answer(
         self, sample: str, task: EnvironmentTask, token_ids: Sequence[int], turns: Sequence[Turn]
     ) -> TurnAnswer:
         """Return the answer to the last turn. `token_ids`: all tokens after the prompt."""
         began_s = time.monotonic()
+        await self.start()
         parts = split_turns(token_ids, turns)
         try:
             await self._replay(sample, task, parts[:-1])
@@ -91,6 +99,7 @@ class EnvironmentActor:
         reason: str,
     ) -> float | None:
         """End a conversation that was cut. Return the environment's score, or None."""
+        await self.start()
         parts = split_turns(token_ids, turns)
         try:
             await self._replay(sample, task, parts[:-1])
@@ -151,10 +160,12 @@ class EnvironmentActor:
         return [self._text(sampled) for sampled, _ in parts]
 
     def _text(self, sampled: Sequence[int]) -> TurnText:
+        assert self._renderer, "start() comes first"
         text = self._renderer.text_of(sampled, self._end_token_ids)
         return hermes.parse(text, self._config.max_calls)
 
     async def _observed(self, answer: EnvironmentAnswer, sampled: Sequence[int]) -> Sequence[int]:
+        assert self._renderer, "start() comes first"
         ended_by = sampled[-1] if sampled[-1] in self._end_token_ids else None
         most = self._config.max_observation_tokens
         render = self._renderer.observation_tokens

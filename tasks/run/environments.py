@@ -90,6 +90,8 @@ async def start_environments(config: TrainConfig, stack: AsyncExitStack) -> None
         config,
         node_id=ray.get_runtime_context().get_node_id(),
         max_concurrency=MAX_CONCURRENCY,
+        max_restarts=3,
+        max_task_retries=3,
         found_by=ENVIRONMENT,
     )
     stack.push_async_callback(actor.stop)

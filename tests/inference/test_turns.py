@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import ray
 
 from engines.actors import RemoteActor
 from engines.environment.actor import EnvironmentActor, split_turns
@@ -63,7 +64,13 @@ async def conversing(ray_cluster, tmp_path_factory):
     environment = EnvironmentConfig(path=path, max_turns=MAX_TURNS, retries=2)
     config = CONFIG.model_copy(update={"environment": environment})
     actor = RemoteActor(
-        "environments", EnvironmentActor, config, found_by=ENVIRONMENT, max_concurrency=1000
+        "environments",
+        EnvironmentActor,
+        config,
+        found_by=ENVIRONMENT,
+        max_concurrency=1000,
+        max_restarts=3,
+        max_task_retries=3,
     )
     await actor.call("start", timeout_s=120.0)
     settings = config.engine.model_copy(update={"race_kv_tokens": None})
@@ -176,6 +183,24 @@ async def test_no_move_or_draft_changes_a_conversation(alone, conversing, learne
     assert policy.num_moves > 20
     assert said(finished) == said(alone)
     assert sum(rollout.generated.num_draft_tokens for rollout in finished.values()) > 100
+
+
+async def test_an_environment_actor_that_dies_changes_no_conversation(
+    alone, conversing, learner, prompts
+) -> None:
+    """It is restarted without the answers so far, and replays the turns."""
+    todo = [(number % 2, request) for number, request in enumerate(conversations(prompts))]
+    killed = False
+
+    def kill(view: RolloutView) -> None:
+        nonlocal killed
+        if not killed and view.num_finished > 8:
+            killed = True
+            ray.kill(ray.get_actor(ENVIRONMENT), no_restart=False)
+
+    finished, _ = await roll_out(conversing, weights_of(learner, prompts), todo, on_progress=kill)
+    assert killed
+    assert said(finished) == said(alone)
 
 
 async def test_no_death_changes_a_conversation(alone, conversing, learner, prompts) -> None:
