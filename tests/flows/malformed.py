@@ -85,6 +85,8 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any
     """Yield the dotted name and the type of each setting that holds a value."""
     for name, field in model.model_fields.items():
         kind = _given(field.annotation)
+        if name == "environment":
+            continue  # It has a required setting, which the error would name first.
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _leaves(kind, f"{prefix}{name}.")
         elif name != "reward":

@@ -78,7 +78,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> VLLMEngine:
     made._memory = SleepMode(llm)
     made._handed = HandedWeights(llm, made._memory)
     made._saving = SimpleNamespace(clear=lambda: None)
-    made._sources = SimpleNamespace(file_of=a_file)
+    monkeypatch.setattr(made._sources, "file_of", a_file)
 
     async def canaries(*_: Any) -> list[list[float]]:
         llm.note("canary")
