@@ -26,8 +26,8 @@ from engines.gpus.placement import Wanted
 from engines.histospec.library import IndexLibrary, PromptHistory
 from engines.histospec.shared import SharedLibrary
 from engines.histospec.workers import BUILD_PROMPTS
-from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.engine.checkpoint_engine import CheckpointEngine
+from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.engine.vllm_engine import VLLMEngine
 from engines.rollout.coordinator import Coordinator
 from schemas.config import EngineConfig, TrainConfig
