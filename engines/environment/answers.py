@@ -134,6 +134,11 @@ def _message_problem(message: Any) -> str | None:
 def _text_problem(name: str, text: Any) -> str | None:
     if not isinstance(text, str):
         return f"has a {name} that is {shown(text)}: write a string"
+    return broken_text(name, text)
+
+
+def broken_text(name: str, text: str) -> str | None:
+    """Return why the text of a message's field `name` cannot be used."""
     if name != "content" and len(text) > MAX_NAME:
         return f"has a {name} of {len(text)} characters: write at most {MAX_NAME}"
     try:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-FIELDS = ("content", "name", "tool_call_id")
-"""Fields of a message whose text an environment chooses."""
+from engines.environment.answers import TEXTS
+
 Shape = tuple[tuple[str, tuple[str, ...]], ...]
 """Role and fields of each message."""
 TextChange = Callable[[str], str]
@@ -107,7 +107,7 @@ def fields_of(shape: Shape) -> list[tuple[int, str]]:
 def shape_of(messages: Sequence[Mapping[str, str]]) -> Shape:
     """Return the shape of messages."""
     return tuple(
-        (message["role"], tuple(field for field in FIELDS if field in message))
+        (message["role"], tuple(field for field in TEXTS if field in message))
         for message in messages
     )
 

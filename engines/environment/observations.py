@@ -3,12 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engines.environment.frames import FIELDS
+from engines.environment.answers import ROLES, TEXTS, broken_text
 
-ROLES = ("user", "tool", "system")
-"""Roles that an environment may write. The assistant is the policy."""
-MAX_NAME = 256
-"""Most characters of a message's `name` and `tool_call_id`."""
 MAX_MESSAGES = 256
 """Most messages of one observation."""
 CHARACTERS_PER_TOKEN = 32
@@ -36,11 +32,11 @@ def _problem(message: Any) -> str | None:
         return 'is not an object: write {"role": "user", "content": "..."}'
     if message.get("role") not in ROLES:
         return f"has the role {message.get('role')!r:.60}: write one of {', '.join(ROLES)}"
-    if unknown := sorted(map(str, message.keys() - {"role", *FIELDS})):
-        return f"has the field {unknown[0]!r:.60}: write only role, {', '.join(FIELDS)}"
+    if unknown := sorted(map(str, message.keys() - {"role", *TEXTS})):
+        return f"has the field {unknown[0]!r:.60}: write only role, {', '.join(TEXTS)}"
     if "content" not in message:
         return "has no content: write a string"
-    for field in FIELDS:
+    for field in TEXTS:
         if field in message and (problem := _text_problem(field, message[field])):
             return problem
     return None
@@ -49,16 +45,7 @@ def _problem(message: Any) -> str | None:
 def _text_problem(field: str, text: Any) -> str | None:
     if not isinstance(text, str):
         return f"has a {field} that is not a string but {type(text).__name__}: write a string"
-    if field != "content" and len(text) > MAX_NAME:
-        return f"has a {field} of {len(text)} characters: write at most {MAX_NAME}"
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return (
-            f"has half of a surrogate pair in its {field}, at character {error.start}: write "
-            'text.encode("utf-8", "replace").decode()'
-        )
-    return None
+    return broken_text(field, text)
 
 
 def fitted(

@@ -105,10 +105,10 @@ def policy_loss(
     loss = (losses * tokens.weights).sum()
     sums["actor/pg_loss"] = loss.detach()
     with torch.no_grad():
-        low, high = clipped_tokens(log_ratios, tokens.advantages, tokens.counted, algorithm)
         sums |= clip_figures(log_ratios, tokens.advantages, tokens.counted, algorithm)
         sums |= mismatch_figures(mismatch, tokens.counted)
         if tokens.max_staleness:
+            low, high = clipped_tokens(log_ratios, tokens.advantages, tokens.counted, algorithm)
             stale = torch.where(tokens.counted, tokens.staleness, -1)
             sums |= staleness_figures(stale, mismatch, low | high, tokens.max_staleness)
     return loss, sums
