@@ -9,7 +9,11 @@ from unittest import mock
 
 import httpx
 import pytest
-from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
+from prefect.settings import (
+    PREFECT_HOME,
+    PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS,
+    temporary_settings,
+)
 
 from flows.environment import use_embedded_services
 from flows.launch import _result
@@ -79,11 +83,12 @@ def test_a_run_waits_less_long_for_a_server_of_its_own(
         assert os.environ["PREFECT_CLIENT_MAX_RETRIES"] == retries
 
 
-def test_server_death_is_reported_with_advice() -> None:
+def test_server_death_is_reported_with_advice(tmp_path: Path) -> None:
     async def flow() -> None:
         raise httpx.ConnectError("All connection attempts failed")
 
-    patient = {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: 300}
+    # Another test of this process may have left a home that is gone.
+    patient = {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: 300, PREFECT_HOME: tmp_path}
     told = pytest.raises(RuntimeError, match=r"server does not answer any more.* with --resume")
     with temporary_settings(patient), told:
         _result(flow())
