@@ -1,7 +1,8 @@
 """Check what a user's environment returns.
 
 The worker checks to explain a fault to the user. refrain checks again, because it does not trust
-that process. Workers import this module: see `loading.py`.
+that process. Workers import this module: see
+`engines/user_code/importing.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
-from .loading import UserFault, shown
+from ..user_code.importing import UserFault, shown
 
 ROLES = ("user", "tool", "system")
 """Roles that an environment may write. The assistant is the policy."""

@@ -1,6 +1,7 @@
 """Conversations of a worker process: the user's object, its tools and what was written so far.
 
-Workers import this module: see `loading.py`.
+Workers import this module: see
+`engines/user_code/importing.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from ..user_code.importing import UserFault, as_text, import_file, message_of
 from .answers import MAX_NAME, Answer, answer_of
-from .loading import UserFault, as_text, found_environment, import_file, message_of
+from .loading import found_environment
 from .tools import Tool, call_problem, declared_tools, failure_of, observation_of
 
 Message = dict[str, str]
@@ -47,7 +49,7 @@ class UserCode(NamedTuple):
 
 def load_user_code(path: Path, name: str | None, kwargs: dict[str, Any]) -> UserCode:
     """Import the user's file. Raises UserFault that names the fault."""
-    found = found_environment(import_file(path), path, name)
+    found = found_environment(import_file(path, "environment.path"), path, name)
     is_class = inspect.isclass(found)
     functions = getattr(found, "tools", []) if is_class else found
     if not isinstance(functions, (list, tuple)):

@@ -31,7 +31,7 @@ from engines.environment.process import (
     EnvironmentSetup,
     ProcessEnded,
 )
-from engines.environment.values import to_json
+from engines.user_code.values import to_json
 from schemas.environment import EnvironmentAnswer, EnvironmentConfig, EnvironmentTask, TurnText
 
 MAX_PROCESSES = 8

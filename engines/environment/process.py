@@ -23,7 +23,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from engines.environment import worker
-from engines.user_code.launch import end_guarded, how_it_ended, start_guarded, variables_for
+from engines.user_code.launch import (
+    end_guarded,
+    how_it_ended,
+    start_guarded,
+    variables_for,
+    worker_command,
+)
 from schemas.environment import EnvironmentConfig
 
 START_TIMEOUT_S = 300.0
@@ -171,7 +177,7 @@ class EnvironmentProcess:
 
     def _spawned(self, descriptor: int) -> subprocess.Popen[bytes]:
         python = str(self._config.python or sys.executable)
-        command = worker.worker_command(python, descriptor)
+        command = worker_command(python, "environment", descriptor)
         return start_guarded(command, descriptor, self._variables())
 
     def _variables(self) -> dict[str, str]:

@@ -5,7 +5,8 @@
                                                      "parameters": {... "required": ["a"]}}
 
 A call with wrong arguments is not executed: the problem is its observation. So is the exception of
-a tool. Workers import this module: see `loading.py`.
+a tool. Workers import this module: see
+`engines/user_code/importing.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Union
 
-from .loading import UserFault, message_of, shown
+from ..user_code.importing import UserFault, message_of, shown
 
 PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean"}
 UNIONS = {Union, getattr(types, "UnionType", Union)}

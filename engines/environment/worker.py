@@ -1,4 +1,4 @@
-"""Process that runs a user's environments. `worker_command` starts it.
+"""Process that runs a user's environments. `engines.user_code.launch` starts it.
 
 It talks to refrain over one socket, one JSON message a line. It first receives the file to load and
 replies READY or FAILED. Then it receives calls, in any order, and runs many at the same time:
@@ -10,8 +10,7 @@ Plain code runs in threads, async code on the loop. A call without an answer in 
 reply FAILED if it could be cancelled, and HUNG if refrain must kill the process. refrain checks all
 replies and knows a call by its random id, which the user's code cannot guess.
 
-This process imports the standard library of Python 3.9 and its own package only. It imports that
-package under another name, because the user may have modules called as refrain's.
+This process imports the standard library of Python 3.9 and refrain's modules for workers only.
 """
 
 from __future__ import annotations
@@ -20,17 +19,15 @@ import asyncio
 import json
 import os
 import socket
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from ..user_code.importing import UserFault, die_first, explained, prepare_process
+from ..user_code.values import from_json
 from .answers import ending_score
 from .conversations import LiveConversation, UserCode, end_child, load_user_code, run_plainly
-from .loading import UserFault, explained, limit_memory, ordered_path
-from .values import from_json
 
 READY, DONE, FAILED, HUNG = "ready", "done", "failed", "hung"
 """Kinds of reply."""
@@ -39,29 +36,11 @@ CALL: ContextVar[str] = ContextVar("CALL")
 MAX_REQUEST_BYTES = 2**30
 CANCEL_S = 0.2
 """Time in which a cancelled call must end."""
-START = """
-import sys
-sys.path[:] = [entry for entry in sys.path if entry]
-import types
-package = types.ModuleType("_refrain")
-package.__path__ = [sys.argv[1]]
-sys.modules["_refrain"] = package
-from _refrain.environment.worker import main
-main(int(sys.argv[2]))
-"""
-
-
-def worker_command(python: str, descriptor: int) -> list[str]:
-    """Return the command of a worker that talks over this descriptor."""
-    engines = str(Path(__file__).resolve().parents[1])
-    return [python, "-c", START, engines, str(descriptor)]
 
 
 def main(descriptor: int) -> None:
     """Load the user's file, then answer calls until refrain closes its end of the socket."""
-    with suppress(OSError):
-        # If memory runs out, Linux should kill a worker rather than the run.
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    die_first()
     end = socket.socket(fileno=descriptor)
     end.set_inheritable(False)
     os.register_at_fork(after_in_child=end.close)
@@ -81,8 +60,7 @@ def main(descriptor: int) -> None:
 def set_up(setup: dict[str, Any]) -> UserCode:
     """Set import path and memory limit of this process. Return the user's code."""
     path = Path(setup["path"])
-    sys.path[:] = ordered_path(path.absolute().parent, [*sys.path, *setup["search_path"]])
-    limit_memory(setup["max_memory_bytes"])
+    prepare_process(path, setup["search_path"], setup["max_memory_bytes"])
     return load_user_code(path, setup["name"], setup["kwargs"])
 
 

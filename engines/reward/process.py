@@ -9,16 +9,21 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from engines.reward import worker
 from engines.reward.channel import Channel, NoReplyError, ReplyLine
-from engines.reward.worker import Call, RefusedError, Reply, Setup, checked_score, to_json
-from engines.user_code.launch import end_guarded, how_it_ended, start_guarded, variables_for
+from engines.reward.worker import Call, Reply, Setup, checked_score
+from engines.user_code.importing import UserFault
+from engines.user_code.launch import (
+    end_guarded,
+    how_it_ended,
+    start_guarded,
+    variables_for,
+    worker_command,
+)
+from engines.user_code.values import to_json
 from schemas.reward import FunctionReward
 
 START_TIMEOUT_S = 300.0
 """Time limit for importing the user's file, which may import large libraries."""
-
-WORKER = (sys.executable, "-P", worker.__file__)
 
 Scored = tuple[float, dict[str, Any]]
 
@@ -68,7 +73,7 @@ class ScorerProcess:
         self._channel = Channel(own)
         with theirs:
             descriptor = theirs.fileno()
-            command = [*WORKER, str(descriptor)]
+            command = worker_command(sys.executable, "reward", descriptor)
             self._process = start_guarded(command, descriptor, variables)
         try:
             self._load(self._channel)
@@ -228,7 +233,7 @@ class ScorerProcess:
         else:
             try:
                 return checked_score(line.content)
-            except RefusedError as error:
+            except UserFault as error:
                 reason = str(error)
         if self._stops:
             raise CallError(line.index, reason)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from engines.user_code import guard
 
@@ -24,7 +25,28 @@ PASSED_ON = (
 )  # fmt: skip
 """Environment variables that all user code gets, as patterns. None of them holds a secret."""
 
+START = """
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+import types
+from importlib import import_module
+_, engines, room, descriptor = sys.argv
+for name, path in (("_refrain", engines), ("_refrain." + room, engines + "/" + room)):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
+main = import_module("_refrain." + room + ".worker").main
+main(int(descriptor))
+"""
+"""Script that starts a worker. Workers import refrain's modules under another name, because the
+user may have modules called as refrain's. They never run a room's `__init__`."""
+
 SIGNALS = {int(one): one.name for one in signal.Signals}
+
+
+def worker_command(python: str, room: str, descriptor: int) -> list[str]:
+    """Return the command of the worker in a room of `engines`, which talks over this descriptor."""
+    engines = str(Path(__file__).resolve().parents[1])
+    return [python, "-c", START, engines, room, str(descriptor)]
 
 
 def start_guarded(

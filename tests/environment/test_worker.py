@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from engines.environment import worker
 from engines.environment.pool import EnvironmentPool
 from engines.environment.process import CallFailed, EnvironmentProcess
 from engines.environment.tools import call_problem, declared_tools
-from engines.environment.values import from_json, to_json
+from engines.user_code.launch import worker_command
+from engines.user_code.values import from_json, to_json
 from schemas.environment import (
     EnvironmentAnswer,
     EnvironmentConfig,
@@ -24,7 +24,11 @@ from schemas.environment import (
 from tests.conftest import REPOSITORY
 
 TASK = EnvironmentTask("cafe", "mine", "4", {"hint": "even"}, 7)
-WORKER_MODULES = ("worker", "conversations", "tools", "answers", "loading", "values")
+WORKER_MODULES = (
+    *(f"environment.{name}" for name in ("worker", "conversations", "tools", "answers", "loading")),
+    "user_code.importing",
+    "user_code.values",
+)
 GUESS = '''
 import random
 
@@ -353,7 +357,7 @@ def test_values_of_a_task_survive_json():
 
 @pytest.mark.parametrize("name", WORKER_MODULES)
 def test_the_worker_needs_python_3_9_and_the_standard_library(name):
-    source = (REPOSITORY / "engines" / "environment" / f"{name}.py").read_text()
+    source = (REPOSITORY / "engines" / f"{name.replace('.', '/')}.py").read_text()
     tree = ast.parse(source, feature_version=(3, 9))
     imported = {
         alias.name
@@ -365,8 +369,9 @@ def test_the_worker_needs_python_3_9_and_the_standard_library(name):
     found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     roots |= {str(node.module).partition(".")[0] for node in found if node.level == 0}
     assert roots - {"__future__"} <= sys.stdlib_module_names
-    siblings = {node.module for node in found if node.level == 1}
-    assert siblings <= set(WORKER_MODULES)
+    room = f"{name.partition('.')[0]}."
+    own = {(room if node.level == 1 else "") + str(node.module) for node in found if node.level}
+    assert own <= set(WORKER_MODULES)
 
 
 async def test_another_interpreter_runs_the_file_with_its_own_packages(tmp_path):
@@ -392,9 +397,9 @@ async def test_a_users_modules_are_the_users(tmp_path):
 
 
 def test_the_worker_starts_without_site_packages(tmp_path):
-    command = worker.worker_command(sys.executable, 0)
-    assert Path(command[3]) == REPOSITORY / "engines"
-    code = f"{command[2]}".replace("main(int(sys.argv[2]))", "print(main.__module__)")
-    run = [sys.executable, "-I", "-S", "-c", code, command[3]]
+    _, *command = worker_command(sys.executable, "environment", 0)
+    assert Path(command[2]) == REPOSITORY / "engines"
+    command[1] = command[1].replace("main(int(descriptor))", "print(main.__module__)")
+    run = [sys.executable, "-I", "-S", *command]
     done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout == "_refrain.environment.worker\n"

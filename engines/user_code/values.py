@@ -1,7 +1,7 @@
 """Values of a data set as JSON, for a worker process.
 
 Types of Parquet that JSON lacks become objects with a type name. Workers import this module: see
-`loading.py`.
+`importing.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def to_json(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return to_json(value.tolist())  # NumPy's.
     kind_name = type(value).__name__
-    raise ValueError(f"environments cannot receive a {kind_name}: remove it from the rows")
+    raise ValueError(f"your code cannot receive a {kind_name}: remove it from the rows")
 
 
 def from_json(value: dict[str, Any]) -> Any:
