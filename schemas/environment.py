@@ -24,8 +24,10 @@ class EnvironmentConfig(Frozen):
     python: Free[Path | None] = None
     """Python interpreter (3.9 or later) that runs your file, for example `/venv/bin/python`. Set it
     if your file needs packages that conflict with refrain's. Default: refrain's interpreter."""
-    parser: Literal["hermes"] = "hermes"
-    """Format of tool calls. `hermes`: JSON in `<tool_call>` tags, as Qwen writes them."""
+    parser: str = "hermes"
+    """Format of tool calls. `hermes`: JSON in `<tool_call>` tags, as Qwen2.5 and Qwen3 write them.
+    For other models, the name of vLLM's parser, for example `llama3_json`. vLLM takes a call that
+    it cannot read as text."""
     max_turns: PositiveInt = 8
     """Most turns of the policy in a conversation, for example `4`. Lower it if conversations go on
     without an end."""

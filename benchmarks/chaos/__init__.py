@@ -24,7 +24,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.chaos.checks import RunTraces
-from benchmarks.chaos.faults import PAIRS, RunMode, Strike, draw, on_runs
+from benchmarks.chaos.faults import PAIRS, RunMode, Strike, draw, of_environments, on_runs
 from benchmarks.laps import Measured, Row, check_counts
 from engines.durable import write_durably
 from engines.reports.tables import plain_table
@@ -52,6 +52,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         action="store_true",
         help="all runs are two versions stale, from one queue",
     )
+    parser.add_argument(
+        "--environment",
+        action="store_true",
+        help="kills in runs with an environment, in place of drawn faults",
+    )
     parser.add_argument("--apart", action="store_true", help="a run of its own for each fault")
     parser.add_argument(
         "--dir", type=Path, default=Path("runs/chaos"), help="directory of the runs"
@@ -61,10 +66,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 def measure(args: Namespace, console: Console) -> Measured:
     """Raise ValueError for bad arguments, RuntimeError if an undisturbed run fails."""
     check_counts(args, "faults")
-    strikes = draw(args.faults, args.seed)
+    strikes = of_environments() if args.environment else draw(args.faults, args.seed)
+    if args.environment and args.stale:
+        raise ValueError("--environment and --stale: runs with an environment are stale already")
     if args.only is not None:
-        if unknown := set(args.only) - set(range(args.faults)):
-            raise ValueError(f"--only {min(unknown)}: faults are 0 to {args.faults - 1}")
+        if unknown := set(args.only) - set(range(len(strikes))):
+            raise ValueError(f"--only {min(unknown)}: faults are 0 to {len(strikes) - 1}")
         strikes = [strikes[number] for number in args.only]
     if args.stale:
         strikes = [one.model_copy(update={"mode": RunMode.STALE}) for one in strikes]

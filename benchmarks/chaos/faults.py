@@ -30,6 +30,9 @@ class Target(StrEnum):
     GCS = "GCS"
     PREFECT = "Prefect's server"
     MLFLOW = "MLflow's server"
+    ENVIRONMENTS = "environments' actor"
+    ENVIRONMENT_WORKER = "environments' worker"
+    ENVIRONMENT_GUARD = "environments' guard"
 
 
 class Fault(StrEnum):
@@ -71,6 +74,8 @@ class RunMode(StrEnum):
     PIPELINED = "pipelined"
     STALE = "stale"
     """Two policy versions stale, with responses from one queue. No campaign draws it."""
+    TURNS = "turns"
+    """As `STALE`, with an environment. No campaign draws it."""
 
 
 class Strike(Frozen):
@@ -83,9 +88,12 @@ class Strike(Frozen):
     mode: RunMode
 
 
+OF_ENVIRONMENTS = (Target.ENVIRONMENTS, Target.ENVIRONMENT_WORKER, Target.ENVIRONMENT_GUARD)
+"""Targets that only runs with an environment have. No campaign draws them."""
+EVERY_RUNS = tuple(target for target in Target if target not in OF_ENVIRONMENTS)
 TARGETS: Mapping[Fault, tuple[Target, ...]] = {
-    Fault.KILL: tuple(Target),
-    Fault.STOP: tuple(Target),
+    Fault.KILL: EVERY_RUNS,
+    Fault.STOP: EVERY_RUNS,
     Fault.DISK_FULL: (Target.DRIVER, Target.TRAINER, Target.STORE, Target.HISTORY),
     Fault.DAMAGED: (Target.DRIVER, Target.TRAINER, Target.HISTORY),
     Fault.CLOCK: (Target.DRIVER,),
@@ -130,6 +138,20 @@ def draw(num: int, seed: int) -> list[Strike]:
     return drawn
 
 
+def of_environments() -> list[Strike]:
+    """Return kills of what answers turns and of what asks, during rollouts and while scoring."""
+    asking = (Target.ENGINE, Target.ENGINE_CORE, Target.STORE, Target.DRIVER, Target.SCORER)
+    pairs = [
+        (target, moment)
+        for moment in (Moment.ROLLOUT, Moment.SCORING)
+        for target in (*OF_ENVIRONMENTS, *asking)
+    ]
+    return [
+        Strike(number=n, target=target, fault=Fault.KILL, moment=moment, mode=RunMode.TURNS)
+        for n, (target, moment) in enumerate(pairs)
+    ]
+
+
 def _missing(drawn: Sequence[Strike]) -> tuple[Target, Fault] | None:
     """Return the first missing pair, once the first faults are drawn."""
     come = {(strike.target, strike.fault) for strike in drawn}
@@ -138,7 +160,7 @@ def _missing(drawn: Sequence[Strike]) -> tuple[Target, Fault] | None:
 
 
 def _pair(rng: random.Random, drawn: Sequence[Strike]) -> tuple[Target, Fault]:
-    target = _least(rng, Target, [strike.target for strike in drawn])
+    target = _least(rng, EVERY_RUNS, [strike.target for strike in drawn])
     later = LATER if len(drawn) < NUM_FIRST else ()
     faults = [fault for fault in Fault if target in TARGETS[fault] and fault not in later]
     # Kinds that few targets can suffer come first, then kinds that this target has not met.

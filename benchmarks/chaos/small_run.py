@@ -50,8 +50,25 @@ SIGNS = {
     Target.RAYLET: "raylet/raylet",
     Target.GCS: "gcs/gcs_server",
     Target.PREFECT: "prefect.server.api.server",
+    Target.ENVIRONMENTS: "ray::EnvironmentActor",
+    Target.ENVIRONMENT_WORKER: r"^\S+ -c .* environment \d+$",
+    Target.ENVIRONMENT_GUARD: r"guard\.py \d+ .* environment \d+$",
 }
-"""Words in the command line of each process."""
+"""Pattern of each process's command line."""
+WAITING = """
+import asyncio, random
+
+class Waiting:
+    def reset(self, task):
+        self.random = random.Random(task.seed)
+        self.num_turns = 0
+
+    async def step(self, turn):
+        self.num_turns += 1
+        await asyncio.sleep(self.random.uniform(0.1, 1.0))
+        return "?" if self.num_turns < 3 else None
+"""
+"""Environment that asks again, twice, after a while."""
 
 _LINES = {
     Moment.STARTING: "starting Ray",
@@ -63,7 +80,7 @@ _LINES = {
     Moment.DEFERRAL: r"train step (\d+): scoring",
 }
 """How the run's output announces a moment, with the step."""
-_STALENESS = {RunMode.SYNC: 0, RunMode.PIPELINED: 1, RunMode.STALE: 2}
+_STALENESS = {RunMode.SYNC: 0, RunMode.PIPELINED: 1, RunMode.STALE: 2, RunMode.TURNS: 2}
 _FINISHED = {Moment.ROLLOUT: 0.0, Moment.MIGRATION: 0.4, Moment.SWITCH: 0.4}
 """Moments within a rollout stage: share of its rollouts that have finished by then."""
 
@@ -169,7 +186,7 @@ class SmallRun:
         found = []
         for process in self.processes():
             with suppress(psutil.Error):
-                if SIGNS[target] in " ".join(process.cmdline()):
+                if re.search(SIGNS[target], " ".join(process.cmdline()), re.DOTALL):
                     found.append(process)
         return found
 
@@ -253,8 +270,13 @@ def _write_config(directory: Path, mode: RunMode, strikes: Sequence[Strike]) -> 
     values["reward"] = {"type": "builtin", "timeout_s": 20.0}
     if mode is RunMode.PIPELINED:
         values["histopipe"] = {"min_growth": 1.0, "last_share": 0.9}
-    if mode is RunMode.STALE:
+    if mode in (RunMode.STALE, RunMode.TURNS):
         values["rollout"]["placement"] = "queue"
+    if mode is RunMode.TURNS:
+        file = directory / "waiting.py"
+        file.write_text(WAITING)
+        values["environment"] = {"path": str(file), "processes": 2}
+        values["data"]["max_response_tokens"] = 192
     if mode is not RunMode.SYNC:
         values["rollout"]["oversample"] = 0.1
     for strike in strikes:

@@ -12,14 +12,14 @@ still has. A replay with other tokens starts the conversation anew.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from engines.data.tokenizer import open_tokenizer
-from engines.environment import hermes
 from engines.environment.client import TurnAnswer
+from engines.environment.hermes import HERMES, Parser
 from engines.environment.pool import Diverged, EnvironmentFailed, EnvironmentPool
 from engines.environment.rendering import TurnRenderer
 from engines.garbage import freeze_garbage
@@ -32,8 +32,13 @@ from schemas.rollout import Turn
 class EnvironmentActor:
     """Environments, tokenizer and parser of a run."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        """`config`: with absolute paths and a local model."""
+    def __init__(
+        self,
+        config: TrainConfig,
+        open_parser: Callable[[str, Any, Sequence[Mapping[str, Any]]], Parser],
+    ) -> None:
+        """`config`: with absolute paths and a local model. `open_parser`: returns another parser
+        than `hermes` for its name, the tokenizer and the tools."""
         assert config.environment is not None
         self._config = config.environment
         self._data = config.data
@@ -50,6 +55,8 @@ class EnvironmentActor:
         self._failures: dict[str, str] = {}
         self._num_restarts: Counter[str] = Counter()
         self._renderer: TurnRenderer | None = None
+        self._open_parser = open_parser
+        self._parser = HERMES
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
@@ -60,6 +67,10 @@ class EnvironmentActor:
         async with self._starting:
             if self._renderer is None:
                 tools = (await self._pool.start()).tools
+                if (name := self._config.parser) != "hermes":
+                    self._parser = await asyncio.to_thread(
+                        self._open_parser, name, self._tokenizer, tools
+                    )
                 arguments = self._data.template_arguments
                 self._renderer = TurnRenderer(self._tokenizer, arguments, tools, self._data.date)
 
@@ -161,8 +172,8 @@ class EnvironmentActor:
 
     def _text(self, sampled: Sequence[int]) -> TurnText:
         assert self._renderer, "start() comes first"
-        text = self._renderer.text_of(sampled, self._end_token_ids)
-        return hermes.parse(text, self._config.max_calls)
+        text = self._renderer.text_of(sampled, self._end_token_ids, self._parser.tags)
+        return self._parser.parse(text, self._config.max_calls)
 
     async def _observed(self, answer: EnvironmentAnswer, sampled: Sequence[int]) -> Sequence[int]:
         assert self._renderer, "start() comes first"

@@ -11,7 +11,8 @@ The parser executes and evaluates nothing. It reads a text at most twice, howeve
 import json
 import math
 import re
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 from schemas.environment import ToolCall, TurnText
 
@@ -27,7 +28,16 @@ _TAG = re.compile("|".join(map(re.escape, TAGS)))
 _SPACE = re.compile(r"\s*")
 
 
-class _Malformed(ValueError):
+class Parser(NamedTuple):
+    """A parser of tool calls."""
+
+    tags: Collection[str]
+    """Special tokens that it looks for, so they must be in a turn's text."""
+    parse: Callable[[str, int], TurnText]
+    """Function from a turn's text and the most calls of one turn to the turn with its calls."""
+
+
+class Malformed(ValueError):
     """Calls that cannot be executed. The message is for the policy."""
 
 
@@ -39,7 +49,7 @@ def parse(text: str, max_calls: int) -> TurnText:
     """
     try:
         return TurnText(text, tuple(_calls(text, max_calls)))
-    except _Malformed as problem:
+    except Malformed as problem:
         return TurnText(text, problem=str(problem))
 
 
@@ -47,7 +57,7 @@ def _calls(text: str, max_calls: int) -> list[ToolCall]:
     """Return the calls. A prompt may end with `<think>`, so the turn may begin with thinking."""
     try:
         return _calls_from(text, 0, max_calls)
-    except _Malformed:
+    except Malformed:
         end = text.find(_END_OF_THINKING)
         if end < 0 or _THINK in text[:end]:
             raise
@@ -60,7 +70,7 @@ def _calls_from(text: str, start: int, max_calls: int) -> list[ToolCall]:
         start = tag.end()
         if tag[0] == _OPEN:
             if len(calls) == max_calls:
-                raise _Malformed(f"You made over {max_calls} tool calls in one turn. Make fewer.")
+                raise Malformed(f"You made over {max_calls} tool calls in one turn. Make fewer.")
             call, start = _call(text, start, f"Tool call {len(calls) + 1}")
             calls.append(call)
         elif tag[0] == _THINK:
@@ -68,7 +78,7 @@ def _calls_from(text: str, start: int, max_calls: int) -> list[ToolCall]:
         elif tag[0] == _END_OF_THINKING:
             calls.clear()
         else:
-            raise _Malformed(f"There is a {_CLOSE} without {_OPEN}. Write {EXAMPLE}.")
+            raise Malformed(f"There is a {_CLOSE} without {_OPEN}. Write {EXAMPLE}.")
     return calls
 
 
@@ -77,7 +87,7 @@ def _end_of_thinking(text: str, start: int) -> int:
     if end >= 0:
         return end + len(_END_OF_THINKING)
     if text.find(_OPEN, start) >= 0:
-        raise _Malformed(
+        raise Malformed(
             f"The thinking is not closed, so its tool calls are ignored. Write {_END_OF_THINKING} "
             "before you call a tool."
         )
@@ -91,18 +101,18 @@ def _call(text: str, start: int, name: str) -> tuple[ToolCall, int]:
     try:
         value, end = _decoder.raw_decode(text, begin)
     except json.JSONDecodeError as error:
-        raise _Malformed(
+        raise Malformed(
             f"{name} is not valid JSON: {error.msg} at character {error.pos - begin + 1}. "
             f"Write {EXAMPLE}."
         ) from error
     except RecursionError as error:
         raise _too_deep(name) from error
     except ValueError as error:
-        raise _Malformed(f"{name} is not valid JSON: {error}.") from error
+        raise Malformed(f"{name} is not valid JSON: {error}.") from error
     end = _after_space(text, end)
     if not text.startswith(_CLOSE, end):
-        raise _Malformed(f"{name} is not closed. Write {_CLOSE} right after its JSON object.")
-    return _checked(value, name), end + len(_CLOSE)
+        raise Malformed(f"{name} is not closed. Write {_CLOSE} right after its JSON object.")
+    return checked_call(value, name), end + len(_CLOSE)
 
 
 def _after_space(text: str, start: int) -> int:
@@ -110,18 +120,18 @@ def _after_space(text: str, start: int) -> int:
     return found.end() if found else start
 
 
-def _checked(value: Any, name: str) -> ToolCall:
-    """Return a call of a JSON value. Raises _Malformed."""
+def checked_call(value: Any, name: str) -> ToolCall:
+    """Return a call of a JSON value. Raises Malformed."""
     if not isinstance(value, dict):
-        raise _Malformed(f"{name} is not a JSON object. Write {EXAMPLE}.")
+        raise Malformed(f"{name} is not a JSON object. Write {EXAMPLE}.")
     tool = value.get("name")
     if not isinstance(tool, str) or not tool:
-        raise _Malformed(f'{name} has no "name". Give the name of a tool as a string.')
+        raise Malformed(f'{name} has no "name". Give the name of a tool as a string.')
     arguments = _arguments(value.get("arguments"), name)
     if _is_deep(arguments):
         raise _too_deep(name)
     if not _is_text([tool, arguments]):
-        raise _Malformed(f"{name} has half of a surrogate pair. Write whole characters.")
+        raise Malformed(f"{name} has half of a surrogate pair. Write whole characters.")
     return ToolCall(tool, arguments)
 
 
@@ -133,11 +143,11 @@ def _arguments(value: Any, name: str) -> dict[str, Any]:
         except RecursionError as error:
             raise _too_deep(name) from error
         except ValueError as error:
-            raise _Malformed(f'The "arguments" of {name} are not valid JSON: {error}.') from error
+            raise Malformed(f'The "arguments" of {name} are not valid JSON: {error}.') from error
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise _Malformed(
+        raise Malformed(
             f'The "arguments" of {name} are not a JSON object. Write {{"parameter": value}}.'
         )
     return value
@@ -166,8 +176,8 @@ def _is_text(value: Any) -> bool:
     return True
 
 
-def _too_deep(name: str) -> _Malformed:
-    return _Malformed(f"{name} has over {MAX_DEPTH} levels of lists and objects. Use fewer.")
+def _too_deep(name: str) -> Malformed:
+    return Malformed(f"{name} has over {MAX_DEPTH} levels of lists and objects. Use fewer.")
 
 
 def _whole(digits: str) -> int:
@@ -191,3 +201,5 @@ _decoder = json.JSONDecoder(
     strict=False, parse_int=_whole, parse_float=_finite, parse_constant=_refuse_constant
 )
 """Decoder that accepts line breaks in strings, which models write in code."""
+
+HERMES = Parser(TAGS, parse)

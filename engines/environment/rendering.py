@@ -32,7 +32,6 @@ from engines.environment.frames import (
     shape_of,
     without_end,
 )
-from engines.environment.hermes import TAGS
 from engines.environment.observations import check_messages, fitted
 
 MAX_SHAPES = 256
@@ -108,7 +107,7 @@ class TurnRenderer:
         self,
         token_ids: Sequence[int],
         end_token_ids: Collection[int],
-        tags: Collection[str] = TAGS,
+        tags: Collection[str],
     ) -> str:
         """Return a turn's text without its end token and without special tokens.
 

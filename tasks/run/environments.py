@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from multiprocessing import get_context
 from typing import Any
 
 from engines.actors import RemoteActor
@@ -14,6 +15,7 @@ from engines.environment.client import ENVIRONMENT, EnvironmentClient
 from engines.environment.pool import EnvironmentPool
 from engines.environment.process import EnvironmentSetup
 from engines.environment.rendering import TurnRenderer, check
+from engines.inference.tool_parsers import check_parser, open_parser
 from schemas.config import TrainConfig
 from schemas.data import Prompt
 from schemas.environment import EnvironmentConfig, EnvironmentTask
@@ -36,6 +38,7 @@ def read_environment(
     setup = describe(config.environment, config.data.surroundings)
     renderer = TurnRenderer(tokenizer, settings.template_arguments, setup.tools, settings.date)
     check(renderer, "user" if setup.has_class else "tool")
+    _try_parser(config.environment.parser, tokenizer, setup.tools)
     if not setup.tools:
         return setup, settings, ()
     tools = {"tools": list(setup.tools)}
@@ -65,6 +68,15 @@ def describe(config: EnvironmentConfig, surroundings: Mapping[str, str] | None) 
         return thread.submit(lambda: asyncio.run(ask())).result()
 
 
+def _try_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if vLLM has no such parser, or it cannot be used with the tokenizer."""
+    if name == "hermes":
+        return
+    # vLLM takes several seconds and 700 MB, so not in this process.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        process.submit(check_parser, name, tokenizer, tools).result(START_TIMEOUT_S)
+
+
 def task_of(config: TrainConfig, id: RequestId, prompt: Prompt) -> EnvironmentTask | None:
     """Return what the environment of a sample starts with. None without an environment."""
     if config.environment is None:
@@ -88,6 +100,7 @@ async def start_environments(config: TrainConfig, stack: AsyncExitStack) -> None
         "the environments",
         EnvironmentActor,
         config,
+        open_parser,
         node_id=ray.get_runtime_context().get_node_id(),
         max_concurrency=MAX_CONCURRENCY,
         max_restarts=3,

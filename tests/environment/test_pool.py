@@ -201,7 +201,7 @@ MALFORMED = {
     "os._exit(3)": "exit code 3",
     "sys.exit(3)": "SystemExit: 3",
     "os.kill(os.getpid(), 9)": "SIGKILL",
-    "os.write(int(sys.argv[2]), b'hello\\n')": "wrote to refrain's socket",
+    "os.write(int(sys.argv[-1]), b'hello\\n')": "wrote to refrain's socket",
 }
 
 

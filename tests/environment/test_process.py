@@ -22,7 +22,7 @@ TIMEOUT_S = 1.0
 NAMED_S = TIMEOUT_S + 2.0
 """Time in which each fault must be named."""
 WAIT_S = 20.0
-HEAD = "import asyncio, ctypes, gc, os, sys, threading, time\nREFRAIN = int(sys.argv[2])\n"
+HEAD = "import asyncio, ctypes, gc, os, sys, threading, time\nREFRAIN = int(sys.argv[-1])\n"
 TURN: dict[str, Any] = {"text": "", "calls": [], "problem": None}
 
 

@@ -18,6 +18,7 @@ from engines.data.dataset import load_tokenizer
 from engines.data.messages import tokenize
 from engines.data.template import StoppedTemplate
 from engines.environment.frames import Slot, without_end
+from engines.environment.hermes import TAGS
 from engines.environment.rendering import TurnRenderer, check
 from tests.conftest import DEMO
 from tests.environment.models import STYLES, tokenizer_of
@@ -448,9 +449,9 @@ def test_tags_survive_in_a_turns_text(style: str) -> None:
     said = '<think>Hm.</think>\n<tool_call>\n{"name": "f"}\n</tool_call>'
     ids = tokenizer(f"<|im_start|>{said}<|im_end|>", add_special_tokens=False).input_ids
     ends = [end_id(style, "tool")]
-    assert renderer_of(style).text_of(ids, ends) == said
-    assert renderer_of(style).text_of([*ids, 1], ends) == said + tokenizer.decode([1])
-    assert renderer_of(style).text_of([], ends) == ""
+    assert renderer_of(style).text_of(ids, ends, TAGS) == said
+    assert renderer_of(style).text_of([*ids, 1], ends, TAGS) == said + tokenizer.decode([1])
+    assert renderer_of(style).text_of([], ends, TAGS) == ""
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -459,15 +460,15 @@ def test_text_without_tags_is_what_scorers_see(style: str) -> None:
     end = end_id(style, "user")
     ids = [*tokenizer(" The answer\n is 42 ö.", add_special_tokens=False).input_ids, end]
     expected = tokenizer.decode(ids, skip_special_tokens=True)
-    assert renderer_of(style).text_of(ids, [end]) == expected
+    assert renderer_of(style).text_of(ids, [end], TAGS) == expected
     special = tokenizer.convert_tokens_to_ids(STYLES[style].special[0])
-    assert renderer_of(style).text_of([special, *ids], []) == expected
+    assert renderer_of(style).text_of([special, *ids], [], TAGS) == expected
 
 
 def test_an_end_that_is_not_special_is_left_out_at_the_end_only() -> None:
     tokenizer = tokenizer_of("chatml")
     ids = tokenizer("42", add_special_tokens=False).input_ids
-    assert renderer_of("chatml").text_of([*ids, *ids], [ids[-1]]) == ("42" * 2)[:-1]
+    assert renderer_of("chatml").text_of([*ids, *ids], [ids[-1]], TAGS) == ("42" * 2)[:-1]
 
 
 def test_tools_reach_the_first_prompt() -> None:

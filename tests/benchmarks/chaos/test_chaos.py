@@ -10,7 +10,16 @@ import pytest
 from rich.console import Console
 
 from benchmarks.chaos import figures, go_on, measure
-from benchmarks.chaos.faults import PAIRS, Moment, RunMode, Strike, Target, draw, on_runs
+from benchmarks.chaos.faults import (
+    PAIRS,
+    Moment,
+    RunMode,
+    Strike,
+    Target,
+    draw,
+    of_environments,
+    on_runs,
+)
 from benchmarks.chaos.small_run import small_run
 from benchmarks.chaos.strikes import NUM_STEPS, damage, damage_line
 from flows.config_file import load_config
@@ -70,6 +79,13 @@ def test_every_drawn_run_has_a_config_that_is_accepted(tmp_path: Path) -> None:
                 assert config.specactor is not None
 
 
+def test_a_run_with_an_environment_has_a_config_that_is_accepted(tmp_path: Path) -> None:
+    (run, *_) = on_runs(of_environments())
+    with small_run(tmp_path / "it", run[0].mode, run) as made:
+        check(made.config)
+        assert load_config(made.config).environment is not None
+
+
 def test_the_undisturbed_run_has_as_many_steps(tmp_path: Path, capsys: Any) -> None:
     with small_run(tmp_path / "it", RunMode.SYNC) as run:
         check(run.config)
@@ -83,7 +99,7 @@ def test_the_undisturbed_run_has_as_many_steps(tmp_path: Path, capsys: Any) -> N
 def test_a_part_of_the_campaign(tmp_path: Path) -> None:
     """An engine dies during the rollout, and the store's disk is full while it takes rewards."""
     given = {"only": [28, 17], "apart": False, "dir": tmp_path, "json": None}
-    args = Namespace(faults=60, seed=0, **given)
+    args = Namespace(faults=60, seed=0, stale=False, environment=False, **given)
     found, rows = measure(args, Console())
     assert (found["faults"], found["runs"]) == (2, 1)
     assert [row["complaints"] for row in rows] == [[], []], rows
