@@ -3,7 +3,7 @@
 VARIANT ?= cpu
 BIN := .venv/bin
 # Two processes share two cores; tests that fail there (status 1) are tried once more, alone.
-PYTEST := $(BIN)/pytest -q --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -q --durations=40 --durations-min=5 --dist loadgroup --no-loadscope-reorder
 with_retry = $(PYTEST) -n 2 -m "$(1)" || { [ $$? = 1 ] && $(PYTEST) -n 1 --lf -m "$(1)"; }
 
 help: ## Show this list

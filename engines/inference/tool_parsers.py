@@ -31,7 +31,8 @@ def open_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -
         )
     try:
         request = ChatCompletionRequest(messages=[], tools=list(tools) or None)
-        parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
+        declared: Any = request.tools
+        parser = ToolParserManager.get_tool_parser(name)(tokenizer, declared)
     except Exception as error:  # Each parser raises errors of its own.
         raise ValueError(
             f"environment.parser {name} cannot be used with this model: {error}"
@@ -45,7 +46,7 @@ def parse(parser: Any, request: Any, text: str, max_calls: int) -> TurnText:
 
     vLLM's parsers take calls that they cannot read as text, so such a turn has no calls.
     """
-    answer = text.rpartition(END_OF_THINKING)[2]
+    answer = text.rpartition(END_OF_THINKING)[2].strip()
     try:
         found = parser.extract_tool_calls(answer, request).tool_calls
     except Exception as error:  # Each parser raises errors of its own.
