@@ -19,6 +19,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 MAX_MESSAGE_CHARACTERS = MAX_TRACEBACK_CHARACTERS = 4000
+MISSING = ". Install it, or set environment.python to an interpreter that has it"
 
 
 class UserFault(ValueError):
@@ -62,7 +63,8 @@ def import_file(path: Path) -> ModuleType:
     except SystemExit as end:
         raise UserFault(f"{path} ends the process that imports it: {end}") from None
     except Exception as error:
-        raise UserFault(f"{path} cannot be imported: {message_of(error)}") from error
+        advice = MISSING if isinstance(error, ModuleNotFoundError) else ""
+        raise UserFault(f"{path} cannot be imported: {message_of(error)}{advice}") from error
     return module
 
 
