@@ -1,8 +1,8 @@
 """A game of TextArena for one player, such as GuessTheNumber-v0.
 
-    venvs/textarena/bin/python examples/textarena_env.py GuessTheNumber-v0 64 > data/guess.jsonl
+    venvs/textarena/bin/python examples/textarena_env.py GuessTheNumber-v0 0 64 > data/guess.jsonl
 
-writes prompts of 64 seeds. docs/environments.md has all commands.
+writes prompts of the seeds 0 to 63. docs/environments.md has all commands.
 """
 
 import json
@@ -62,5 +62,5 @@ def row_of(game, seed):
 
 
 if __name__ == "__main__":
-    name, size = sys.argv[1:]
-    print("\n".join(json.dumps(row_of(name, seed)) for seed in range(int(size))))
+    name, *seeds = sys.argv[1:]
+    print("\n".join(json.dumps(row_of(name, seed)) for seed in range(*map(int, seeds))))

@@ -20,6 +20,7 @@ import pytest
 
 from engines.environment import hermes
 from engines.environment.pool import EnvironmentPool
+from flows.config_file import load_config
 from infra.pretrained import CACHE
 from schemas.environment import EnvironmentAnswer, EnvironmentConfig, EnvironmentTask, TurnText
 from tasks.run.environments import describe
@@ -160,7 +161,7 @@ async def test_a_tool_of_verl_keeps_its_state_and_scores():
 
 async def test_textarenas_guess_the_number_gives_hints_and_a_reward():
     config = config_of("textarena_env.py", "textarena", kwargs={"game": "GuessTheNumber-v0"})
-    rows = rows_of(config, "GuessTheNumber-v0", 2)
+    rows = rows_of(config, "GuessTheNumber-v0", 0, 2)
     assert [row["extra_info"] for row in rows] == [{"seed": 0}, {"seed": 1}]
     assert "guess the number between 1 and 20" in rows[0]["prompt"][0]["content"]
     number = random.Random(1).randint(1, 20)
@@ -230,6 +231,7 @@ def load_environment(answer="5"):
 '''
 
 
+@pytest.mark.slow  # verifiers takes 10 s to import, in two processes.
 async def test_an_environment_of_verifiers_runs_as_it_is(tmp_path, monkeypatch):
     (tmp_path / "sums_env.py").write_text(VERIFIERS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -238,7 +240,7 @@ async def test_an_environment_of_verifiers_runs_as_it_is(tmp_path, monkeypatch):
         "verifiers",
         kwargs={"id": "sums-env"},
         variables=("PYTHONPATH",),
-        retries=0,
+        timeout_s=60.0,
     )
     row = rows_of(config, "sums-env", 1)[0]
     assert '"name":"add"' in row["prompt"][0]["content"]
@@ -248,3 +250,12 @@ async def test_an_environment_of_verifiers_runs_as_it_is(tmp_path, monkeypatch):
     assert observed.messages == ({"role": "tool", "content": "5"},)
     assert "not valid JSON" in contents([corrected])[0]
     assert ended == EnvironmentAnswer(score=1.0, ended=True)
+
+
+def test_the_config_of_guess_the_number_is_complete(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    config = load_config(EXAMPLES / "smollm2" / "guess.yaml")
+    assert config.environment is not None
+    assert config.environment.path.resolve() == EXAMPLES / "textarena_env.py"
+    assert config.environment.max_turns > 10, "the game ends by itself after 10 guesses"
+    assert config.reward.type == "environment"
