@@ -1,7 +1,7 @@
 """An environment of SkyRL-gym, such as gsm8k_multi_turn. It takes rows in veRL's format.
 
     refrain train CONFIG environment.path=examples/skyrl_gym_env.py \
-        environment.kwargs.id=gsm8k_multi_turn environment.python=venvs/skyrl/bin/python \
+        'environment.kwargs={id: gsm8k_multi_turn}' environment.python=venvs/skyrl/bin/python \
         reward.type=environment
 """
 
