@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..user_code.importing import UserFault, as_text, import_file, message_of
 from .answers import MAX_NAME, Answer, answer_of
-from .loading import found_environment
+from .loading import MISSING, found_environment
 from .tools import Tool, call_problem, declared_tools, failure_of, observation_of
 
 Message = dict[str, str]
@@ -49,7 +49,7 @@ class UserCode(NamedTuple):
 
 def load_user_code(path: Path, name: str | None, kwargs: dict[str, Any]) -> UserCode:
     """Import the user's file. Raises UserFault that names the fault."""
-    found = found_environment(import_file(path, "environment.path"), path, name)
+    found = found_environment(import_file(path, "environment.path", MISSING), path, name)
     is_class = inspect.isclass(found)
     functions = getattr(found, "tools", []) if is_class else found
     if not isinstance(functions, (list, tuple)):

@@ -10,6 +10,9 @@ from typing import Any
 
 from ..user_code.importing import UserFault
 
+MISSING = ". Install it, or set environment.python to an interpreter that has it"
+"""Advice about a package that the user's file imports and the interpreter lacks."""
+
 
 def found_environment(module: ModuleType, path: Path, name: str | None) -> Any:
     """Return the class or the list of tools. Without a name: the only class with `step`, else the

@@ -60,8 +60,8 @@ class Tool(NamedTuple):
 
 
 def declared_tools(functions: Iterable[Any], owner: type | None = None) -> dict[str, Tool]:
-    """Return tools by name. `owner`: class whose methods may be among them. Raises UserFault for a
-    function that cannot be a tool."""
+    """Return tools by name. `owner`: class whose methods may be among them, inherited ones too.
+    Raises UserFault for a function that cannot be a tool."""
     tools: dict[str, Tool] = {}
     for function in functions:
         tool = _tool(function, owner)
@@ -158,8 +158,8 @@ def _tool(function: Any, owner: type | None) -> Tool:
     name = function.__name__
     is_method = (
         owner is not None
-        and inspect.isfunction(vars(owner).get(name))
-        and (vars(owner)[name] is function)
+        and inspect.isfunction(function)
+        and inspect.getattr_static(owner, name, None) is function
     )
     signature = inspect.signature(function)
     if is_method:

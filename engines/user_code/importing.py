@@ -53,9 +53,9 @@ def ordered_path(directory: Path, entries: Sequence[str]) -> list[str]:
     return sorted(distinct, key=lambda entry: ranks.get(entry, 3 if entry == refrain else 2))
 
 
-def import_file(path: Path, setting: str) -> ModuleType:
-    """Import the file that `setting` names. Raises UserFault if it is missing, raises or ends the
-    process."""
+def import_file(path: Path, setting: str, if_missing: str = "") -> ModuleType:
+    """Import the file that `setting` names. Raises UserFault if it does not exist, raises or ends
+    the process. `if_missing`: advice about a package that the file imports and that is not there."""
     if not path.is_file():
         raise UserFault(f"{setting} {path} does not exist")
     # A unique module name: otherwise a file called `math.py` would hide a standard module.
@@ -73,7 +73,8 @@ def import_file(path: Path, setting: str) -> ModuleType:
     except SystemExit as end:
         raise UserFault(f"{path} ends the process that imports it: {end}") from None
     except Exception as error:
-        raise UserFault(f"{path} cannot be imported: {message_of(error)}") from error
+        advice = if_missing if isinstance(error, ModuleNotFoundError) else ""
+        raise UserFault(f"{path} cannot be imported: {message_of(error)}{advice}") from error
     return module
 
 

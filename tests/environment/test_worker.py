@@ -234,8 +234,10 @@ class Account:
 """
 
 
-async def test_a_tool_may_be_a_method_and_gets_the_conversations_object(tmp_path):
-    config = write(tmp_path, METHODS, kwargs={"start": 3})
+@pytest.mark.parametrize("name", ["Account", "Savings"])
+async def test_a_tool_may_be_a_method_and_gets_the_conversations_object(tmp_path, name):
+    body = f"{METHODS}\nclass Savings(Account): pass\n"
+    config = write(tmp_path, body, name=name, kwargs={"start": 3})
     turns = [TurnText("", (call("add", amount=n),)) for n in (1, 10)]
     assert (await answer_to(config, *turns)).messages[0]["content"] == "14"
 
