@@ -13,7 +13,6 @@ from schemas.data import Prompt
 from schemas.keys import sample_key
 from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
 from tasks.run.environments import task_of
-from tasks.run.model_inputs import model_shape
 
 TURNS = 5
 TOOL_S = (0.2, 2.0)
@@ -95,6 +94,11 @@ class TalkLap:
         turns = [turn for one in self.rollouts for turn in one.generated.turns[:-1]]
         return fmean(turn.waited_s for turn in turns) if turns else 0.0
 
+    def share_identical(self, other: "TalkLap") -> float:
+        """Return the share of conversations that have the same tokens in the other lap."""
+        tokens = {one.id: list(one.generated.token_ids) for one in other.rollouts}
+        return fmean(list(one.generated.token_ids) == tokens[one.id] for one in self.rollouts)
+
     def row(self) -> Row:
         times = {name: getattr(self, name) for name in ("seconds", "in_use", "turn_s", "tool_s")}
         num_tokens = sum(rollout.num_tokens for rollout in self.rollouts)
@@ -117,8 +121,9 @@ def make_talks(prompts: Sequence[Prompt], number: int, mean_tokens: int, seed: i
     ]
 
 
-def kv_bytes(config: TrainConfig, talks: Sequence[Talk], share: float) -> int:
-    """Return the size of a KV cache for this share of the conversations, at their ends."""
+def kv_tokens(talks: Sequence[Talk], share: float, longest: int) -> int:
+    """Return the tokens of a KV cache for this share of the conversations, at their ends.
+    `longest`: most tokens of a sequence, for which there is always room."""
     num_blocks = sum(-(-talk.num_tokens // CPU_BLOCK_TOKENS) for talk in talks)
-    num_tokens = max(config.max_model_len, share * num_blocks * CPU_BLOCK_TOKENS)
-    return round((num_tokens + CPU_BLOCK_TOKENS) * model_shape(config).kv_bytes_per_token)
+    # vLLM keeps one block for itself.
+    return max(longest, round(share * num_blocks) * CPU_BLOCK_TOKENS) + CPU_BLOCK_TOKENS

@@ -1,20 +1,24 @@
-"""Conversations with tools on a real engine: are its slots in use, is its prefix cache?
+"""Conversations with tools on a real engine: are its slots in use, and its prefix cache?
 
 An engine has few slots (`max_num_seqs`). A conversation has 5 turns of seeded lengths, and a tool
 answers after each but the last. Tools take 0.2 to 2 s where a turn takes 2 s. The demo's model is
 faster than that, so the bench scales these seconds: `--wait` is the mean time of a tool in percent
-of the mean time of a turn. All conversations are submitted at once, 1 to 8 for each slot, and run
-in two ways in turn:
+of the mean time of a turn. All conversations are submitted at once, 1 to 8 for each slot, in three
+kinds of laps:
 
-    without   the same numbers of tokens in one response, without an environment
-    with      turns and tools
+    without   the same number of tokens in one response, without an environment
+    instant   turns, and tools that return at once
+    tools     the same turns, and tools that take their time
 
 The slots in use are the seconds that requests run in vLLM, over the slots and the seconds from the
-first submission to the last end. So the end of the batch counts, where slots run empty in both
-ways. Figures:
+first submission to the last end. So the end of a lap counts, when slots run empty. Turns fill it
+better than whole responses do, so a lap with tools is compared with the better of the others.
 
-    slots_in_use_N        slots in use with tools, over those without, N conversations a slot
-    wait_over_turn_N      the mean time of a tool over that of a turn, as it was
+    slots_in_use_N        slots in use with tools, over the better lap, N conversations a slot
+    seconds_N             seconds of that lap, over those with instant tools
+    instant_seconds_N     seconds with instant tools, over those without an environment
+    wait_over_turn_N      mean time of a tool, over that of a turn, as it was
+    identical             conversations with the same tokens whether tools take their time or not
     cached_share          full KV blocks found in vLLM's prefix cache when a turn returns, if the
                           KV cache has room for all conversations
     cached_share_half     the same if it has room for half of them
@@ -40,7 +44,7 @@ from benchmarks.talks import (
     TURNS,
     Talk,
     TalkLap,
-    kv_bytes,
+    kv_tokens,
     make_talks,
 )
 from benchmarks.temperature_engines import AS_IT_IS
@@ -57,11 +61,13 @@ from schemas.bench import BenchReport
 from schemas.config import TrainConfig
 from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
 from tasks.run.environments import start_environments
+from tasks.run.model_inputs import model_shape
 from tasks.run.preflight import check_engine_fits, read_inputs
 from tasks.run.ray_cluster import ray_cluster
 
 PACKAGES = one_step.PACKAGES
 TOOL = Path(__file__).with_name("sleeping_tool.py")
+KINDS = ("without", "instant", "tools")
 KV_SHARES = {"": 1.0, "_half": 0.5}
 """Shares of the conversations for which the KV cache has room, by the end of a figure's name."""
 AT_ONCE, WARM_UP = 64, 64
@@ -127,35 +133,49 @@ def read_arguments(args: Namespace) -> tuple[TrainConfig, list[Talk]]:
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:
     """Return medians over laps, and ratios of laps that ran one after the other."""
-    found: dict[str, float] = {}
-    laps = rows_with(rows, kind="with", kv="")
-    for number in dict.fromkeys(row["conversations"] for row in laps):
-        own = rows_with(laps, conversations=number)
-        found[f"slots_in_use_{number}"] = median(row["over_without"] for row in own)
-        found[f"wait_over_turn_{number}"] = median(row["tool_s"] / row["turn_s"] for row in own)
-    for end in dict.fromkeys(row["kv"] for row in rows_with(rows, kind="with")):
-        full = rows_with(rows, kind="with", kv=end)
-        most = rows_with(full, conversations=max(row["conversations"] for row in full))
+    (answers,) = rows_with(rows, kind="answers")
+    found: dict[str, float] = {"answers_per_s": answers["answers"] / answers["seconds"]}
+    whole = rows_with(rows, kv="")
+    for number in dict.fromkeys(row["conversations"] for row in whole):
+        laps = [rows_with(whole, conversations=number, kind=kind) for kind in KINDS]
+        groups = [_compared(*group) for group in zip(*laps, strict=True)]
+        found |= {f"{name}_{number}": median(one[name] for one in groups) for name in groups[0]}
+    tools = rows_with(rows, kind="tools")
+    found["identical"] = min(row["identical"] for row in tools)
+    for end in dict.fromkeys(row["kv"] for row in tools):
+        own = rows_with(tools, kv=end)
+        most = rows_with(own, conversations=max(row["conversations"] for row in own))
         found[f"cached_share{end}"] = median(row["num_cached"] / row["num_full"] for row in most)
         found[f"kv_bytes{end}"] = most[0]["kv_bytes"]
-    (answers,) = rows_with(rows, kind="answers")
-    return found | {"answers_per_s": answers["answers"] / answers["seconds"]}
+    return found
+
+
+def _compared(without: Row, instant: Row, tools: Row) -> dict[str, float]:
+    return {
+        "slots_in_use": tools["in_use"] / max(without["in_use"], instant["in_use"]),
+        "seconds": tools["seconds"] / instant["seconds"],
+        "instant_seconds": instant["seconds"] / without["seconds"],
+        "wait_over_turn": tools["tool_s"] / tools["turn_s"],
+    }
 
 
 def show(report: BenchReport, console: Console) -> None:
-    names = ("slots in use without", "with tools", "ratio", "turn s", "tool s")
-    table = plain_table("conversations a slot", "KV cache MB", *names, "cached")
-    for row in rows_with(report.rows, kind="with"):
-        values = (row["in_use"] / row["over_without"], row["in_use"], row["over_without"])
-        table.add_row(
-            str(row["conversations"]),
-            f"{row['kv_bytes'] / 1e6:.0f}",
-            *(f"{value:.2f}" for value in values),
-            *(f"{row[name]:.2f}" for name in ("turn_s", "tool_s")),
-            f"{row['num_cached'] / row['num_full']:.1%}",
-        )
+    table = plain_table("a slot", "KV MB", "kind", "in use", "s", "turn s", "tool s", "cached")
+    for row in report.rows:
+        if row["kind"] in KINDS:
+            full = row["num_full"]
+            table.add_row(
+                str(row["conversations"]),
+                f"{row['kv_bytes'] / 1e6:.0f}",
+                row["kind"],
+                f"{row['in_use']:.2f}",
+                f"{row['seconds']:.1f}",
+                *(f"{row[name]:.2f}" for name in ("turn_s", "tool_s")),
+                f"{row['num_cached'] / full:.0%}" if full else "",
+            )
     console.print(table)
-    console.print(f"instant answers a second: {report.figures['answers_per_s']:,.0f}")
+    for name, value in report.figures.items():
+        console.print(f"{name}: {value:,.2f}")
 
 
 async def _measure(
@@ -168,21 +188,19 @@ async def _measure(
             await start_environments(config, stack)
             rows = [await _answers(config, talks, args.answers)]
             for end, share in KV_SHARES.items():
-                size = kv_bytes(config, talks, share)
+                num_tokens = kv_tokens(talks, share, config.max_model_len)
+                size = num_tokens * model_shape(config).kv_bytes_per_token
                 rollout = config.rollout.model_copy(update={"kv_cache_bytes": size})
                 own = config.model_copy(update={"rollout": rollout})
                 console.print(f"starting an engine with {size / 1e6:.0f} MB for keys and values")
                 async with _engine(own, num_gpus) as engine:
                     counts = args.conversations if share == 1.0 else [max(args.conversations)]
                     for number in sorted(list(counts) * args.laps):
-                        few = talks[: number * args.slots]
+                        laps = await engine.laps(talks[: number * args.slots], args.wait / 100)
                         about = {"conversations": number, "kv": end, "kv_bytes": size}
-                        pair = await engine.compare(few, args.wait / 100)
-                        rows += [about | row for row in pair]
-                        console.print(
-                            f"{number} conversations a slot: {pair[1]['over_without']:.2f} of the "
-                            f"slots in use without tools, in {pair[1]['seconds']:.0f} s"
-                        )
+                        rows += [about | lap for lap in laps]
+                        seconds = ", ".join(f"{lap['kind']} {lap['seconds']:.1f} s" for lap in laps)
+                        console.print(f"{number} conversations a slot: {seconds}")
     return rows
 
 
@@ -194,15 +212,15 @@ class _Conversing:
     engine: RayEngine
     coordinator: Coordinator
 
-    async def compare(self, talks: Sequence[Talk], wait_over_turn: float) -> list[Row]:
-        """Return the rows of a lap without tools and of one with them."""
+    async def laps(self, talks: Sequence[Talk], wait_over_turn: float) -> list[Row]:
+        """Return the rows of one lap of each kind."""
         without = await self._lap(talks, None)
-        scale = wait_over_turn * without.turn_s / MEAN_TOOL_S
-        lap = await self._lap(talks, scale)
-        return [
-            {"kind": "without", **without.row()},
-            {"kind": "with", **lap.row(), "over_without": lap.in_use / without.in_use},
-        ]
+        instant = await self._lap(talks, 0.0)
+        tools = await self._lap(talks, wait_over_turn * instant.turn_s / MEAN_TOOL_S)
+        found = dict(zip(KINDS, (without, instant, tools), strict=True))
+        rows = [{"kind": kind, **lap.row()} for kind, lap in found.items()]
+        rows[-1]["identical"] = tools.share_identical(instant)
+        return rows
 
     async def _lap(self, talks: Sequence[Talk], scale: float | None) -> TalkLap:
         requests = [talk.request(self.config, scale) for talk in talks]

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks import tools
-from benchmarks.talks import TURNS, Talk, TalkLap, kv_bytes, make_talks
-from benchmarks.tools import add_arguments, figures, measure, read_arguments, show
+from benchmarks.talks import TURNS, Talk, TalkLap, kv_tokens, make_talks
+from benchmarks.tools import KINDS, add_arguments, figures, measure, read_arguments, show
 from benchmarks.turn_engine import SlotWatch, Usage, num_full_blocks
 from engines.inference.engine.running import Running
 from schemas.bench import BenchReport
@@ -51,7 +51,7 @@ def test_the_last_sampled_token_has_no_keys_and_values(num_prompt, turns, expect
 
 
 def test_the_same_conversations_begin_every_lap() -> None:
-    prompts: Any = [Prompt.model_construct(key=key, token_ids=(1, 2)) for key in "abc"]
+    prompts = [Prompt(key, (1, 2), "sums", "", {}) for key in "abc"]
     talks = make_talks(prompts, 8, 9, seed=3)
     assert talks[:4] == make_talks(prompts, 4, 9, seed=3)
     assert talks != make_talks(prompts, 8, 9, seed=4)
@@ -81,39 +81,48 @@ def test_the_end_of_a_lap_counts_and_waits_are_of_tools() -> None:
     assert lap(0.5).tool_s == 0.0
 
 
+def test_one_different_token_is_found() -> None:
+    same, other = lap(0.5), lap(0.5)
+    assert same.share_identical(other) == 1.0
+    other.rollouts[0].generated.token_ids[-1] += 1
+    assert same.share_identical(other) == 0.0
+
+
 def row(kind: str, number: int, end: str = "", **values: float) -> dict[str, Any]:
     about = {"kind": kind, "conversations": number, "kv": end, "kv_bytes": 7, "turn_s": 2.0}
-    return about | {"tool_s": 1.0, "num_cached": 1, "num_full": 2, "over_without": 0.0} | values
+    about |= {"in_use": 0.8, "seconds": 10.0, "tool_s": 1.0, "num_cached": 1, "num_full": 2}
+    return about | ({"identical": 1.0} if kind == "tools" else {}) | values
 
 
-def test_figures_are_medians_of_laps() -> None:
+def test_figures_are_medians_of_ratios() -> None:
+    """A lap is compared with the better of the two beside it."""
     rows: list[dict[str, Any]] = [
         {"kind": "answers", "answers": 900, "seconds": 3.0},
-        *(row("with", 1, over_without=one, num_cached=2) for one in (0.5, 0.6, 0.9)),
-        *(row("without", number, tool_s=0.0) for number in (1, 4)),
-        row("with", 4, over_without=0.9, tool_s=0.5, num_cached=19, num_full=20),
-        row("with", 4, "_half", over_without=0.1),
+        *(row("without", 1, in_use=one, seconds=8.0) for one in (0.8, 0.5, 0.8)),
+        *(row("instant", 1, in_use=one) for one in (0.5, 0.8, 0.8)),
+        *(row("tools", 1, in_use=one, seconds=12.0) for one in (0.2, 0.4, 0.8)),
+        row("without", 4),
+        row("instant", 4),
+        row("tools", 4, tool_s=0.5, num_cached=19, num_full=20, identical=0.75),
+        row("without", 4, "_half"),
+        row("instant", 4, "_half"),
+        row("tools", 4, "_half"),
     ]
-    assert figures(rows) == {
-        "slots_in_use_1": 0.6,
-        "slots_in_use_4": 0.9,
-        "wait_over_turn_1": 0.5,
-        "wait_over_turn_4": 0.25,
-        "cached_share": 0.95,
-        "kv_bytes": 7,
-        "cached_share_half": 0.5,
-        "kv_bytes_half": 7,
-        "answers_per_s": 300.0,
-    }
+    expected = {"slots_in_use_1": 0.5, "seconds_1": 1.2, "instant_seconds_1": 1.25}
+    expected |= {"wait_over_turn_1": 0.5, "wait_over_turn_4": 0.25}
+    expected |= {"slots_in_use_4": 1.0, "seconds_4": 1.0, "instant_seconds_4": 1.0}
+    expected |= {"cached_share": 0.95, "cached_share_half": 0.5}
+    expected |= {"kv_bytes": 7, "kv_bytes_half": 7, "identical": 0.75, "answers_per_s": 300.0}
+    assert figures(rows) == pytest.approx(expected)
 
 
-def test_room_for_conversations_is_in_whole_blocks() -> None:
-    config, talks = read_arguments(given("--slots=2", "--tokens=8", "--conversations=4"))
-    (one,) = {kv_bytes(config, [talk], 1.0) for talk in talks[:1]}
-    many: list[Talk] = [talk for talk in talks for _ in range(100)]
-    whole, half = (kv_bytes(config, many, share) for share in (1.0, 0.5))
-    assert one < half < whole < 2 * half
-    assert all(talk.num_tokens <= config.max_model_len for talk in talks)
+def test_the_kv_cache_has_room_for_whole_blocks() -> None:
+    """4 conversations of 2 + 3 * 10 + 2 * 40 tokens take 4 blocks of 32 each."""
+    prompt = Prompt("a", (1, 2), "sums", "", {})
+    talks = [Talk(prompt, sample, (10,) * 3, (1.0,) * 2) for sample in range(4)]
+    assert kv_tokens(talks, 1.0, 112) == (4 * 4 + 1) * 32
+    assert kv_tokens(talks, 0.5, 112) == (2 * 4 + 1) * 32
+    assert kv_tokens(talks[:1], 0.5, 112) == 112 + 32, "vLLM refuses less than one sequence"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +130,6 @@ def test_room_for_conversations_is_in_whole_blocks() -> None:
     [
         ("--slots=0", "--slots 0: give at least 1"),
         ("--answers=0", "--answers 0: give at least 1"),
-        ("--tokens=1000", "has a context of"),
     ],
 )
 def test_bad_numbers_are_refused(option: str, message: str) -> None:
@@ -139,16 +147,19 @@ def test_bad_lists_are_refused(text: str, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.engine
 def test_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversations of 5 turns on two slots, with tools as slow as turns."""
+    with pytest.raises(ValueError, match="has a context of"):
+        read_arguments(given("--tokens=1000"))
     monkeypatch.setattr(tools, "KV_SHARES", {"": 1.0})
     args = given("--slots=2", "--conversations=1,3", "--tokens=24", "--answers=200", "--wait=100")
     console = Console(record=True)
     found, rows = measure(args, console)
     assert 0.2 < found["slots_in_use_1"] < found["slots_in_use_3"] < 1.1
-    assert found["cached_share"] > 0.95
+    assert (found["cached_share"] > 0.95, found["identical"]) == (True, 1.0)
     assert found["answers_per_s"] > 50
-    talked = [row for row in rows if row["kind"] == "with"]
-    assert all(0.5 < row["tool_s"] / row["turn_s"] < 2.0 for row in talked)
-    assert [row["num_tokens"] for row in rows[1::2]] == [row["num_tokens"] for row in rows[2::2]]
+    assert 0.5 < found["wait_over_turn_1"] < 2.0
+    assert [row["kind"] for row in rows] == ["answers", *KINDS, *KINDS]
+    assert [row["num_full"] for row in rows[1::3]] == [0, 0]
+    assert len({row["num_tokens"] for row in rows[1:4]}) == 1
     report = BenchReport(name="tools", figures=found, rows=tuple(rows), command="", versions={})
     show(report, console)
-    assert "instant answers" in console.export_text()
+    assert "answers_per_s" in console.export_text()
