@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,30 +34,22 @@ async def test_no_actor_starts(monkeypatch: pytest.MonkeyPatch) -> None:
             await start_environments(CONFIG.model_copy(update={"environment": ENVIRONMENT}), stack)
 
 
-async def test_an_engine_finishes_a_response_without_touching_its_tokens(
+async def test_a_response_is_reported_without_a_copy_of_its_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No `Conversations`, no task of the event loop, and the tokens that vLLM's output became are
-    those that are reported, not a copy."""
+    """An engine has no `Conversations` and starts no task. It reports the tokens that it made of
+    vLLM's output, not a copy, and they are one range however many they are."""
     monkeypatch.setattr(vllm_engine, "Conversations", refused)
-    made = []
-    make = Running.generated_with
-    monkeypatch.setattr(
-        Running, "generated_with", lambda *args: made.append(make(*args)) or made[-1]
-    )
-    monkeypatch.setattr(
-        "engines.inference.engine.vllm_engine.replace",
-        lambda one, **given: refused() if "turns" in given else replace(one, **given),
-    )
-    engine = Speaks(final_of(output_of(range(10_000))))
     (request, *_) = requests([(5, 6, 7)])
+    whole = Running(request, 0, 0.0).generated_with(output_of(range(10_000)))
+    monkeypatch.setattr(Running, "generated_with", lambda *_: whole)
+    engine = Speaks(final_of(output_of(range(10_000))))
     await engine.submit([request])
     (rollout,) = engine._finished
-    assert rollout.generated is made[0]
-    assert (rollout.generated.turns, rollout.finish_reason) == ((), FinishReason.STOP)
-    assert rollout.generated.sampled == (range(10_000),)
+    assert rollout.generated is whole
+    assert (whole.turns, whole.sampled) == ((), (range(10_000),))
+    assert rollout.finish_reason is FinishReason.STOP
     assert asyncio.all_tasks() == {asyncio.current_task()}
-    assert request.task is None
 
 
 def test_an_engine_with_an_environment_has_conversations() -> None:
