@@ -87,10 +87,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     numbers = {
         "--slots": (16, "sequences that the engine decodes at the same time"),
-        "--tokens": (96, "mean tokens of a turn; turns have half to one and a half times as many"),
+        "--tokens": (72, "mean tokens of a turn; turns have half to one and a half times as many"),
         "--wait": (55, "mean time of a tool in percent of a turn's"),
         "--answers": (4000, "instant answers to time"),
-        "--laps": (1, "laps of each kind"),
+        "--laps": (3, "laps of each kind; one with the smaller KV cache"),
     }
     for option, (default, what) in numbers.items():
         text = f"{what} [default: {default}]"
@@ -194,8 +194,8 @@ async def _measure(
                 own = config.model_copy(update={"rollout": rollout})
                 console.print(f"starting an engine with {size / 1e6:.0f} MB for keys and values")
                 async with _engine(own, num_gpus) as engine:
-                    counts = args.conversations if share == 1.0 else [max(args.conversations)]
-                    for number in sorted(list(counts) * args.laps):
+                    numbers = sorted(args.conversations * args.laps)
+                    for number in numbers if share == 1.0 else numbers[-1:]:
                         laps = await engine.laps(talks[: number * args.slots], args.wait / 100)
                         about = {"conversations": number, "kv": end, "kv_bytes": size}
                         rows += [about | lap for lap in laps]

@@ -150,7 +150,9 @@ def test_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="has a context of"):
         read_arguments(given("--tokens=1000"))
     monkeypatch.setattr(tools, "KV_SHARES", {"": 1.0})
-    args = given("--slots=2", "--conversations=1,3", "--tokens=24", "--answers=200", "--wait=100")
+    args = given(
+        "--slots=2", "--conversations=1,3", "--tokens=24", "--answers=200", "--wait=100", "--laps=1"
+    )
     console = Console(record=True)
     found, rows = measure(args, console)
     assert 0.2 < found["slots_in_use_1"] < found["slots_in_use_3"] < 1.1
