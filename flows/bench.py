@@ -128,6 +128,10 @@ BENCHES = {
         "weight sync from the trainer to two engines: bytes copied, time against plain copies",
         "2 minutes",
     ),
+    "tools": Bench(
+        "conversations with tools: an engine's slots in use, its prefix cache, instant answers",
+        "5 minutes",
+    ),
 }
 """Modules of `benchmarks` by name, each with `add_arguments`, `measure` and `show`."""
 

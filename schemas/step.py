@@ -199,6 +199,8 @@ class RolloutBatch(Frozen):
     shares: tuple[EngineShare, ...]
     drafted: dict[str, StreamCounts] = {}
     """Counts of each draft model's processes."""
+    conversations: dict[str, float] = {}
+    """Metrics of conversations by name. Empty without an environment."""
 
     @property
     def speculation(self) -> tuple[float, int]:

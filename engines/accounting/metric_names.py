@@ -185,6 +185,24 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "copies that finished with different tokens; always 0 in float32",
         ),
     ),
+    "Environments": (
+        Metric(
+            "environment/turns/mean, max",
+            "turns",
+            "turns of a response (this and the next ones with an `environment`)",
+        ),
+        Metric("environment/observed_tokens/mean", "tokens", "observed tokens of a response"),
+        Metric("environment/calls/mean", "calls", "tool calls of a response"),
+        Metric("environment/failed_calls/mean", "calls", "those that raised or were wrong"),
+        Metric("environment/wait_s/mean, max", "s", "time that a response waits for answers"),
+        Metric("environment/wait_share", "share", "the mean wait over the time of generation"),
+        Metric(
+            "environment/cut/turns, time, context, failed",
+            "share",
+            "responses cut by `max_turns`, by `max_wait_s`, by an observation that did not fit, "
+            "or by a failure of the environment",
+        ),
+    ),
     "Drafting and history": (
         Metric("rollout/spec_accept_rate", "share", "accepted over drafted tokens"),
         Metric(

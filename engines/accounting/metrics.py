@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from engines.accounting.conversations import conversation_metrics
 from engines.accounting.names import tracked_name
 from engines.reward import sample_figures
 from engines.reward.scorer import ERROR, NUM_RETRIES
@@ -29,13 +30,8 @@ from schemas.step import (
 )
 from schemas.timeline import Timeline
 
-SUMMARISED_COLUMNS = (
-    "response_tokens",
-    "finish_reason",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "num_verifications",
-)
+_SUMMED_COLUMNS = ("num_draft_tokens", "num_accepted_tokens", "num_verifications")
+SUMMARISED_COLUMNS = ("response_tokens", "finish_reason", "turns", *_SUMMED_COLUMNS)
 """Columns of `Store.rollouts` that `summarise_rollouts` reads."""
 BY_CHANCE = 0.01
 """If all prompts of an engine lack an index with less than this probability, it is no chance."""
@@ -72,7 +68,7 @@ def summarise_rollouts(
         mean_response_tokens=float(lengths.mean()),
         max_response_tokens=int(lengths.max()),
         clip_ratio=float(np.mean(cut)),
-        **{name: int(rows[name].to_numpy().sum()) for name in SUMMARISED_COLUMNS[2:]},
+        **{name: int(rows[name].to_numpy().sum()) for name in _SUMMED_COLUMNS},
         moves=outcome.moves,
         switches=(before or SwitchCounts()) + outcome.switches,
         drafted=dict(drafted or {}),
@@ -81,6 +77,7 @@ def summarise_rollouts(
         sync_s=outcome.sync_s,
         canary_error=outcome.canary_error,
         shares=tuple(_share(share, generation) for share in outcome.shares),
+        conversations=conversation_metrics(rows, generation.end_s - generation.start_s),
     )
 
 
@@ -200,7 +197,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     metrics |= drafting_metrics(batch)
     if batch.canary_error is not None:
         metrics["rollout/canary_error"] = batch.canary_error
-    return metrics
+    return metrics | batch.conversations
 
 
 def drafting_metrics(batch: RolloutBatch) -> dict[str, float]:

@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import asdict
 
 import pyarrow as pa
 
@@ -18,8 +19,10 @@ from engines.accounting.metrics import (
 )
 from engines.accounting.savings import saving_metrics
 from engines.reward.metrics import sample_figures
+from engines.store.tables import TURNS
 from schemas.counts import DraftingCounts, StreamCounts
 from schemas.evaluation import EvaluationReport, SourceFigures
+from schemas.rollout import Turn
 from schemas.step import TrainReport
 from schemas.timeline import Saving, Savings, Technique
 from schemas.weights import PolicyWeights
@@ -59,7 +62,9 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def of_a_step() -> dict[str, float]:
-    rows = ROWS.drop_columns(["num_draft_tokens", "num_verifications"])
+    rows = ROWS.drop_columns(["num_draft_tokens", "num_verifications", "turns"])
+    turns = [[asdict(Turn(3, 2)), asdict(Turn(1))]] * 4
+    rows = rows.append_column("turns", pa.array(turns, TURNS))
     for name in ("num_draft_tokens", "num_verifications"):
         rows = rows.append_column(name, pa.array([8, 0, 0, 0]))
     drafting = DraftingCounts(30, 15, 0.25, num_shared_draft_tokens=4)

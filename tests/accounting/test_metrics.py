@@ -17,6 +17,7 @@ from engines.accounting.metrics import (
 )
 from engines.accounting.names import tracked_name
 from engines.rollout.stage import Outcome
+from engines.store.tables import TURNS
 from schemas.counts import DraftingCounts, LibraryCounts, MoveCounts, SwitchCounts
 from schemas.rollout import Split
 from schemas.step import (
@@ -44,6 +45,7 @@ ROWS = pa.table(
     {
         "response_tokens": [10, 20, 30, 40],
         "finish_reason": ["stop", "stop", "stop", "length"],
+        "turns": pa.array([[]] * 4, TURNS),
         "num_draft_tokens": [0, 0, 0, 0],
         "num_accepted_tokens": [0, 0, 0, 0],
         "num_verifications": [0, 0, 0, 0],
