@@ -24,7 +24,10 @@ from schemas.environment import (
 from tests.conftest import REPOSITORY
 
 TASK = EnvironmentTask("cafe", "mine", "4", {"hint": "even"}, 7)
-WORKER_MODULES = ("worker", "conversations", "tools", "answers", "loading", "values")
+WORKER_MODULES = (
+    *("worker", "conversations", "tools", "answers", "loading", "values"),
+    *("agents", "completions", "endpoint"),
+)
 GUESS = '''
 import random
 
