@@ -57,14 +57,15 @@ class AgentConversation:
             run = self._object.run
         self._line = TurnLine(task["messages"], self._code.schemas)
         self._key = self._endpoint.add(self._line.ask)
-        model = PolicyModel(self._line, self._endpoint.base_url, self._key, self._code.schemas)
+        model = AgentModel(self._line, self._endpoint.base_url, self._key, self._code.schemas)
         self._agent = asyncio.ensure_future(awaited(run(SimpleNamespace(**task), model)))
         await self._next()
 
     async def step(self, text: str, calls: list[dict[str, Any]], problem: str | None) -> Answer:
         """Give a turn to the call that waits for it. Return the messages of the next call, or the
         score if the agent has ended."""
-        assert self._line and self._agent, "reset() comes first"
+        assert self._line is not None, "reset() comes first"
+        assert self._agent is not None, "reset() comes first"
         if not self._agent.done():
             self._line.give(text, calls, problem)
         messages = await self._next()
@@ -88,7 +89,8 @@ class AgentConversation:
 
     async def _next(self) -> list[Message] | None:
         """Return the messages of the next call, or None if the agent has ended. Raise its error."""
-        assert self._line and self._agent
+        assert self._line is not None
+        assert self._agent is not None
         try:
             messages = await self._line.next_call(self._agent)
         except asyncio.CancelledError:
@@ -114,7 +116,7 @@ class AgentConversation:
 
     def _raise_failure(self) -> None:
         """Raise the error with which the agent has ended, once."""
-        assert self._agent
+        assert self._agent is not None
         if self._agent.cancelled():
             raise UserFault("run() cancelled itself")
         error = self._agent.exception()
@@ -127,7 +129,7 @@ class AgentConversation:
         return None if function is None else await called(self._in_thread, function, *arguments)
 
 
-class PolicyModel:
+class AgentModel:
     """The policy, as the user's `run` gets it."""
 
     name = MODEL
@@ -160,6 +162,11 @@ class _Call:
         self.num_waiting = 0
         self.is_answered = False
         """Whether somebody got the answer."""
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether who waited has given up, such as a client with a time limit. It may ask again."""
+        return not self.num_waiting and not self.is_answered
 
 
 class TurnLine:
@@ -229,10 +236,8 @@ class TurnLine:
     def _accepted(self, messages: list[Fields]) -> _Call:
         """Return the call that asks for these messages. Raises UserFault."""
         last = self._last
-        if last is not None and messages == last.messages:
-            # Who waited has given up, such as a client with a time limit. It may ask again.
-            if not last.num_waiting and not last.is_answered:
-                return last
+        if last is not None and last.is_abandoned and messages == last.messages:
+            return last
         if last is not None and not last.answer.done():
             raise UserFault(
                 f"call {self._num_calls + 1} came while call {self._num_calls} waited for its "

@@ -48,8 +48,7 @@ def answer_of(result: Any) -> Answer:
 
 
 def ending_score(result: Any, method: str = "end()") -> float | None:
-    """Return the score that a method of the user returned: a number, `{"score": number}` or None.
-    """
+    """Return the score that a user's method returned: a number, `{"score": number}` or None."""
     answer = answer_of(result)
     if not answer["ended"]:
         raise UserFault(f"{method} returned {shown(result)}: return a number or None")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from .answers import TEXTS, checked_messages
@@ -87,7 +88,7 @@ def added_messages(
     `call`: its number, from 1. The first call adds none. Raises UserFault if the call changes the
     conversation, or adds nothing to it later.
     """
-    for number, (old, new) in enumerate(zip(history, messages), 1):
+    for number, (old, new) in enumerate(zip(history, messages), 1):  # noqa: B905
         if old != new:
             raise UserFault(
                 f"call {call} changes message {number} of the conversation from {_shown(old)} to "
@@ -175,10 +176,8 @@ def _plain_call(call: Any) -> Any:
     if not isinstance(function, Mapping):
         return call
     arguments = function.get("arguments")
-    try:
+    with suppress(TypeError, ValueError, RecursionError):
         arguments = json.loads(arguments)
-    except (TypeError, ValueError, RecursionError):
-        pass
     return [call.get("id"), function.get("name"), arguments]
 
 

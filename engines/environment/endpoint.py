@@ -94,7 +94,7 @@ class Endpoint:
         try:
             writer.write(response_of(status, content))
             await asyncio.wait_for(writer.drain(), TRANSFER_S)
-        except (asyncio.TimeoutError, ConnectionError):
+        except (asyncio.TimeoutError, ConnectionError):  # noqa: UP041 (before Python 3.11)
             # The client has gone or does not read. It may ask again.
             writer.transport.abort()
         finally:
@@ -105,7 +105,7 @@ class Endpoint:
         client has gone."""
         try:
             request, body = await asyncio.wait_for(read_request(reader), TRANSFER_S)
-        except asyncio.TimeoutError:
+        except asyncio.TimeoutError:  # noqa: UP041 (before Python 3.11)
             reason = f"the request did not arrive within {TRANSFER_S:g} s: send it at once"
             raise HttpFault(HTTPStatus.REQUEST_TIMEOUT, reason) from None
         ask = self._conversations.get(request.api_key)
@@ -200,9 +200,7 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 def error_of(status: HTTPStatus, message: str) -> dict[str, Any]:
     """Return an error in OpenAI's shape."""
-    kind = (
-        "authentication_error" if status is HTTPStatus.UNAUTHORIZED else "invalid_request_error"
-    )
+    kind = "authentication_error" if status is HTTPStatus.UNAUTHORIZED else "invalid_request_error"
     return {"error": {"message": as_text(message), "type": kind, "param": None, "code": None}}
 
 

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 from .agents import AgentConversation
 from .answers import ending_score
@@ -104,9 +104,6 @@ def line_of(
     return json.dumps(message, ensure_ascii=False).encode() + b"\n"
 
 
-Conversation = Union[LiveConversation, AgentConversation]
-
-
 class Worker:
     """Live conversations and running calls."""
 
@@ -116,7 +113,7 @@ class Worker:
         self._threads = ThreadPoolExecutor(at_once)
         self._in_threads: set[tuple[str, object]] = set()
         """Calls that run in a thread now."""
-        self._conversations: dict[str, Conversation] = {}
+        self._conversations: dict[str, LiveConversation | AgentConversation] = {}
         self._endpoint = Endpoint()
         self._running: set[asyncio.Task[None]] = set()
 
@@ -155,7 +152,7 @@ class Worker:
         conversation = self._conversations.get(key) or self._new()
         return await conversation.step(**content)
 
-    def _new(self) -> Conversation:
+    def _new(self) -> LiveConversation | AgentConversation:
         if self._code.is_agent:
             return AgentConversation(self._code, self._in_thread, self._endpoint)
         return LiveConversation(self._code, self._in_thread)
