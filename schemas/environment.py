@@ -1,6 +1,6 @@
 """Settings of an environment, and what travels between a policy's turns and an environment."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,8 +16,9 @@ class EnvironmentConfig(Frozen):
     path: Path
     """Python file that defines your tools or your class, for example `my_tools.py`."""
     name: str | None = None
-    """Name of your class or of your list of tools, for example `Guess`. Set it if the file has
-    several. Default: the only class with `step`, else the list `tools`."""
+    """Name of your class, your function or your list of tools, for example `Guess`. Set it if the
+    file has several. Default: the only class with `step` or `run`, or the function `run`, else the
+    list `tools`."""
     kwargs: dict[str, SecretStr | int | float | bool] = {}
     """Keyword arguments of your class, for example `{highest: 20}`. Set them if it takes arguments.
     No record shows their text, as it may be an API key."""
@@ -107,6 +108,8 @@ class EnvironmentTask:
     extra_info: dict[str, Any]
     seed: int
     """Seed of the prompt in this step. All samples of a group have the same."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """Messages of the prompt, as `{"role": "user", "content": "1+1=?"}`."""
 
 
 @dataclass(frozen=True, slots=True)

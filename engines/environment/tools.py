@@ -71,6 +71,20 @@ def declared_tools(functions: Iterable[Any], owner: type | None = None) -> dict[
     return tools
 
 
+def own_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON schema that the user wrote. Raises UserFault."""
+    function = schema.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserFault(
+            f"the tool {shown(schema)} is no schema of a function: write "
+            '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
+        )
+    try:
+        return json.loads(json.dumps(schema, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserFault(f"the tool {function['name']} cannot be written as JSON: {error}") from None
+
+
 def call_problem(tool: Tool, arguments: Any) -> str | None:
     """Return why a call cannot be executed, for the policy to read. None: it can."""
     if not isinstance(arguments, Mapping):

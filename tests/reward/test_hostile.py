@@ -273,7 +273,8 @@ def test_a_pid_that_a_scorer_sends_is_not_killed(tmp_path):
     config.path.write_text(
         "import json, os, sys\n"
         "line = {'chunk': '', 'reply': 'ready', 'index': -1, 'content': 1}\n"
-        "os.write(int(sys.argv[-1]), json.dumps(line).encode() + b'\\n')\n" + config.path.read_text()
+        "os.write(int(sys.argv[-1]), json.dumps(line).encode() + b'\\n')\n"
+        + config.path.read_text()
     )
     one = ScorerProcess(config)
     try:
