@@ -129,6 +129,10 @@ class Turn:
     """Tool calls of this turn."""
     num_failed_calls: int = 0
     """Tool calls that raised an exception."""
+    ended_s: float | None = None
+    """Unix time at which the turn ended. None: an older refrain recorded it."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -15,6 +15,7 @@ from engines.histospec.drafting import (
     SURE,
     draft_batch,
     without_noise,
+    without_turns,
 )
 from engines.histospec.index import END, RESOLUTION, build_index
 from engines.histospec.matching import NO_INDEX, IndexTable, _place_of
@@ -49,6 +50,7 @@ def drafts_and_evidence(rows, worth=LONGEST_ALONE):
         np.array([len(context) for _, context, _ in rows], np.int32),
         np.array([window for _, _, window in rows], np.int32),
         without_noise(len(rows)),
+        without_turns(len(rows)),
         worth,
         drafts,
         evidence,
