@@ -183,6 +183,10 @@ class RolloutBatch(Frozen):
     num_accepted_tokens: NonNegativeInt
     num_verifications: NonNegativeInt = 0
     """Forward passes of a request that verified at least one draft token."""
+    first_turn_drafts: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
+    """Draft tokens that were verified in the first turns of conversations, and those accepted."""
+    later_turn_drafts: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
+    """The same of all later turns."""
     moves: MoveCounts = MoveCounts()
     switches: SwitchCounts = SwitchCounts()
     """The run's last switches, up to the end of this stage."""

@@ -192,6 +192,16 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "tokens",
             "tokens per verification, the bonus token included",
         ),
+        Metric(
+            "rollout/spec_accept_rate_first_turns",
+            "share",
+            "accepted over drafted tokens in the first turns of conversations",
+        ),
+        Metric(
+            "rollout/spec_accept_rate_later_turns",
+            "share",
+            "accepted over drafted tokens after the first answer of an environment",
+        ),
         Metric("rollout/speculation_rate", "share", "response tokens that came from drafts"),
         Metric("rollout/spec_gated_share", "share", "engine steps without drafts"),
         Metric("rollout/spec_draft_share", "share", "engines' busy time spent on drafting"),

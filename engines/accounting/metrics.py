@@ -35,6 +35,7 @@ SUMMARISED_COLUMNS = (
     "num_draft_tokens",
     "num_accepted_tokens",
     "num_verifications",
+    "turns",
 )
 """Columns of `Store.rollouts` that `summarise_rollouts` reads."""
 BY_CHANCE = 0.01
@@ -62,6 +63,7 @@ def summarise_rollouts(
     generation = replace(timeline, start_s=max(timeline.start_s, outcome.started_s))
     lengths = rows["response_tokens"].to_numpy()
     cut = [reason in OVERLONG for reason in rows["finish_reason"].to_pylist()]
+    turns = [own or [] for own in rows["turns"].to_pylist()]
     return RolloutBatch(
         split=plan.split,
         step=plan.step,
@@ -72,7 +74,9 @@ def summarise_rollouts(
         mean_response_tokens=float(lengths.mean()),
         max_response_tokens=int(lengths.max()),
         clip_ratio=float(np.mean(cut)),
-        **{name: int(rows[name].to_numpy().sum()) for name in SUMMARISED_COLUMNS[2:]},
+        **{name: int(rows[name].to_numpy().sum()) for name in SUMMARISED_COLUMNS[2:-1]},
+        first_turn_drafts=_drafts(turn for own in turns for turn in own[:1]),
+        later_turn_drafts=_drafts(turn for own in turns for turn in own[1:]),
         moves=outcome.moves,
         switches=(before or SwitchCounts()) + outcome.switches,
         drafted=dict(drafted or {}),
@@ -82,6 +86,12 @@ def summarise_rollouts(
         canary_error=outcome.canary_error,
         shares=tuple(_share(share, generation) for share in outcome.shares),
     )
+
+
+def _drafts(turns: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+    """Return the drafted and the accepted tokens of these turns."""
+    counts = [(t["num_draft_tokens"] or 0, t["num_accepted_tokens"] or 0) for t in turns]
+    return sum(drafted for drafted, _ in counts), sum(accepted for _, accepted in counts)
 
 
 def _share(share: EngineShare, generation: Timeline) -> EngineShare:
@@ -230,6 +240,10 @@ def drafting_metrics(batch: RolloutBatch) -> dict[str, float]:
         metrics["rollout/spec_accept_rate"] = accepted / batch.num_draft_tokens
         metrics["rollout/spec_accept_length"] = 1.0 + accepted / batch.num_verifications
         metrics["rollout/speculation_rate"] = accepted / batch.num_tokens
+    for name in ("first_turn", "later_turn"):
+        drafted, accepted = getattr(batch, f"{name}_drafts")
+        if drafted:
+            metrics[f"rollout/spec_accept_rate_{name}s"] = accepted / drafted
     return metrics
 
 

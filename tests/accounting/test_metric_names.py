@@ -29,6 +29,7 @@ from tests.accounting.test_metrics import (
     ROWS,
     SUMMARY,
     TIMELINE,
+    drafted_turns,
     outcome,
     rewards,
     share,
@@ -59,7 +60,8 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def of_a_step() -> dict[str, float]:
-    rows = ROWS.drop_columns(["num_draft_tokens", "num_verifications"])
+    rows = ROWS.drop_columns(["num_draft_tokens", "num_verifications", "turns"])
+    rows = rows.append_column("turns", pa.array([drafted_turns((8, 4), (8, 4))] * 4))
     for name in ("num_draft_tokens", "num_verifications"):
         rows = rows.append_column(name, pa.array([8, 0, 0, 0]))
     drafting = DraftingCounts(30, 15, 0.25, num_shared_draft_tokens=4)

@@ -47,6 +47,7 @@ ROWS = pa.table(
         "num_draft_tokens": [0, 0, 0, 0],
         "num_accepted_tokens": [0, 0, 0, 0],
         "num_verifications": [0, 0, 0, 0],
+        "turns": [[], [], [], None],
     }
 )
 HISTORY = HistoryReport(
@@ -75,6 +76,11 @@ MOVES = MoveCounts(
 )
 
 
+def drafted_turns(*counts: tuple[int, int]) -> list[dict[str, int]]:
+    """Return turns with these drafted and accepted tokens."""
+    return [{"num_draft_tokens": n, "num_accepted_tokens": accepted} for n, accepted in counts]
+
+
 def outcome(*shares: EngineShare, canary_error: float | None = 1e-6) -> Outcome:
     switches = SwitchCounts((0.5,), (2e9, 3e9))
     return Outcome(shares, 10.0, 14.0, 0.5, canary_error, (), (), MOVES, switches)
@@ -100,6 +106,20 @@ def test_rollouts_are_summarised(batch):
     assert batch.idle_share == pytest.approx(0.25)
     # The window is 6 to 14 s. Engine 0 began at 9 s, engine 1 at 10 s.
     assert batch.bubble_share == pytest.approx((3.0 + 6.0) / 16.0)
+
+
+def test_first_and_later_turns_have_their_own_acceptance(batch):
+    assert not any("turns" in name for name in drafting_metrics(batch))
+    turns = [
+        drafted_turns((8, 2), (4, 3), (2, 2)),
+        drafted_turns((2, 1)),
+        [],
+        [{"num_draft_tokens": None, "num_accepted_tokens": None}],
+    ]
+    rows = ROWS.drop_columns(["turns"]).append_column("turns", pa.array(turns))
+    metrics = drafting_metrics(summarise_rollouts(PLAN, rows, outcome(share(0, 4.0)), TIMELINE))
+    assert metrics["rollout/spec_accept_rate_first_turns"] == pytest.approx(0.3)
+    assert metrics["rollout/spec_accept_rate_later_turns"] == pytest.approx(5 / 6)
 
 
 def rewards(extras: Sequence[str] = ("{}",) * 4) -> pa.Table:
