@@ -12,7 +12,13 @@ from benchmarks import arctic
 from benchmarks.lockstep import Batch, LockstepDrafter, Rows
 from benchmarks.stock import NGRAM_WINDOW
 from engines.histospec.drafter import DraftedRequest, HistoryDrafter
-from engines.histospec.drafting import LONGEST_ALONE, NO_KEY, draft_batch, without_noise
+from engines.histospec.drafting import (
+    LONGEST_ALONE,
+    NO_KEY,
+    draft_batch,
+    without_noise,
+    without_turns,
+)
 from engines.histospec.gate import Gate, StepTimes
 from engines.histospec.index import HistoryIndex, build_index
 from engines.histospec.index_file import index_path, write_index
@@ -94,6 +100,7 @@ class Windows(LockstepDrafter):
             rows.num_tokens,
             np.minimum(self._windows[rows.live], rows.room),
             without_noise(len(rows.live)),
+            without_turns(len(rows.live)),
             LONGEST_ALONE,
             drafts,
             np.zeros(drafts.shape, np.uint16),

@@ -30,7 +30,12 @@ from rich.progress import track
 
 from benchmarks.arctic import PACKAGE, build_cache, draft, find_cache_class
 from benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
-from engines.histospec.drafting import draft_batch, draft_batch_of_any, evidence_shares
+from engines.histospec.drafting import (
+    draft_batch,
+    draft_batch_of_any,
+    evidence_shares,
+    without_turns,
+)
 from engines.histospec.index import END, HistoryIndex, build_index
 from engines.histospec.index_file import (
     cold_path,
@@ -208,8 +213,8 @@ class Ours:
         slots = np.full(ROWS, self._table.add(self.index), np.int32)
         lengths, windows = np.full(ROWS, CONTEXT_TOKENS, np.int32), np.full(ROWS, WINDOW, np.int32)
         drafts, evidence = np.zeros((ROWS, WINDOW), np.int32), np.zeros((ROWS, WINDOW), np.uint16)
-        keys = np.arange(ROWS, dtype=np.int64)
-        self._batch = (slots, contexts, lengths, windows, keys, evidence_shares(), drafts, evidence)
+        rows = (contexts, lengths, windows, np.arange(ROWS, dtype=np.int64), without_turns(ROWS))
+        self._batch = (slots, *rows, evidence_shares(), drafts, evidence)
 
     def build(self) -> HistoryIndex:
         return build_index([], self._responses, self._rewards, **SIZES)

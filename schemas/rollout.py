@@ -6,7 +6,7 @@ their prompts were validated before.
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
 from itertools import accumulate
@@ -129,6 +129,11 @@ class Turn:
     """Tool calls of this turn."""
     num_failed_calls: int = 0
     """Tool calls that raised an exception."""
+    ended_s: float | None = field(default=None, compare=False)
+    """Unix time at which the turn ended. None: an older refrain recorded it."""
+    num_draft_tokens: int = 0
+    """Draft tokens of this turn that were verified."""
+    num_accepted_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -166,6 +166,7 @@ async def _predict_gain(run: Run, report: StepReport) -> None:
 def _response_groups(rows: Any, config: TrainConfig) -> list[Any]:
     """Return the complete groups of a table `tables.INDEXED`, for `predict_gain`. The table is in
     the samples' order."""
+    from engines.histospec.index import turn_sizes
     from engines.histospec.predicted_gain import ResponseGroup
 
     found: dict[str, list[dict]] = {}
@@ -177,6 +178,7 @@ def _response_groups(rows: Any, config: TrainConfig) -> list[Any]:
             np.array(group[0]["prompt_token_ids"], np.int32),
             [np.array(row["response_token_ids"][:_FORETOLD_TOKENS], np.int32) for row in group],
             [sample_key(config.seed, group[0]["step"], Split.TRAIN, key, i) for i in range(size)],
+            [turn_sizes(row["turns"]) for row in group],
         )
         for key, group in found.items()
         if len(group) == size

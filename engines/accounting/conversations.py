@@ -34,6 +34,7 @@ def conversation_metrics(rows: pa.Table, generation_s: float) -> dict[str, float
     metrics |= {f"environment/{name}/max": float(sums[name].max()) for name in ("turns", "wait_s")}
     if generation_s > 0:
         metrics["environment/wait_share"] = metrics["environment/wait_s/mean"] / generation_s
+    metrics |= _accept_rates(turns.flatten(), num_turns)
     return metrics | _cut_shares(rows["finish_reason"].to_pylist())
 
 
@@ -46,6 +47,21 @@ def _sums_of(turns: Any, num_turns: np.ndarray) -> dict[str, np.ndarray]:
         return np.bincount(response, weights=values, minlength=len(num_turns))
 
     return {name: sums(field) for name, field in _PER_RESPONSE.items()}
+
+
+def _accept_rates(turns: Any, num_turns: np.ndarray) -> dict[str, float]:
+    """Return accepted over drafted tokens of first and of later turns, where there are drafts."""
+    is_first = np.zeros(len(turns), bool)
+    is_first[(np.cumsum(num_turns) - num_turns)[num_turns > 0]] = True
+    drafted, accepted = (
+        turns.field(name).fill_null(0).to_numpy()
+        for name in ("num_draft_tokens", "num_accepted_tokens")
+    )
+    return {
+        f"environment/accept_rate/{name}": float(accepted[own].sum() / drafted[own].sum())
+        for name, own in (("first_turns", is_first), ("later_turns", ~is_first))
+        if drafted[own].any()
+    }
 
 
 def _cut_shares(reasons: list[str]) -> dict[str, float]:

@@ -202,6 +202,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "responses cut by `max_turns`, by `max_wait_s`, by an observation that did not fit, "
             "or by a failure of the environment",
         ),
+        Metric(
+            "environment/accept_rate/first_turns, later_turns",
+            "share",
+            "accepted over drafted tokens, before and after the first answer of an environment",
+        ),
     ),
     "Drafting and history": (
         Metric("rollout/spec_accept_rate", "share", "accepted over drafted tokens"),

@@ -48,6 +48,8 @@ class StepRequest:
     num_accepted_tokens: int = 0
     drafter: str = ""
     reward: float | None = None
+    waits: tuple[tuple[float, float], ...] = ()
+    """When it waited for its environment: (from, to), in seconds since the window began."""
 
     @property
     def first(self) -> Stay:
@@ -152,8 +154,9 @@ def _finished(
 ) -> StepRequest:
     started_s, finished_s = row["started_s"] - begin_s, row["finished_s"] - begin_s
     stays = _stays(row["engine"], started_s, finished_s, moves, begins_s)
-    same = (field.name for field in fields(StepRequest)[2:])
-    return StepRequest(id, stays, **{name: row[name] for name in same})
+    waits = tuple((from_s - begin_s, to_s - begin_s) for from_s, to_s in row["waits"])
+    same = (field.name for field in fields(StepRequest)[2:-1])
+    return StepRequest(id, stays, **{name: row[name] for name in same}, waits=waits)
 
 
 def _stays(

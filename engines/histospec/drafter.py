@@ -32,6 +32,7 @@ from engines.histospec.drafting import (
     draft_batch,
     draft_batch_of_any,
     without_noise,
+    without_turns,
 )
 from engines.histospec.gate import Backoff, Gate
 from engines.histospec.matching import NO_INDEX
@@ -93,6 +94,8 @@ class DraftedRequest:
     sample_key: int = NO_KEY
     """Key of the noise that samples the request, to draft what the noise will draw. `NO_KEY`:
     unknown."""
+    turn_start: int = 0
+    """Where the request's turn begins in its tokens. 0: it is the first turn."""
 
 
 class HistoryDrafter:
@@ -123,6 +126,7 @@ class HistoryDrafter:
         self._sibling_slots = np.full(max_num_requests, NO_SLOT, np.int32)
         self._window = np.zeros(max_num_requests, np.int32)
         self._keys = without_noise(max_num_requests)
+        self._starts = without_turns(max_num_requests)
         self._max_tokens = np.zeros(max_num_requests, np.int32)
         self._num_drafted = np.zeros(max_num_requests, np.int32)
         self._evidence = np.zeros((max_num_requests, windows.cap), np.uint16)
@@ -143,11 +147,13 @@ class HistoryDrafter:
         self._requests[request.id] = (place, request.prompt_key)
         self.indexes.begin(place, request.prompt_key)
         if self._siblings:
-            slot = self._siblings.add(request.prompt_key, request.num_prompt_tokens)
+            prompt = request.num_prompt_tokens, request.turn_start
+            slot = self._siblings.add(request.prompt_key, *prompt)
             self._sibling_slots[place] = slot
         self._window[place] = self._windows.first(1)[0]
         self._max_tokens[place] = request.max_tokens
         self._keys[place] = request.sample_key
+        self._starts[place] = request.turn_start
         self._num_drafted[place] = 0
 
     def end_others(self, ids: Sequence[str]) -> None:
@@ -253,7 +259,8 @@ class HistoryDrafter:
         # A verification emits one token more than it accepts.
         room = self._max_tokens[places] - num_tokens - 1
         windows = np.where(num_sampled > 0, np.clip(room, 0, self._window[places]), 0)
-        text = (token_ids, num_tokens, windows.astype(np.int32), self._keys[places])
+        windows = windows.astype(np.int32)
+        text = (token_ids, num_tokens, windows, self._keys[places], self._starts[places])
         drafts.num = draft_batch(
             self.indexes.table.rows,
             own_slots,
@@ -279,7 +286,7 @@ class HistoryDrafter:
         token_ids: np.ndarray,
         num_tokens: np.ndarray,
         windows: np.ndarray,
-        keys: np.ndarray,
+        *rest: np.ndarray,
     ) -> None:
         """Search the shared indexes, and take their drafts where more tokens are expected to be
         accepted."""
@@ -295,7 +302,7 @@ class HistoryDrafter:
             token_ids,
             num_tokens,
             windows,
-            keys,
+            *rest,
             others.tokens,
             others.evidence,
         )

@@ -1,5 +1,6 @@
 """Drafts for all rows of a decoding step in one compiled call. For each row the call finds the last
-tokens in an index (`engines.histospec.matching`) and drafts the tokens that followed them.
+tokens in an index (`engines.histospec.matching`) and drafts the tokens that followed them. It looks
+for the tokens before a later turn of a conversation as the index stores them (`index.as_context`).
 """
 
 import math
@@ -10,6 +11,7 @@ from numba import float64, int32, int64, njit, uint16, uint64
 from engines.histospec.index import END
 from engines.histospec.matching import (
     DRAFT,
+    MAX,
     MIN,
     arrays_of,
     few_matches,
@@ -115,7 +117,7 @@ def _heaviest(text, order, weight, low, high, depth):
     best_low, best_high, best_sum = low, low, int64(-1)
     while low < high:
         end = _end_of(text, order, low, high, depth)
-        if text[order[low] + depth] != END:
+        if text[order[low] + depth] >= 0:
             total = weight[end] - weight[low]
             if total > best_sum or (total == best_sum and end - low > best_high - best_low):
                 best_low, best_high, best_sum = low, end, total
@@ -160,7 +162,7 @@ def _foreseen(text, order, low, high, depth, key, position):
     while low < high:
         end = _end_of(text, order, low, high, depth)
         token = text[order[low] + depth]
-        if token != END:
+        if token >= 0:
             score = SHARPNESS * math.log(float64(end - low)) + _gumbel(key, position, token)
             if score > best:
                 following, num_next = best, best_high - best_low
@@ -221,8 +223,8 @@ def _draft_after(row, context, num_tokens, found, few, worth, spare, *rest):
     `spare`: int32 [2, window], scratch space.
     """
     length, low, high, is_few, fewest = found
-    window, key, draft, evidence = rest
-    drafted = _descend(row, length, low, high, is_few, few, num_tokens, *rest)
+    position, window, key, draft, evidence = rest
+    drafted = _descend(row, length, low, high, is_few, few, *rest)
     if not drafted or not len(worth) or high - low >= ENOUGH or fewest[1] - fewest[0] < ENOUGH:
         return drafted
     expected = _expected(evidence, drafted, worth)
@@ -233,8 +235,8 @@ def _draft_after(row, context, num_tokens, found, few, worth, spare, *rest):
         length, high = often_of_few(row, *fewest, length - 1, ENOUGH, few)
     else:
         length, low, high = match_of(row, context, num_tokens, length - 1, ENOUGH)
-    other = (window, key, spare[0], spare[1])
-    count = _descend(row, length, low, high, is_few, few, num_tokens, *other)
+    other = (position, window, key, spare[0], spare[1])
+    count = _descend(row, length, low, high, is_few, few, *other)
     if _expected(spare[1], count, worth) > expected:
         draft[:count], evidence[:count] = spare[0, :count], spare[1, :count]
         return count
@@ -278,12 +280,31 @@ def _draft_row_of_any(table, slots, context, num_tokens, firsts, few, *rest):
     return _draft_after(row, *text, found, few, *rest)
 
 
-_ROWS = (int64[:, ::1], int32[::1], int32[:, :], int32[::1], int32[::1], int64[::1])
+@njit
+def _contexts(table, token_ids, num_tokens, windows, starts):
+    """Return the last tokens of each row as indexes store them, int32 [rows, longest match], and
+    how many there are, int64 [rows]."""
+    longest = int64(0)
+    for slot in range(len(table)):
+        longest = max(longest, table[slot, MAX])
+    contexts = np.zeros((len(windows), longest), np.int32)
+    lengths = np.minimum(num_tokens, longest)
+    for i in range(len(windows)):
+        first = num_tokens[i] - lengths[i]
+        for k in range(lengths[i] if windows[i] > 0 else 0):
+            token = token_ids[i, first + k]
+            contexts[i, k] = token if first + k >= starts[i] else END - 1 - token
+    return contexts, lengths
+
+
+_ROWS = (int64[:, ::1], int32[::1], int32[:, :], int32[::1], int32[::1], int64[::1], int32[::1])
 _DRAFTS = (int32[:, ::1], uint16[:, ::1])
 
 
 @njit(int32[::1](*_ROWS, float64[::1], *_DRAFTS), cache=True)
-def draft_batch(table, slots, token_ids, num_tokens, windows, keys, worth, drafts, evidence):
+def draft_batch(
+    table, slots, token_ids, num_tokens, windows, keys, starts, worth, drafts, evidence
+):
     """Draft for every row; return int32 [rows], the number of tokens drafted for each.
 
     `table`: `IndexTable.rows`.
@@ -292,6 +313,7 @@ def draft_batch(table, slots, token_ids, num_tokens, windows, keys, worth, draft
     `num_tokens`: int32 [rows], how many of `token_ids` are valid.
     `windows`: int32 [rows], most tokens to draft; 0 drafts nothing.
     `keys`: int64 [rows], sample key of each row, to draft what its noise will draw, or `NO_KEY`.
+    `starts`: int32 [rows], where the turn begins that a row is in. 0: it is the first one.
     `worth`: float64 [NUM_EVIDENCE], probability by class that a token is accepted when those before
         it were. If empty, the longest match alone drafts.
     `drafts`: int32 [rows, largest window], filled from the left.
@@ -301,28 +323,32 @@ def draft_batch(table, slots, token_ids, num_tokens, windows, keys, worth, draft
     num_drafts = np.zeros(len(slots), np.int32)
     few = few_matches()
     choice = worth, np.zeros((2, drafts.shape[1]), np.int32)
-    firsts = first_tokens_of(table, slots.reshape(-1, 1), token_ids, num_tokens, windows)
+    contexts, lengths = _contexts(table, token_ids, num_tokens, windows, starts)
+    firsts = first_tokens_of(table, slots.reshape(-1, 1), contexts, lengths, windows)
     for i in range(len(slots)):
         if windows[i] > 0 and firsts[i, 0, 1]:
-            text = (token_ids[i], num_tokens[i], firsts[i, 0])
-            rest = (windows[i], keys[i], drafts[i], evidence[i])
+            text = (contexts[i], lengths[i], firsts[i, 0])
+            rest = (num_tokens[i], windows[i], keys[i], drafts[i], evidence[i])
             num_drafts[i] = _draft_row(table[slots[i]], *text, few, *choice, *rest)
     return num_drafts
 
 
 @njit(int32[::1](*_ROWS, *_DRAFTS), cache=True)
-def draft_batch_of_any(table, slots, token_ids, num_tokens, windows, keys, drafts, evidence):
+def draft_batch_of_any(
+    table, slots, token_ids, num_tokens, windows, keys, starts, drafts, evidence
+):
     """Draft for every row from whichever of these indexes has the longest match, or the most of
     equally long ones. Only that match drafts. `slots`: int32 [indexes]. The other arguments are
     those of `draft_batch`."""
     num_drafts = np.zeros(len(windows), np.int32)
     few = few_matches()
     alone = np.zeros(0), np.zeros((2, 0), np.int32)
-    firsts = first_tokens_of(table, slots.reshape(1, -1), token_ids, num_tokens, windows)
+    contexts, lengths = _contexts(table, token_ids, num_tokens, windows, starts)
+    firsts = first_tokens_of(table, slots.reshape(1, -1), contexts, lengths, windows)
     for i in range(len(windows)):
         if windows[i] > 0 and firsts[i, :, 1].any():
-            text = (token_ids[i], num_tokens[i], firsts[i])
-            rest = (windows[i], keys[i], drafts[i], evidence[i])
+            text = (contexts[i], lengths[i], firsts[i])
+            rest = (num_tokens[i], windows[i], keys[i], drafts[i], evidence[i])
             num_drafts[i] = _draft_row_of_any(table, slots, *text, few, *alone, *rest)
     return num_drafts
 
@@ -330,3 +356,8 @@ def draft_batch_of_any(table, slots, token_ids, num_tokens, windows, keys, draft
 def without_noise(num_rows: int) -> np.ndarray:
     """Return sample keys for rows whose noise is unknown; int64 [rows]."""
     return np.full(num_rows, NO_KEY, np.int64)
+
+
+def without_turns(num_rows: int) -> np.ndarray:
+    """Return `starts` of rows that are in their first turn; int32 [rows]."""
+    return np.zeros(num_rows, np.int32)

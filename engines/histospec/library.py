@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engines.histospec.index import build_index
+from engines.histospec.index import Tokens, Turns, build_index
 from engines.histospec.index_file import (
     COLD,
     LIST,
@@ -45,9 +45,11 @@ class PromptHistory(NamedTuple):
 
     prompt_key: str
     step: int
-    prompt_token_ids: Sequence[int] | np.ndarray
-    responses: Sequence[Sequence[int] | np.ndarray]
+    prompt_token_ids: Tokens
+    responses: Sequence[Tokens]
     rewards: Sequence[float]
+    turns: Sequence[Turns] = ()
+    """Turns of each response. Empty: no response has turns."""
 
 
 def index_sizes(config: DraftingConfig) -> dict[str, int]:
@@ -183,8 +185,8 @@ class IndexLibrary:
 
     def _build(self, history: PromptHistory) -> float:
         started_s = time.perf_counter()
-        key, step, prompt, responses, rewards = history
-        index = build_index(prompt, responses, rewards, **self._sizes, step=step)
+        key, step, prompt, responses, rewards, turns = history
+        index = build_index(prompt, responses, rewards, turns=turns, **self._sizes, step=step)
         write_index(index, key, index_path(self._directory, key))
         return time.perf_counter() - started_s
 

@@ -9,14 +9,14 @@ The cost of a draft token is unknown before there are drafts, so the gain is pre
 costs: a tenth of a row's time, as on a GPU with few rows, and eight tenths, as on a CPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from engines.histospec.acceptance import Acceptance
 from engines.histospec.gate import Gate
-from engines.histospec.index import build_index
+from engines.histospec.index import Turns, build_index, split_turns
 from engines.histospec.library import index_sizes
 from engines.histospec.matching import IndexTable
 from engines.histospec.replay import replay
@@ -35,6 +35,8 @@ class ResponseGroup:
     responses: Sequence[np.ndarray]
     sample_keys: Sequence[int]
     """Key of the noise of each response."""
+    turns: Sequence[Turns] = ()
+    """Turns of each response. Empty: no response has turns."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +63,25 @@ class RowTimes:
 
 def predict_gain(groups: Sequence[ResponseGroup], config: DraftingConfig) -> PredictedGain | None:
     """Return the predicted gain, or None if no group has two responses."""
-    table, prompts, responses, keys, slots = IndexTable(), [], [], [], []
+    table, prompts, responses, keys, slots, starts = IndexTable(), [], [], [], [], []
     for group in groups:
         half = len(group.responses) // 2
         if not half:
             continue
         index = build_index(
-            group.prompt_token_ids, group.responses[:half], [0.0] * half, **index_sizes(config)
+            group.prompt_token_ids,
+            group.responses[:half],
+            [0.0] * half,
+            turns=group.turns[:half],
+            **index_sizes(config),
         )
         slot = table.add(index)
-        for response, key in zip(group.responses[half:], group.sample_keys[half:], strict=True):
-            prompts.append(group.prompt_token_ids)
-            responses.append(response)
+        for before, sampled, start, key in _later_half(group, half):
+            prompts.append(before)
+            responses.append(sampled)
             keys.append(key)
             slots.append(slot)
+            starts.append(start)
     if not slots:
         return None
     given = (prompts, responses, table.rows, np.array(slots, np.int32))
@@ -89,7 +96,22 @@ def predict_gain(groups: Sequence[ResponseGroup], config: DraftingConfig) -> Pre
                 gate=gate,
                 acceptance=acceptance,
                 sample_keys=np.array(keys, np.int64) if config.look_ahead else None,
+                starts=np.array(starts, np.int32),
             )
         num_tokens = sum(map(len, responses))
         speeds.append(num_tokens / float(done.num_passes.sum() + share * done.num_drafted.sum()))
     return PredictedGain(*speeds)
+
+
+def _later_half(
+    group: ResponseGroup, half: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, int, int]]:
+    """Yield the turns of the second half: the tokens before, those sampled, where the turn starts
+    (0 in a first turn), and the key of the noise."""
+    turns = group.turns or [()] * len(group.responses)
+    given = (group.responses, turns, group.sample_keys)
+    for response, own, key in zip(*(of[half:] for of in given), strict=True):
+        parts = split_turns(group.prompt_token_ids, response, own)
+        for number, (before, sampled) in enumerate(parts):
+            if len(sampled):
+                yield before, sampled, len(before) if number else 0, key

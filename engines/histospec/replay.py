@@ -10,12 +10,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.histospec.acceptance import Acceptance
-from engines.histospec.drafting import LONGEST_ALONE, draft_batch, without_noise
+from engines.histospec.drafting import (
+    LONGEST_ALONE,
+    draft_batch,
+    without_noise,
+    without_turns,
+)
 from engines.histospec.gate import Gate
+from engines.histospec.index import Tokens
 from engines.histospec.matching import NO_INDEX
 from engines.histospec.window import WindowPolicy
-
-Tokens = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ def replay(
     gate: Gate | None = None,
     acceptance: Acceptance | None = None,
     sample_keys: np.ndarray | None = None,
+    starts: np.ndarray | None = None,
 ) -> Replay:
     """Generate every response again, from its first token to its last. No response may be empty.
 
@@ -50,12 +55,14 @@ def replay(
         None: a new one for the gate, and the longest match drafts.
     `sample_keys`: int64 [responses], keys of the noise that sampled each, to draft what the noise
         draws. None: unknown.
+    `starts`: see `draft_batch`; int32 [responses]. None: no response is a later turn.
     """
     token_ids, at, ends = known_sequences(prompts, responses, policy.cap)
     longest_alone = acceptance is None
     gate, acceptance = gate or Gate(None), acceptance or Acceptance()
     windows = policy.first(len(ends))
     noise = without_noise(len(ends)) if sample_keys is None else sample_keys
+    starts = without_turns(len(ends)) if starts is None else starts
     counts = np.zeros((4, len(ends)), np.int64)
     live, rows = np.arange(len(ends)), token_ids
     while len(live):
@@ -67,8 +74,8 @@ def replay(
             drafts = np.zeros((len(live), policy.cap), np.int32)
             evidence = np.zeros(drafts.shape, np.uint16)
             worth = LONGEST_ALONE if longest_alone else acceptance.worth
-            args = (slots[live], rows, num_tokens, wanted, noise[live], worth)
-            drafted = draft_batch(table, *args, drafts, evidence)
+            args = (slots[live], rows, num_tokens, wanted, noise[live], starts[live])
+            drafted = draft_batch(table, *args, worth, drafts, evidence)
             probabilities = acceptance.of_drafts(evidence, drafted)
             known = (float(num_tokens.sum()), acceptance.num_observed)
             drafted = gate.keep(probabilities, drafted, *known)

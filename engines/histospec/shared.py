@@ -22,7 +22,14 @@ from pathlib import Path
 import numpy as np
 
 from engines.durable import write_durably
-from engines.histospec.index import END, HistoryIndex, index_text, response_weights
+from engines.histospec.index import (
+    END,
+    HistoryIndex,
+    index_text,
+    num_parts,
+    response_text,
+    response_weights,
+)
 from engines.histospec.index_file import (
     LIST,
     SUFFIX,
@@ -80,7 +87,7 @@ def num_merged(shards: Sequence[Shard], num_new: int, since: int, most: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Responses of one step."""
+    """Responses of one step, with a weight for each part of their text."""
 
     step: int
     text: np.ndarray
@@ -196,11 +203,11 @@ def _fitting(histories: Sequence[PromptHistory], tail_tokens: int, most: int) ->
 
 
 def _samples(history: PromptHistory, tail_tokens: int) -> Iterator[_Part]:
-    tail = np.asarray(history.prompt_token_ids, np.int32)[-tail_tokens:]
     weights = np.minimum(response_weights(history.rewards), _MAX_WEIGHT)
-    for response, weight in zip(history.responses, weights, strict=True):
-        text = np.concatenate([tail, np.asarray(response, np.int32), np.array([END], np.int32)])
-        yield _Part(history.step, text, np.array([weight]))
+    turns = history.turns or [()] * len(history.responses)
+    for response, weight, own in zip(history.responses, weights, turns, strict=True):
+        text = response_text(history.prompt_token_ids, response, own, tail_tokens)
+        yield _Part(history.step, text, np.repeat(weight, num_parts(own)))
 
 
 class SharedReader:

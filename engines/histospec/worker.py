@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from engines.histospec.index import turn_sizes
 from engines.histospec.index_file import MARK, index_path, replace_file, shared_dir
 from engines.histospec.library import IndexLibrary, PromptHistory, delete_indexes
 from engines.histospec.shared import SharedLibrary, follow_list, missing_shared
@@ -177,6 +178,7 @@ def histories(rows: pa.Table) -> list[PromptHistory]:
     keys = rows["prompt_key"].to_pylist()
     starts = [i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
     responses = _lists(rows["response_token_ids"])
+    turns = list(map(turn_sizes, rows["turns"].to_pylist()))
     rewards = rows["reward"].to_numpy()
     steps = rows["step"].to_numpy()
     return [
@@ -186,6 +188,7 @@ def histories(rows: pa.Table) -> list[PromptHistory]:
             prompt_token_ids=rows["prompt_token_ids"][start].values.to_numpy(),
             responses=responses[start:end],
             rewards=rewards[start:end].tolist(),
+            turns=turns[start:end],
         )
         for start, end in pairwise([*starts, len(keys)])
     ]

@@ -145,20 +145,28 @@ def _all_placed(timeline: Timeline, gpus: Gpus) -> dict[int, tuple[int, ...]]:
 def _request_columns(
     requests: Sequence[StepRequest], gpus: Gpus, window_s: float
 ) -> dict[str, list[Any]]:
-    """Return requests and their stays on engines. Names are stored once and referenced by index. A
-    stay refers to its request, and ends with its row in the lane of its engine's first GPU."""
+    """Return requests, their stays on engines and their waits. Names are stored once and referenced
+    by index. A stay refers to its request, and ends with its row in the lane of its engine's first
+    GPU. A wait refers to its stay."""
     prompts = {request.id.prompt_key: 0 for request in requests}
     words = {word: 0 for r in requests for word in (r.drafter, r.finish_reason)}
     for table in (prompts, words):
         table.update({name: index for index, name in enumerate(table)})
     lanes: dict[int, list[tuple[tuple[float, float], list[Any]]]] = defaultdict(list)
     stays: list[list[Any]] = []
+    waits: list[list[Any]] = []
     for number, request in enumerate(requests):
         for stay in request.stays:
             start_s, end_s = max(0.0, stay.start_s), min(window_s, stay.end_s)
             if end_s > start_s:
                 stays.append([stay.engine, number, *_rounded(start_s, end_s), int(stay.lost)])
                 lanes[gpus[stay.engine][0]].append(((start_s, end_s), stays[-1]))
+                own = [] if stay.lost else request.waits
+                waits += [
+                    [len(stays) - 1, *_rounded(*clipped)]
+                    for wait in own
+                    if (clipped := _clipped(wait, start_s, end_s))
+                ]
     for lane in lanes.values():
         rows = first_free_rows([times_s for times_s, _ in lane], window_s * _GRAIN_SHARE)
         for (_, shown), row in zip(lane, rows, strict=True):
@@ -168,7 +176,16 @@ def _request_columns(
         "words": list(words),
         "requests": [_request_row(request, prompts, words) for request in requests],
         "stays": stays,
+        "waits": waits,
     }
+
+
+def _clipped(
+    interval: tuple[float, float], start_s: float, end_s: float
+) -> tuple[float, float] | None:
+    """Return the part of an interval between two times, or None if there is none."""
+    from_s, to_s = max(interval[0], start_s), min(interval[1], end_s)
+    return (from_s, to_s) if from_s < to_s else None
 
 
 def _request_row(

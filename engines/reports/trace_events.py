@@ -58,8 +58,9 @@ def _read(file: Path) -> RecordedTimeline:
 def trace_events(
     timelines: Sequence[RecordedTimeline], rollouts: Iterable[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Return the file's content. `rollouts` have `name`, `engine`, `started_s` and `finished_s`
-    (Unix times) and `args`. Times are microseconds since the first timeline or rollout began."""
+    """Return the file's content. `rollouts` have `name`, `engine`, `started_s`, `finished_s` and
+    `waits` (Unix times) and `args`. Times are microseconds since the first timeline or rollout
+    began."""
     rollouts = list(rollouts)
     begin_s = min(
         [
@@ -123,12 +124,17 @@ def _moves(timelines: Sequence[RecordedTimeline], begin_s: float) -> Iterator[Ev
 
 
 def _rollouts(rollouts: Iterable[Mapping[str, Any]], begin_s: float) -> Iterator[Event]:
-    """Yield rollouts as asynchronous slices. Viewers spread these over as many rows as needed."""
+    """Yield rollouts as asynchronous slices, with their waits for an environment inside. Viewers
+    spread these over as many rows as needed."""
     for number, rollout in enumerate(rollouts):
         common = {"cat": "rollout", "name": rollout["name"], "id": number, "tid": 0}
         common["pid"] = rollout["engine"]
         started_us = _us(rollout["started_s"] - begin_s)
         yield common | {"ph": "b", "ts": started_us, "args": rollout["args"]}
+        for from_s, to_s in rollout["waits"]:
+            wait = common | {"name": "waits for its environment"}
+            yield wait | {"ph": "b", "ts": _us(from_s - begin_s)}
+            yield wait | {"ph": "e", "ts": _us(to_s - begin_s)}
         yield common | {"ph": "e", "ts": _us(rollout["finished_s"] - begin_s)}
 
 

@@ -7,6 +7,12 @@ from schemas.rollout import OVERLONG
 
 _OVERLONG = tuple(map(str, OVERLONG))
 
+_WAITS = """[
+    [turn.ended_s, turn.ended_s + turn.waited_s] for turn in coalesce(turns, [])
+    if turn.ended_s IS NOT NULL AND turn.waited_s > 0
+] AS waits"""
+"""Unix times from and to which a conversation waited for its environment."""
+
 FINISHED = """
 SELECT prompt_key, sample_index, policy_version, last_policy_version, origin_step
 FROM rollouts WHERE split = $split AND step = $step
@@ -24,10 +30,10 @@ WHERE split = $split AND step = $step AND NOT EXISTS (
 ORDER BY prompt_key, sample_index
 """
 
-TIMED_ROLLOUTS = """
+TIMED_ROLLOUTS = f"""
 SELECT prompt_key, sample_index, engine, started_s, finished_s, len(prompt_token_ids) AS
     prompt_tokens, response_tokens, version_spans[-1].num_tokens AS step_tokens, finish_reason,
-    drafter, num_draft_tokens, num_accepted_tokens, reward
+    drafter, num_draft_tokens, num_accepted_tokens, reward, {_WAITS}
 FROM rollouts
 JOIN prompts USING (prompt_key)
 LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
@@ -35,9 +41,9 @@ WHERE split = $split AND step = $step
 ORDER BY started_s, finished_s, prompt_key, sample_index
 """
 
-ENGINE_TIMES = """
+ENGINE_TIMES = f"""
 SELECT split, step, prompt_key, sample_index, engine, started_s, finished_s, response_tokens,
-    finish_reason, drafter, num_draft_tokens, num_accepted_tokens, reward
+    finish_reason, drafter, num_draft_tokens, num_accepted_tokens, reward, {_WAITS}
 FROM rollouts LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
 ORDER BY started_s, finished_s
 """

@@ -84,7 +84,8 @@ class Store(StepRecords):
     def timed_rollouts(self, split: Split, step: int) -> pa.Table:
         """Return the engine and the times of each rollout of a step, without its tokens.
 
-        `step_tokens` counts the response tokens that were generated in this step.
+        `waits`: (from, to) of each wait for its environment, in Unix time. `step_tokens` counts the
+        response tokens that were generated in this step.
         """
         return self._table_of(step, queries.TIMED_ROLLOUTS, split)
 
@@ -273,9 +274,9 @@ class Store(StepRecords):
         )
 
     def engine_times(self) -> list[dict[str, Any]]:
-        """Return the run's rollouts as trace events: `name`, `engine`, `started_s` and `finished_s`
-        (Unix times), and the other columns as `args`."""
-        named = ("engine", "started_s", "finished_s")
+        """Return the run's rollouts as trace events: `name`, `engine`, `started_s`, `finished_s`
+        and `waits` (Unix times), and the other columns as `args`."""
+        named = ("engine", "started_s", "finished_s", "waits")
         return [
             {
                 "name": f"{row['split']} step {row['step']}",

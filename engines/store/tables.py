@@ -10,7 +10,8 @@ SCHEMA_VERSION = 6
 
 _TURNS = (
     "STRUCT(num_sampled INTEGER, num_observed INTEGER, waited_s DOUBLE, score DOUBLE, "
-    "num_calls INTEGER, num_failed_calls INTEGER)[]"
+    "num_calls INTEGER, num_failed_calls INTEGER, ended_s DOUBLE, num_draft_tokens INTEGER, "
+    "num_accepted_tokens INTEGER)[]"
 )
 """Type of a conversation's turns (`schemas.rollout.Turn`)."""
 
@@ -127,6 +128,9 @@ ALTER TABLE archived_drafts ADD COLUMN IF NOT EXISTS rejections BIGINT;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns {_TURNS} DEFAULT [];
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS observed_tokens INTEGER DEFAULT 0;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS environment_score DOUBLE;
+ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns.element.ended_s DOUBLE;
+ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns.element.num_draft_tokens INTEGER;
+ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns.element.num_accepted_tokens INTEGER;
 """
 """Columns that older stores of this version lack."""
 
@@ -151,6 +155,9 @@ TURNS = pa.list_(
             "score": pa.float64(),
             "num_calls": pa.int32(),
             "num_failed_calls": pa.int32(),
+            "ended_s": pa.float64(),
+            "num_draft_tokens": pa.int32(),
+            "num_accepted_tokens": pa.int32(),
         }
     )
 )

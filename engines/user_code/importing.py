@@ -55,7 +55,8 @@ def ordered_path(directory: Path, entries: Sequence[str]) -> list[str]:
 
 def import_file(path: Path, setting: str, if_missing: str = "") -> ModuleType:
     """Import the file that `setting` names. Raises UserFault if it does not exist, raises or ends
-    the process. `if_missing`: advice about a package that the file imports and that is not there."""
+    the process. `if_missing`: advice about a package that the file imports and nobody has
+    installed."""
     if not path.is_file():
         raise UserFault(f"{setting} {path} does not exist")
     # A unique module name: otherwise a file called `math.py` would hide a standard module.

@@ -45,6 +45,16 @@ def test_turns_are_summed_up_by_response():
     )
 
 
+def test_first_and_later_turns_have_their_own_acceptance():
+    def drafted(*counts):
+        return [Turn(9, num_draft_tokens=n, num_accepted_tokens=own) for n, own in counts]
+
+    talks = [drafted((8, 2), (4, 3), (2, 2)), [], drafted((2, 1)), drafted((0, 0))]
+    metrics = conversation_metrics(rows_of(talks), 5.0)
+    assert metrics["environment/accept_rate/first_turns"] == pytest.approx(0.3)
+    assert metrics["environment/accept_rate/later_turns"] == pytest.approx(5 / 6)
+
+
 def test_rows_in_chunks_have_the_same_metrics():
     """Each chunk has offsets of its own, as rows of a store do."""
     rows = rows_of()

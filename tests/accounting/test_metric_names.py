@@ -63,8 +63,11 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 def of_a_step() -> dict[str, float]:
     rows = ROWS.drop_columns(["num_draft_tokens", "num_verifications", "turns"])
-    turns = [[asdict(Turn(3, 2)), asdict(Turn(1))]] * 4
-    rows = rows.append_column("turns", pa.array(turns, TURNS))
+    turns = [
+        asdict(Turn(3, 2, num_draft_tokens=8, num_accepted_tokens=4)),
+        asdict(Turn(1, num_draft_tokens=8, num_accepted_tokens=4)),
+    ]
+    rows = rows.append_column("turns", pa.array([turns] * 4, TURNS))
     for name in ("num_draft_tokens", "num_verifications"):
         rows = rows.append_column(name, pa.array([8, 0, 0, 0]))
     drafting = DraftingCounts(30, 15, 0.25, num_shared_draft_tokens=4)

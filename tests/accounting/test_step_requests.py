@@ -40,6 +40,7 @@ def row(prompt: str, engine: int, started_s: float, finished_s: float, **changes
         "num_draft_tokens": 40,
         "num_accepted_tokens": 30,
         "reward": 1.0,
+        "waits": [],
         **changes,
     }
 
@@ -118,3 +119,10 @@ def test_requests_of_other_windows_and_steps_are_excluded() -> None:
     assert requests_of([row("a", 0, 2.0, 9.0)]) == {}
     other = MoveRecord(RequestId(TRAIN, 3, "a", 0), 0, 1, MoveKind.DEFERRED, 20.0, 5)
     assert step_moves(Timeline(10.0, 40.0, (0,), (), (other,)), TRAIN, 2) == []
+
+
+def test_waits_count_from_the_window() -> None:
+    request = requests_of([row("a", 1, 12.0, 20.0, waits=[[1013.0, 1014.5], [1016.0, 1016.5]])])[
+        "a"
+    ]
+    assert request.waits == ((3.0, 4.5), (6.0, 6.5))

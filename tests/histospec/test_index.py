@@ -15,6 +15,7 @@ from engines.histospec.drafting import (
     SURE,
     draft_batch,
     without_noise,
+    without_turns,
 )
 from engines.histospec.index import END, RESOLUTION, build_index
 from engines.histospec.matching import NO_INDEX, IndexTable, _place_of
@@ -49,6 +50,7 @@ def drafts_and_evidence(rows, worth=LONGEST_ALONE):
         np.array([len(context) for _, context, _ in rows], np.int32),
         np.array([window for _, _, window in rows], np.int32),
         without_noise(len(rows)),
+        without_turns(len(rows)),
         worth,
         drafts,
         evidence,
@@ -61,8 +63,9 @@ def drafts_and_evidence(rows, worth=LONGEST_ALONE):
     )
 
 
-def slow_draft(prompt, responses, context, window, min_match, max_match):
-    """Return the draft by definition: follow all suffixes of all responses token by token."""
+def slow_draft(prompt, responses, context, window, min_match, max_match, is_drafted=lambda _: True):
+    """Return the draft by definition: follow all suffixes of all responses token by token.
+    `is_drafted`: whether a token may be in a draft."""
     least = min([0.0, *(reward for _, reward in responses)])
     texts = [
         (prompt[-max_match:] + tokens, round((reward - least) / RESOLUTION))
@@ -80,7 +83,7 @@ def slow_draft(prompt, responses, context, window, min_match, max_match):
         while len(drafted) < window:
             children = defaultdict(list)
             for suffix, weight in suffixes:
-                if suffix:
+                if suffix and is_drafted(suffix[0]):
                     children[suffix[0]].append((suffix[1:], weight))
             if not children:
                 break

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from benchmarks.drafters import Shipped, Windows, index_of
 from benchmarks.lockstep import Batch, generate_again
 from engines.histospec.acceptance import Acceptance
-from engines.histospec.drafting import draft_batch, without_noise
+from engines.histospec.drafting import draft_batch, without_noise, without_turns
 from engines.histospec.gate import LOOKS, Gate
 from engines.histospec.index import build_index
 from engines.histospec.library import PromptHistory
@@ -75,7 +75,7 @@ class SlowRow:
         window = np.minimum(self.windows, len(self.left) - 1).astype(np.int32)
         args = np.array([self.slot], np.int32), np.array([self.context], np.int32)
         at = np.array([len(self.context)], np.int32)
-        args = (*args, at, window, without_noise(1), worth)
+        args = (*args, at, window, without_noise(1), without_turns(1), worth)
         return draft_batch(table, *args, self.drafts, self.evidence)[0]
 
     def verify(self, kept):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.histospec.drafting import draft_batch_of_any, without_noise
+from engines.histospec.drafting import draft_batch_of_any, without_noise, without_turns
 from engines.histospec.index import END, build_index
 from engines.histospec.index_file import LIST, shared_dir
 from engines.histospec.library import PromptHistory, delete_indexes
@@ -54,7 +54,8 @@ def drafted(indexes, context, window):
     slots = np.array([table.add(index) for index in indexes], np.int32)
     drafts, evidence = np.zeros((1, 40), np.int32), np.zeros((1, 40), np.uint16)
     text = np.array([context], np.int32).reshape(1, len(context))
-    args = (np.array([len(context)], np.int32), np.array([window], np.int32), without_noise(1))
+    args = (np.array([len(context)], np.int32), np.array([window], np.int32))
+    args = (*args, without_noise(1), without_turns(1))
     (num,) = draft_batch_of_any(table.rows, slots, text, *args, drafts, evidence)
     return drafts[0, :num].tolist()
 

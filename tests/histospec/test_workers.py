@@ -9,7 +9,6 @@ import pytest
 
 from engines.actors import ActorGone, NoAnswer
 from engines.histospec import workers as history_workers
-from engines.histospec.index import build_index
 from engines.histospec.index_file import index_path, open_index
 from engines.histospec.worker import Offer, histories
 from engines.histospec.workers import HistoryWorkers
@@ -45,17 +44,16 @@ def test_rows_are_grouped_by_prompt():
     assert histories(rows_of({})) == []
 
 
-def test_observed_tokens_are_part_of_the_indexed_text():
-    """Drafts after an observation need the observation to match."""
+def test_histories_have_the_turns_of_each_response():
     rows = rows_of({KEYS[0]: 4}).to_pylist()
-    for row in rows:
-        observed = len(row["response_token_ids"]) - 3
-        row["turns"] = [{"num_sampled": 1, "num_observed": observed}, {"num_sampled": 2}]
+    observed = [len(row["response_token_ids"]) - 3 for row in rows]
+    for row, num in zip(rows, observed, strict=True):
+        row["turns"] = [{"num_sampled": 1, "num_observed": num}, {"num_sampled": 2}]
     (history,) = histories(pa.Table.from_pylist(rows, INDEXED))
     (plain,) = histories(rows_of({KEYS[0]: 4}))
     assert list(map(list, history.responses)) == list(map(list, plain.responses))
-    index = build_index(history.prompt_token_ids, history.responses, history.rewards)
-    assert draft(index, [1, 2, 3], 1)[:1] == [4]
+    assert history.turns == [[(1, num), (2, 0)] for num in observed]
+    assert plain.turns == [[], []]
 
 
 class Worker:

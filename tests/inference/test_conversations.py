@@ -5,6 +5,7 @@ environment's answer is a function of the turn's tokens.
 """
 
 import asyncio
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -113,6 +114,8 @@ class HashedEngine:
                 token_ids=array("i", [*generated.token_ids, token]),
                 inference_logprobs=array("f", [*generated.inference_logprobs, -1.0]),
                 spans=(VersionSpan(0, len(generated.inference_logprobs) + 1),),
+                num_draft_tokens=generated.num_draft_tokens + 2,
+                num_accepted_tokens=generated.num_accepted_tokens + token % 2,
             )
             self.running[request.id] = replace(request, generated=generated)
             if token == END or allowed == 1:
@@ -209,6 +212,17 @@ def test_the_kinds_of_ends_all_occur() -> None:
     failing = HashedEnvironments(failing=frozenset({1}))
     found |= {reason for _, reason in alone(LIMITS, failing).values()}
     assert found == set(FinishReason)
+
+
+def test_each_turn_has_its_drafts_and_its_end() -> None:
+    began_s = time.time()
+    for generated, _ in alone(LIMITS).values():
+        ends = [turn.ended_s for turn in generated.turns]
+        assert ends == sorted(ends)
+        assert began_s <= ends[0] <= ends[-1] <= time.time()
+        for turn, own in zip(generated.turns, generated.sampled, strict=True):
+            accepted = sum(generated.token_ids[at] % 2 for at in own)
+            assert (turn.num_draft_tokens, turn.num_accepted_tokens) == (2 * len(own), accepted)
 
 
 def test_unstable_answers_change_tokens() -> None:

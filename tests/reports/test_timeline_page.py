@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -116,3 +117,20 @@ def test_the_step_with_most_rollout_time_is_the_main_one():
     data = page_data(RecordedTimeline(TIMELINE, 0.0), [], {}, "")
     assert data["steps"] == ["train step 1", "train step 2", "train step 3"]
     assert data["main"] == 1
+
+
+def test_waits_are_cut_at_the_ends_of_stays_and_of_the_window():
+    """Request a moves from engine 0 to 1 while it waits. Its copy on engine 2 has no known wait."""
+    stays = (Stay(0, -2.0, 5.0), Stay(2, 4.0, 30.0, lost=True), Stay(1, 5.0, 30.0))
+    moved = replace(request("a", 1, 0.0, 0.0), stays=stays)
+    moved = replace(moved, waits=((-1.0, 1.0), (4.0, 6.0), (19.0, 25.0)))
+    data = page_data(RecordedTimeline(SWITCHED, 0.0), [moved], POOL, "")
+    assert [stay[0] for stay in data["stays"]] == [0, 2, 1]
+    assert data["waits"] == [
+        [0, 0.0, 1.0],
+        [0, 4.0, 5.0],
+        [2, 5.0, 6.0],
+        [2, 19.0, 20.0],
+    ]
+    plain = page_data(RecordedTimeline(SWITCHED, 0.0), [request("a", 0, 0.0, 5.0)], POOL, "")
+    assert plain["waits"] == []

@@ -31,6 +31,7 @@ ROLLOUT = {
     "started_s": 1010.5,
     "finished_s": 1012.0,
     "args": {"reward": 1.0},
+    "waits": [],
 }
 
 
@@ -69,6 +70,16 @@ def test_rollouts_lie_under_their_engine_at_the_time_of_day() -> None:
     assert (begin["pid"], begin["ts"], end["ts"]) == (0, 500_000, 2_000_000)
     assert begin["id"] == end["id"]
     assert begin["args"] == {"reward": 1.0}
+
+
+def test_waits_lie_inside_their_rollout() -> None:
+    waiting = ROLLOUT | {"waits": [(1010.75, 1011.0), (1011.5, 1011.75)]}
+    events = [e for e in trace_events([FIRST], [waiting])["traceEvents"] if e["ph"] in "be"]
+    assert [(e["ph"], e["ts"] / 1e6) for e in events] == [
+        *(("b", 0.5), ("b", 0.75), ("e", 1.0), ("b", 1.5), ("e", 1.75), ("e", 2.0))
+    ]
+    assert len({(e["id"], e["cat"], e["pid"]) for e in events}) == 1
+    assert len({e["name"] for e in events[1:-1]}) == 1
 
 
 def test_engines_are_named() -> None:

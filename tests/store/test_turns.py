@@ -183,6 +183,28 @@ def test_an_older_store_goes_on(tmp_path: Path) -> None:
     assert set(NEW_COLUMNS) <= columns_of(path)
 
 
+def test_turns_of_the_first_version_go_on(tmp_path: Path) -> None:
+    """They lack the time of their end, and their drafts."""
+    path, turn = tmp_path / "run.duckdb", Turn(2, 1, 0.5, None, 2, 1)
+    create, num_removed = re.subn(r", ended_s .*?\)\[\]", ")[]", CREATE)
+    assert num_removed == 1
+    format = replace(RUN, create=create, added="")
+    with connect(path, read_only=False, lock_timeout_s=0, format=format) as con:
+        given = rollout_rows([talk((turn, Turn(3)))]).drop_columns(["prompt_token_ids"])
+        con.register("rows", given.append_column("epoch", pa.array([0], pa.int32())))
+        names = ("num_sampled", "num_observed", "waited_s", "score", "num_calls")
+        fields = ", ".join(f"{name} := t.{name}" for name in (*names, "num_failed_calls"))
+        older = f"[struct_pack({fields}) for t in turns] AS turns"
+        con.execute(f"INSERT INTO rollouts BY NAME SELECT * REPLACE ({older}) FROM rows")
+        con.execute("INSERT INTO prompts VALUES ('a', [1, 2])")
+    with Store(path) as store:
+        add_rollouts(store, talk((turn, Turn(3)), sample=1))
+        old, new = store.rollouts(Split.TRAIN, 1, ["turns"])["turns"].to_pylist()
+        assert [one["num_sampled"] for one in old] == [2, 3]
+        assert [one["num_draft_tokens"] for one in (*old, *new)] == [None, None, 0, 0]
+        assert store.timed_rollouts(Split.TRAIN, 1)["waits"].to_pylist() == [[], []]
+
+
 @pytest.fixture
 def old_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a store with an archived step whose file lacks the new columns."""
@@ -229,6 +251,21 @@ def test_a_conversation_leaves_with_its_turns(
         assert store.archive_before(1 + archive.KEPT_STEPS)
         assert store._con.execute("SELECT count(*) FROM rollouts").fetchall() == [(0,)]
         assert (store.training_rows(1), store.rollouts(Split.TRAIN, 1)) == before
+
+
+def test_waits_have_their_times(store: Store) -> None:
+    """A turn of an earlier refrain, an answer at once and a turn without an answer are no waits."""
+    turns = (
+        Turn(1, 1, 2.5, ended_s=1e9),
+        Turn(1, 1, 2.5),
+        Turn(1, 0, 0.0, ended_s=2e9),
+        Turn(1, 1, 0.5, ended_s=3e9),
+        Turn(1, ended_s=4e9),
+    )
+    add_rollouts(store, talk(turns), talk((), sample=1))
+    waits = [[1e9, 1e9 + 2.5], [3e9, 3e9 + 0.5]]
+    assert store.timed_rollouts(Split.TRAIN, 1)["waits"].to_pylist() == [waits, []]
+    assert sorted(one["waits"] for one in store.engine_times()) == [[], waits]
 
 
 def test_observed_tokens_fill_an_archive_too(

@@ -27,7 +27,7 @@ from engines.histospec.step_times import pass_content
 from engines.histospec.window import window_policy
 from engines.inference.drafting.gating import max_step_tokens, times_and_gate
 from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
-from engines.inference.engine.extra_args import DRAFTING, PROMPT_KEY, SAMPLE_KEY
+from engines.inference.engine.extra_args import DRAFTING, PROMPT_KEY, SAMPLE_KEY, TURN_START
 from engines.inference.engine.process import submitted_as
 from engines.inference.sampling.step_rows import GREEDY_BELOW
 from schemas.config import EngineConfig
@@ -186,7 +186,12 @@ class Proposer:
         key = self._extra_args(id).get(PROMPT_KEY, "") if self._history_is_on else ""
         max_tokens = state.num_prompt_tokens + (state.sampling_params.max_tokens or 0)
         return DraftedRequest(
-            id, key, max_tokens, state.num_prompt_tokens, self._foreseen_key(id) if key else NO_KEY
+            id,
+            key,
+            max_tokens,
+            state.num_prompt_tokens,
+            sample_key=self._foreseen_key(id) if key else NO_KEY,
+            turn_start=self._extra_args(id).get(TURN_START, 0),
         )
 
     def _foreseen_key(self, id: str) -> int:

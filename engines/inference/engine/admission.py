@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from engines.inference.engine.arrivals import BATCH
-from engines.inference.engine.extra_args import DRAFTING, PROMPT_KEY, SAMPLE_KEY
+from engines.inference.engine.extra_args import DRAFTING, PROMPT_KEY, SAMPLE_KEY, TURN_START
 from engines.inference.engine.process import final_params
 from engines.inference.engine.running import Running
 from engines.inference.engine.stopping import STOP
@@ -47,6 +47,7 @@ def admitted(
         PROMPT_KEY: request.id.prompt_key,
         DRAFTING: astuple(request.drafting) if request.drafting else None,
         "kv": astuple(kv) if kv else None,
+        TURN_START: running.turn_starts_at if running.in_later_turn else 0,
         STOP: (running.turn_starts_at, *stop) if stop else None,
     }
     params = {

@@ -10,6 +10,7 @@ the environment gives the same answer to the same turn (`engines.environment.poo
 """
 
 import asyncio
+import time
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
@@ -163,7 +164,14 @@ def num_in_turn(generated: Generated) -> int:
 
 def with_turn(generated: Generated) -> Generated:
     """Return the tokens with the sampled turn as ended, without an answer."""
-    turn = Turn(num_sampled=num_in_turn(generated))
+    earlier = generated.turns
+    turn = Turn(
+        num_sampled=num_in_turn(generated),
+        ended_s=time.time(),
+        num_draft_tokens=generated.num_draft_tokens - sum(t.num_draft_tokens for t in earlier),
+        num_accepted_tokens=generated.num_accepted_tokens
+        - sum(t.num_accepted_tokens for t in earlier),
+    )
     return replace(generated, turns=(*generated.turns, turn))
 
 

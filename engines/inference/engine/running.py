@@ -40,6 +40,11 @@ class Running:
         ended = self.request.generated.turns if self.request.generated else ()
         return len(self.request.prompt_token_ids) + sum(turn.num_tokens for turn in ended)
 
+    @property
+    def in_later_turn(self) -> bool:
+        """Whether the turn that is being sampled is not the first."""
+        return bool(self.request.generated and self.request.generated.turns)
+
     def with_answer(self, request: RolloutRequest) -> "Running":
         """Return the next turn of this request, on the same engine."""
         request = replace(request, drafting=self.request.drafting)
