@@ -97,16 +97,17 @@ class EnvironmentActor:
         token_ids: Sequence[int],
         turns: Sequence[Turn],
         reason: str,
-    ) -> float | None:
-        """End a conversation that was cut. Return the environment's score, or None."""
+    ) -> TurnAnswer:
+        """End a conversation that was cut. Return its score, and whether the environment failed."""
         await self.start()
+        began_s = time.monotonic()
         parts = split_turns(token_ids, turns)
         try:
             await self._replay(sample, task, parts[:-1])
             texts, known = self._texts(parts), self._answers.get(sample, [])
-            return await self._pool.end(sample, task, texts, known, reason)
-        except (Diverged, EnvironmentFailed) as error:
-            return self._failed(sample, str(error), time.monotonic()).score
+            return TurnAnswer(None, await self._pool.end(sample, task, texts, known, reason))
+        except (Diverged, EnvironmentFailed, ValueError) as error:
+            return self._failed(sample, str(error), began_s)
 
     async def failures(self) -> dict[str, str]:
         """Return why conversations failed since the last call, by sample."""

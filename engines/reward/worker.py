@@ -1,9 +1,13 @@
-"""Script that runs a user's scorer in its own process. The script imports nothing of refrain,
-because the user may have modules of the same names.
+"""Process that runs a user's scorer. `worker_command` starts it.
+
+It imports the standard library and its own package only. It imports that package under another
+name, because the user may have modules called as refrain's.
 
 The user's Python file defines
 `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, plain or `async`.
-`reward.kwargs` may add arguments. The function returns a number or a dict with `score`.
+`reward.kwargs` may add arguments. The function returns a number or a dict with `score`. With
+`reward.group` it is `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`: four
+lists with all responses to a prompt. It returns a list with a number or such a dict for each.
 
 The process talks to refrain over one socket, with one JSON message per line. First it receives the
 function to load (`Setup`) and replies READY or FAILED. Then it receives chunks of calls. For each
@@ -17,7 +21,6 @@ import hashlib
 import importlib.util
 import inspect
 import json
-import math
 import os
 import resource
 import socket
@@ -32,10 +35,14 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, SupportsFloat
+from typing import Any
+
+from .results import RefusedError, as_dict, checked_score, checked_scores
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Keyword arguments of the user's function, as in veRL."""
+GROUP_ARGUMENTS = tuple(f"{name}s" for name in ARGUMENTS)
+"""Keyword arguments of a function that scores groups, as for veRL's batch reward manager."""
 
 Call = dict[str, Any]
 """Keyword arguments of one call of the scorer."""
@@ -43,18 +50,22 @@ Call = dict[str, Any]
 Setup = dict[str, Any]
 """Arguments of `set_up`."""
 
+START = """
+import sys, types
+package = types.ModuleType("_refrain")
+package.__path__ = [sys.argv[1]]
+sys.modules["_refrain"] = package
+from _refrain.worker import Parent, serve
+serve(Parent(int(sys.argv[2])))
+"""
+
 MAX_MESSAGE_CHARACTERS = MAX_TRACEBACK_CHARACTERS = 4000
-MAX_SCORE = 1e9
-"""Largest absolute score: its square must fit the trainer's float32."""
-MAX_PART = 1e100
-"""Largest absolute number in an extra value, so that sums over a step stay finite."""
-MAX_PARTS = 100
-"""Most extra values of one response."""
-MAX_NAME_CHARACTERS = 200
-MAX_EXTRA_BYTES = 2**16
-"""Largest size of all extra values of a response, as JSON."""
-MAX_DEPTH = 20
-"""Deepest nesting of an extra value."""
+
+
+def worker_command(descriptor: int) -> list[str]:
+    """Return the command of a process that talks over this descriptor."""
+    package = str(Path(__file__).resolve().parent)
+    return [sys.executable, "-P", "-c", START, package, str(descriptor)]
 
 
 class Reply(StrEnum):
@@ -124,6 +135,7 @@ def set_up(
     kwargs: Mapping[str, Any],
     search_path: Sequence[str],
     max_memory_bytes: int | None,
+    group: bool,
 ) -> Callable[..., Any]:
     """Set the import path and the memory limit of this process, and of those that it starts. Return
     the user's function.
@@ -135,7 +147,7 @@ def set_up(
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         most = max_memory_bytes if hard == resource.RLIM_INFINITY else min(max_memory_bytes, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    return partial(load_function(Path(path), name, kwargs), **kwargs)
+    return partial(load_function(Path(path), name, kwargs, group=group), **kwargs)
 
 
 def ordered_path(directory: Path, entries: Sequence[str]) -> list[str]:
@@ -197,23 +209,29 @@ def _score_in_turn(
     for index, call in enumerate(calls):
         with _replied(parent, index):
             # Call outside the event loop, because plain code may call `asyncio.run` itself.
+            num = num_in_group(call)
             result = function(**call)
             if inspect.isawaitable(result):
                 result = runner.run(_wait_for(result))
-            _reply_with_score(parent, index, result)
+            _reply_with_score(parent, index, result, num)
 
 
 async def _score_together(parent: Parent, function: Callable[..., Any], calls: list[Call]) -> None:
     async def score(index: int, call: Call) -> None:
         with _replied(parent, index):
-            _reply_with_score(parent, index, await function(**call))
+            num = num_in_group(call)
+            _reply_with_score(parent, index, await function(**call), num)
 
     await asyncio.gather(*(score(index, call) for index, call in enumerate(calls)))
 
 
-def _reply_with_score(parent: Parent, index: int, result: Any) -> None:
-    score, extra = checked_score(result)
-    parent.reply(Reply.DONE, index, {"score": score} | extra)
+def _reply_with_score(parent: Parent, index: int, result: Any, num: int | None) -> None:
+    content: Any
+    if num is None:
+        content = as_dict(checked_score(result))
+    else:
+        content = [as_dict(scored) for scored in checked_scores(result, num)]
+    parent.reply(Reply.DONE, index, content)
 
 
 @contextmanager
@@ -256,12 +274,10 @@ def _limit_of(error: BaseException) -> str:
     return f" (reward.max_memory_bytes is {most})"
 
 
-class RefusedError(ValueError):
-    """Fault of a user's scorer. `__cause__` is the exception of the user's code, if any."""
-
-
-def load_function(path: Path, name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """Import the file and return its function `name`.
+def load_function(
+    path: Path, name: str, kwargs: Mapping[str, Any], *, group: bool = False
+) -> Callable[..., Any]:
+    """Import the file and return its function `name`. `group`: it scores groups.
 
     Raises RefusedError when the file is missing or cannot be imported, and when the function is
     missing, is not callable or cannot take its arguments.
@@ -274,76 +290,14 @@ def load_function(path: Path, name: str, kwargs: Mapping[str, Any]) -> Callable[
     function = getattr(module, name)
     if not callable(function):
         raise RefusedError(f"{name!r} in {path} is a {type(function).__name__}, not a function")
-    _check_arguments(function, path, name, kwargs)
+    _check_arguments(function, path, name, GROUP_ARGUMENTS if group else ARGUMENTS, kwargs)
     return function
 
 
-def checked_score(result: Any) -> tuple[float, dict[str, Any]]:
-    """Return the score and the extra values, converted to what JSON can hold.
-
-    The scorer's process calls this to explain the fault. refrain calls it again, because it does
-    not trust that process. Extra numbers that are not finite or too large become None.
-
-    Raises RefusedError unless the result is a finite number or a dict whose `score` is one. Also
-    raises RefusedError for extra values that are too many, too large or not valid text.
-    """
-    extra: dict[str, Any] = {}
-    score = result
-    if isinstance(result, Mapping):
-        if "score" not in result:
-            raise RefusedError(f"the scorer returned a dict without 'score': {_shown(result)}")
-        score = result["score"]
-        extra = {str(name): value for name, value in result.items() if name != "score"}
-    if not isinstance(score, SupportsFloat) or not abs(number := _as_float(score)) <= MAX_SCORE:
-        bound = f"within {MAX_SCORE:g}"
-        raise RefusedError(f"the scorer returned {_shown(score)}, not a finite number {bound}")
-    return number, _checked_extra(extra)
-
-
-def _as_float(number: SupportsFloat) -> float:
-    try:
-        return float(number)
-    except OverflowError:
-        return math.inf
-
-
-def _checked_extra(extra: dict[str, Any]) -> dict[str, Any]:
-    if len(extra) > MAX_PARTS or any(len(name) > MAX_NAME_CHARACTERS for name in extra):
-        raise RefusedError(
-            f"the scorer returned {len(extra)} values beside the score: return at most "
-            f"{MAX_PARTS}, with names of at most {MAX_NAME_CHARACTERS} characters"
-        )
-    text = json.dumps(extra, default=str)
-    if len(text) > MAX_EXTRA_BYTES:
-        raise RefusedError(
-            f"the values that the scorer returned beside the score take {len(text)} bytes as JSON: "
-            f"shorten them to at most {MAX_EXTRA_BYTES} bytes"
-        )
-    return {
-        _checked_value(name, name): _checked_value(value, name)
-        for name, value in json.loads(text).items()
-    }
-
-
-def _checked_value(value: Any, name: str, depth: int = 0) -> Any:
-    if depth > MAX_DEPTH:
-        raise RefusedError(f"{_shown(name)} is nested over {MAX_DEPTH} levels deep: flatten it")
-    if isinstance(value, list):
-        return [_checked_value(one, name, depth + 1) for one in value]
-    if isinstance(value, dict):
-        return {
-            _checked_value(key, name): _checked_value(one, name, depth + 1)
-            for key, one in value.items()
-        }
-    if isinstance(value, int | float):
-        return value if abs(value) <= MAX_PART else None
-    try:
-        return value.encode().decode() if isinstance(value, str) else value
-    except UnicodeEncodeError:
-        raise RefusedError(
-            f"the scorer returned a text that is not valid UTF-8 in {_shown(name)}: return "
-            "text.encode('utf-8', 'replace').decode()"
-        ) from None
+def num_in_group(call: Call) -> int | None:
+    """Return how many responses a call scores as a group. None: it scores a single one."""
+    texts = call.get("solution_strs")
+    return None if texts is None else len(texts)
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -368,21 +322,17 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _check_arguments(
-    function: Callable[..., Any], path: Path, name: str, kwargs: Mapping[str, Any]
+    function: Callable[..., Any],
+    path: Path,
+    name: str,
+    arguments: Sequence[str],
+    kwargs: Mapping[str, Any],
 ) -> None:
     signature = inspect.signature(function)
     try:
-        signature.bind(**dict.fromkeys(ARGUMENTS), **kwargs)
+        signature.bind(**dict.fromkeys(arguments), **kwargs)
     except TypeError as error:
-        wanted = ", ".join((*ARGUMENTS, *kwargs))
+        wanted = ", ".join((*arguments, *kwargs))
         raise RefusedError(
             f"{name}{signature} in {path} cannot be called with {wanted}: {error}"
         ) from None
-
-
-def _shown(value: Any) -> str:
-    return f"{str(value)[:80]!r} ({type(value).__name__})"
-
-
-if __name__ == "__main__":
-    serve(Parent(int(sys.argv[1])))

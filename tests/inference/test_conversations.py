@@ -69,11 +69,11 @@ class HashedEnvironments:
         observed = [100 + number("token", *of, at, below=9) for at in range(num_observed)]
         return TurnAnswer(observed, score=0.5, num_calls=1, waited_s=0.25)
 
-    async def end(self, request: RolloutRequest, reason: FinishReason) -> float | None:
+    async def end(self, request: RolloutRequest, reason: FinishReason) -> TurnAnswer:
         assert waits(request.generated)
         self.ends.append(reason)
         await asyncio.sleep(0)
-        return -1.0
+        return TurnAnswer(None, -1.0)
 
 
 @dataclass
