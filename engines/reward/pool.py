@@ -79,13 +79,12 @@ class RewardActor:
         Returns `prompt_key`, `sample_index`, `reward` and `extra` (a JSON object) in the same
         order, failed conversations last. Raises ValueError as `Scorer.score` does.
         """
-        failed = pc.fill_null(pc.equal(rows["finish_reason"], str(FinishReason.FAILED)), False)
-        others = rows.filter(pc.invert(failed))
+        has_failed = pc.field("finish_reason") == str(FinishReason.FAILED)
+        failures, others = rows.filter(has_failed), rows.filter(~has_failed)
         if self._scorer is None:
             rewards = environment_rewards(others)
         else:
             rewards = self._scored(self._scorer, others, prompts)
-        failures = rows.filter(failed)
         return pa.concat_tables([rewards, rewards_of(failures, [FAILED] * failures.num_rows)])
 
     def _scored(self, scorer: Scorer, rows: pa.Table, prompts: Mapping[str, Prompt]) -> pa.Table:
