@@ -83,7 +83,7 @@ BAD = {
     "return [0.0, float('nan')]": "place 1 of its list .* not a finite number",
     "return [None] * len(solution_strs)": "place 0 of its list .*'None'",
     "raise OSError('503')": "OSError: 503",
-    f"return [{{'score': 0, 'note': 'x' * {MAX_GROUP_BYTES // 2 - 21}}}] * 2": "a group take 131...",
+    f"return [{{'score': 0, 'x': 'x' * {MAX_GROUP_BYTES // 2 - 20}}}] * 2": "a group take 131",
 }
 
 
