@@ -165,6 +165,17 @@ def test_last_reports_count_until_newer_ones_arrive():
     assert [copy.drafting for copy in again.engines[3].copies] == [SMALL]
 
 
+def test_a_conversation_that_begins_anew_has_its_own_length():
+    """It has fewer tokens than in the view before, and is not longer for that."""
+    memory = outlook()
+    memory.forecast(view_of(TOKENS))
+    again = {**TOKENS, 0: {1: 30, 2: 4000}}
+    found = memory.forecast(view_of(again))
+    assert found.engines == outlook().forecast(view_of(again)).engines
+    (first, _) = found.engines[0].copies
+    assert (first.context_tokens, first.remaining_tokens) == (130, MAX_TOKENS - 30)
+
+
 def test_prompt_acceptance_counts_until_its_request_has_some():
     history = DraftSetting(HISTORY, 4)
     memory = outlook(
