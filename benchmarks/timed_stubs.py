@@ -83,8 +83,8 @@ class LocalStore(StoreClient):
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return await asyncio.to_thread(getattr(self._store, method), *args, **kwargs)
 
-    async def rows(self, method: str, *args: Any) -> StoredRows:
-        table = await self.call(method, *args)
+    async def rows(self, method: str, *args: Any, **kwargs: Any) -> StoredRows:
+        table = await self.call(method, *args, **kwargs)
         return StoredRows(table, count_rows(table))
 
     async def _keep(self, batches: list[Batch]) -> list[str]:

@@ -5,7 +5,7 @@ make_way                         makes the first change: deletes an earlier run,
 """
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engines.data.hub import with_local_model
 from flows.environment import set_services, use_embedded_services
@@ -104,11 +104,28 @@ def parts(plan: "RunPlan") -> dict[str, str]:
         "drafters": ", ".join(drafters) or "no draft models",
         "trainer": f"{num_ranks} {'rank' if num_ranks == 1 else 'ranks'}, {where}",
         "profile": config.profile or "none: engines measure their steps",
+        **_environment(plan),
         "store": str(addresses.store),
         "Ray": "this machine" if addresses.ray == "local" else addresses.ray,
         "MLflow": _without_password(mlflow) if mlflow else f"files in {config.runs_dir}",
         "Prefect": _without_password(prefect) if prefect else "a server of this run",
     }
+
+
+def _environment(plan: "RunPlan") -> dict[str, str]:
+    environment, setup = plan.config.environment, plan.inputs.environment
+    if environment is None or setup is None:
+        return {}
+    kind = environment.name or ("a class" if setup.has_class else "tools alone")
+    schemas: list[dict[str, Any]] = setup.tools
+    tools = [schema["function"]["name"] for schema in schemas]
+    limits = (
+        f"{environment.max_turns} turns, {environment.max_calls} calls a turn, "
+        f"{environment.max_observation_tokens} tokens an observation, "
+        f"{environment.timeout_s:g} s a call"
+    )
+    shown = f"{environment.path} ({kind}), tools: {', '.join(tools) or 'none'}, at most {limits}"
+    return {"environment": f"{shown}; on_error: {environment.on_error}"}
 
 
 def _start(plan: "RunPlan") -> str:

@@ -148,6 +148,7 @@ class EngineConfig(Frozen):
     takes_turns: bool = False
     """Whether it shares its GPUs with the trainer, and sleeps while the trainer works."""
     environment: EnvironmentConfig | None = None
+    """Environment that answers its turns. None: every response is a single turn."""
     history_dir: Path = Path()
     """Directory of the index files."""
     race_kv_tokens: int | None = RACE_KV_TOKENS
@@ -286,7 +287,7 @@ class TrainConfig(Frozen):
         """Whether a step may defer samples to the next one."""
         ranked = self.ranks_prompts and self.histopipe.last_share > 0.0
         queued = self.staleness > 0 and self.sample_placement == "queue"
-        return (ranked or queued) and not self.algorithm.refills
+        return (ranked or queued) and not self.algorithm.refills and not self.reward.group
 
     @property
     def drawn_prompts_per_step(self) -> int:

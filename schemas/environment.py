@@ -56,10 +56,12 @@ class EnvironmentConfig(Frozen):
     retries: Free[NonNegativeInt] = 1
     """How often a failed call is tried again, in a conversation rebuilt from its turns, for example
     `3`. Raise it for tools that fail now and then, such as a search behind a URL."""
-    on_error: Free[Literal["stop", "zero"]] = "stop"
+    on_error: Free[Literal["stop", "zero", "leave_out"]] = "stop"
     """Action after the last retry. `stop`: the run ends and names the conversation. `zero`: the
-    response ends there, and the environment's score is 0. Choose `zero` if the policy itself can
-    make your environment fail."""
+    response ends there, and its reward is 0. Choose `zero` if the policy itself can make your
+    environment fail. `leave_out`: the response has no reward, and neither training nor its group's
+    mean knows it. Choose `leave_out` if other causes make it fail, such as a service that is down.
+    In validations such a response counts as 0."""
     variables: Free[tuple[str, ...]] = ()
     """Environment variables that your code sees, for example `[OPENAI_API_KEY]`. Name those that it
     reads. It always sees those that say where things are (`PATH`, `HOME`, `LANG`, `PYTHON*` and the

@@ -1,7 +1,7 @@
 """Settings of scoring: a scorer that refrain ships, or your own function."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, WithJsonSchema
 
@@ -16,6 +16,7 @@ class BuiltinReward(Frozen):
     counts such responses.
     """
 
+    group: ClassVar[bool] = False
     type: Literal["builtin"] = "builtin"
     """`builtin`: a scorer that refrain ships, by each row's `data_source`. `function`: your own.
     `environment`: the score that `environment.path` gives."""
@@ -25,7 +26,11 @@ class BuiltinReward(Frozen):
 
 
 class FunctionReward(Frozen):
-    """Your own `compute_score(data_source, solution_str, ground_truth, extra_info=None)`."""
+    """Your own `compute_score(data_source, solution_str, ground_truth, extra_info=None)`.
+
+    With `group`: `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`, as for
+    veRL's batch reward manager.
+    """
 
     type: Literal["function"] = "function"
     path: Path
@@ -35,9 +40,14 @@ class FunctionReward(Frozen):
     kwargs: dict[str, SecretStr | int | float | bool] = {}
     """Extra keyword arguments for every call, for example `{model: judge}`. Set them if your
     function takes more arguments. No record shows their text, as it may be an API key."""
+    group: bool = False
+    """Whether one call scores all responses to a prompt: your function takes four lists and returns
+    a list of scores. Switch it on if a score depends on the other responses, as a judge's ranking
+    does. A step then waits for all its samples."""
     timeout_s: Free[PositiveFloat] = 60.0
-    """Longest time in seconds to score one response, for example `120`. Raise it for a scorer that
-    needs longer, such as a judge behind a URL."""
+    """Longest time in seconds of one call, for example `120`. A call scores one response, with
+    `group` all responses to a prompt. Raise it for a scorer that needs longer, such as a judge
+    behind a URL."""
     on_error: Free[Literal["stop", "retry", "zero"]] = "stop"
     """Action after an exception, a time-out, a dead process or a bad value. `stop`: the run ends
     and names the response. `retry`, as for a judge behind a URL: score again, up to 8 times, after
@@ -64,10 +74,11 @@ class FunctionReward(Frozen):
 class EnvironmentReward(Frozen):
     """The score that the run's environment gives at the end of a conversation (`environment`)."""
 
+    group: ClassVar[bool] = False
     type: Literal["environment"] = "environment"
 
 
-JSON_ONLY = ("kwargs", "on_error", "environment", "max_memory_bytes")
+JSON_ONLY = ("kwargs", "group", "on_error", "environment", "max_memory_bytes")
 """Settings that only the JSON view of the form takes."""
 
 
@@ -93,7 +104,7 @@ def _reward_form() -> dict[str, Any]:
     fields["path"]["description"] = "`function`: the Python file that defines your function."
     fields["function"]["description"] = (
         "`function`: name of your function. Default: `compute_score`. The JSON view also takes "
-        "its `kwargs`, `environment`, `max_memory_bytes` and `on_error`."
+        "its `kwargs`, `group`, `environment`, `max_memory_bytes` and `on_error`."
     )
     return {"title": "Reward", "type": "object", "properties": fields}
 

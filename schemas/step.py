@@ -179,6 +179,8 @@ class RolloutBatch(Frozen):
     max_response_tokens: NonNegativeInt
     clip_ratio: NonNegativeFloat
     """Share of responses cut at the limit."""
+    num_failed: NonNegativeInt = 0
+    """Conversations whose environment failed (`environment.on_error`)."""
     num_draft_tokens: NonNegativeInt
     num_accepted_tokens: NonNegativeInt
     num_verifications: NonNegativeInt = 0
@@ -239,7 +241,8 @@ class RewardedBatch(Frozen):
     num_retried: NonNegativeInt = 0
     """Responses that were scored again after a failure (`reward.on_error`)."""
     num_unscored: NonNegativeInt = 0
-    """Responses with reward 0 because they got no score."""
+    """Responses with reward 0 because they got no score. Responses without a reward
+    (`environment.on_error`) count nowhere here, and all figures are 0 if all lack one."""
     reward_s: NonNegativeFloat
 
 

@@ -4,12 +4,14 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from engines.accounting.metrics import summarise_rewards
 from engines.bounded import together
+from schemas.config import TrainConfig
 from schemas.rollout import Split
 from schemas.run import RunRef
 from schemas.step import RewardedBatch, RolloutBatch, RolloutOutcome
@@ -29,7 +31,8 @@ async def reward(ref: RunRef, batch: RolloutBatch) -> RewardedBatch:
     started = time.perf_counter()
     await score_new(run, batch.split, batch.step)
     rewards = await run.store("rewards", batch.split, batch.step)
-    assert rewards.num_rows == batch.num_rollouts
+    num_left_out = batch.num_failed if leaves_out(run.config, batch.split) else 0
+    assert rewards.num_rows == batch.num_rollouts - num_left_out
     outcome: RolloutOutcome = await run.store("outcome", batch.split, batch.step)
     own = rewards.filter(pc.field("sample_index") >= 0)
     prepare_history(run, batch.split, last_rolled_out(batch.step, own, outcome))
@@ -66,8 +69,25 @@ async def scoring_new(run: Run, split: Split, step: int) -> AsyncGenerator[Calla
 
 
 async def score_new(run: Run, split: Split, step: int) -> None:
-    """Score the rollouts of a step that have no score yet."""
-    unscored = await run.rows("scoring_rows", split, step)
+    """Score the rollouts of a step that have no score yet, and can have one already."""
+    unscored = await run.rows("scoring_rows", split, step, **which_to_score(run.config, split))
     if unscored.counts.num_rows:
         scores = await run.scorers.score(unscored, run.inputs.prompts_of(split))
         await run.store("add_rewards", split, step, scores)
+
+
+def which_to_score(config: TrainConfig, split: Split) -> dict[str, Any]:
+    """Return the arguments of `Store.scoring_rows`."""
+    validates = split is Split.VALIDATION
+    group_size = config.validation_samples if validates else config.rollout.group_size
+    return {
+        "leave_out": leaves_out(config, split),
+        "num_finished": group_size if config.reward.group else 1,
+    }
+
+
+def leaves_out(config: TrainConfig, split: Split) -> bool:
+    """Return whether failed conversations get no reward. Validations score them 0, as each of their
+    prompts has equally many samples."""
+    environment = config.environment
+    return bool(environment) and environment.on_error == "leave_out" and split is Split.TRAIN

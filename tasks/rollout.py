@@ -185,13 +185,14 @@ class _Watch:
     _shown_s: float = 0.0
 
     async def keep(self, rollouts: Sequence[FinishedRollout]) -> None:
+        # Before they are stored, so that --resume generates them again.
+        await refuse_failed(self.run.config, rollouts)
         await self.run.store_client.add_finished(rollouts, self.plan.epoch)
         for rollout in rollouts:
             self._counts["tokens"] += rollout.num_tokens
             self._counts["drafted"] += rollout.num_draft_tokens
             self._counts["accepted"] += rollout.num_accepted_tokens
         self.wake_scorer()
-        await refuse_failed(self.run.config, rollouts)
 
     def show(self, view: RolloutView) -> None:
         is_last = view.num_finished == view.num_rollouts

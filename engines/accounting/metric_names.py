@@ -48,7 +48,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "critic/num_unscored",
             "responses",
-            "responses scored 0 after an error (`reward.on_error`)",
+            "responses scored 0 after an error (`on_error` of `reward` or `environment`)",
         ),
     ),
     "Training": (
@@ -167,6 +167,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("rollout/num_restarts", "", "engines that died and were restarted"),
         Metric("rollout/num_gone", "", "engines that died and found no place in the cluster again"),
+        Metric(
+            "rollout/num_failed",
+            "responses",
+            "conversations whose environment failed (`environment.on_error`)",
+        ),
         Metric(
             "rollout/num_refills",
             "prompts",

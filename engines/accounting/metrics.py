@@ -17,7 +17,7 @@ from engines.rollout.stage import Outcome
 from schemas.config import TrainConfig
 from schemas.counts import StreamCounts, SwitchCounts
 from schemas.evaluation import EvaluationReport, SourceFigures
-from schemas.rollout import OVERLONG
+from schemas.rollout import OVERLONG, FinishReason
 from schemas.step import (
     EngineShare,
     HistoryReport,
@@ -57,7 +57,7 @@ def summarise_rollouts(
     last phase ended."""
     generation = replace(timeline, start_s=max(timeline.start_s, outcome.started_s))
     lengths = rows["response_tokens"].to_numpy()
-    cut = [reason in OVERLONG for reason in rows["finish_reason"].to_pylist()]
+    reasons = rows["finish_reason"].to_pylist()
     return RolloutBatch(
         split=plan.split,
         step=plan.step,
@@ -67,7 +67,8 @@ def summarise_rollouts(
         num_tokens=int(lengths.sum()),
         mean_response_tokens=float(lengths.mean()),
         max_response_tokens=int(lengths.max()),
-        clip_ratio=float(np.mean(cut)),
+        clip_ratio=float(np.mean([reason in OVERLONG for reason in reasons])),
+        num_failed=reasons.count(FinishReason.FAILED),
         **{name: int(rows[name].to_numpy().sum()) for name in _SUMMED_COLUMNS},
         moves=outcome.moves,
         switches=(before or SwitchCounts()) + outcome.switches,
@@ -89,18 +90,18 @@ def _share(share: EngineShare, generation: Timeline) -> EngineShare:
 
 def summarise_rewards(batch: RolloutBatch, rewards: pa.Table, reward_s: float) -> RewardedBatch:
     """Summarise a phase's rewards. `rewards`: its durable rows (`Store.rewards`)."""
-    values = rewards["reward"].to_numpy()
+    values = rewards["reward"].to_numpy() if rewards.num_rows else np.zeros(1)
     best = rewards.group_by("prompt_key").aggregate([("reward", "max")])["reward_max"].to_numpy()
     extras = [json.loads(extra) for extra in rewards["extra"].to_pylist()]
     return RewardedBatch(
         split=batch.split,
         step=batch.step,
-        num_rollouts=len(values),
+        num_rollouts=rewards.num_rows,
         reward_mean=fmean(values.tolist()),
         reward_std=float(values.std()),
         reward_max=float(values.max()),
         reward_min=float(values.min()),
-        best_of_group=float(best.mean()),
+        best_of_group=float(best.mean()) if len(best) else 0.0,
         parts=_parts(extras),
         num_retried=sum(NUM_RETRIES in extra for extra in extras),
         num_unscored=sum(ERROR in extra for extra in extras),
@@ -189,6 +190,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/num_restarts": float(sum(share.num_restarts for share in batch.shares)),
         "rollout/num_gone": float(sum(share.gone for share in batch.shares)),
         **{f"rollout/{name}": float(count) for name, count in asdict(batch.moves).items()},
+        "rollout/num_failed": float(batch.num_failed),
         "rollout/num_refills": float(batch.num_refills),
         "rollout/staleness": float(batch.step - 1 - batch.policy_version),
     }

@@ -4,7 +4,8 @@
     drafting ──acceptances────────► pace ───────────┴─► StepState
 
 A request that has just come to an engine shows zero tokens there until the engine reports. The
-forecast then uses the most tokens that any earlier view showed.
+forecast then uses the tokens that the last view showed. Any other count holds, even a smaller one:
+a conversation may begin anew.
 
 A request's acceptance is the first of these that is known: its own, once enough draft tokens were
 verified; its prompt's, for drafts from history; its drafter's mean in the view; its drafter's
@@ -45,7 +46,7 @@ class Outlook:
     _seen: RolloutView | None = None
     """The last view."""
     _generated: dict[RequestId, int] = field(default_factory=dict)
-    """Most response tokens that a view showed for each request."""
+    """Response tokens of each request in the last view that knew them."""
     _settings: dict[RequestId, DraftSetting | None] = field(default_factory=dict)
     """Last reported setting of each request."""
     _asked: dict[tuple[int, RequestId], DraftSetting] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class Outlook:
         generated: dict[RequestId, int] = {}
         for engine in view.engines:
             for id, num in engine.progress.items():
-                generated[id] = max(num, generated.get(id, 0), self._generated.get(id, 0))
+                generated[id] = max(num or self._generated.get(id, 0), generated.get(id, 0))
         return generated
 
     def _receive(self, view: RolloutView) -> None:

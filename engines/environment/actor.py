@@ -11,8 +11,11 @@ still has. A replay with other tokens starts the conversation anew.
 
 import asyncio
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,17 @@ from engines.user_files import read_json_object
 from schemas.config import TrainConfig
 from schemas.environment import EnvironmentAnswer, EnvironmentTask, TurnText
 from schemas.rollout import Turn
+
+
+@dataclass(slots=True)
+class _Answered:
+    """A turn with its answer."""
+
+    sampled: bytes
+    """Digest of the turn's tokens."""
+    answer: EnvironmentAnswer
+    observed: bytes | None = None
+    """Digest of the answer's tokens. None: not rendered yet."""
 
 
 class EnvironmentActor:
@@ -50,8 +64,8 @@ class EnvironmentActor:
             )
         self._end_token_ids = ending_tokens(config.model.path, self._tokenizer)
         self._pool = EnvironmentPool(self._config, config.data.surroundings)
-        self._answers: dict[str, list[EnvironmentAnswer]] = {}
-        """Answers to the turns of each sample, from the first on."""
+        self._answers: dict[str, list[_Answered]] = {}
+        """Answered turns of each sample, from the first on."""
         self._failures: dict[str, str] = {}
         self._num_restarts: Counter[str] = Counter()
         self._renderer: TurnRenderer | None = None
@@ -83,8 +97,9 @@ class EnvironmentActor:
         parts = split_turns(token_ids, turns)
         try:
             await self._replay(sample, task, parts[:-1])
-            answer = await self._answer_to(sample, task, parts)
-            observed = None if answer.ended else await self._observed(answer, parts[-1][0])
+            answered = await self._answer_to(sample, task, parts)
+            answer = answered.answer
+            observed = None if answer.ended else await self._observed(answered, parts[-1][0])
         except Diverged as error:
             self._num_restarts[sample] += 1
             if self._num_restarts[sample] <= self._config.retries:
@@ -108,16 +123,18 @@ class EnvironmentActor:
         token_ids: Sequence[int],
         turns: Sequence[Turn],
         reason: str,
-    ) -> float | None:
-        """End a conversation that was cut. Return the environment's score, or None."""
+    ) -> TurnAnswer:
+        """End a conversation that was cut. Return its score, and whether the environment failed."""
         await self.start()
+        began_s = time.monotonic()
         parts = split_turns(token_ids, turns)
         try:
             await self._replay(sample, task, parts[:-1])
-            texts, known = self._texts(parts), self._answers.get(sample, [])
-            return await self._pool.end(sample, task, texts, known, reason)
-        except (Diverged, EnvironmentFailed) as error:
-            return self._failed(sample, str(error), time.monotonic()).score
+            known = _answers(self._known(sample, parts))
+            score = await self._pool.end(sample, task, self._texts(parts), known, reason)
+            return TurnAnswer(None, score)
+        except (Diverged, EnvironmentFailed, ValueError) as error:
+            return self._failed(sample, str(error), began_s)
 
     async def failures(self) -> dict[str, str]:
         """Return why conversations failed since the last call, by sample."""
@@ -148,24 +165,34 @@ class EnvironmentActor:
         self, sample: str, task: EnvironmentTask, parts: Sequence[tuple[Sequence[int], ...]]
     ) -> None:
         """Get the answers to earlier turns that are not known here. Raise `Diverged` if one has
-        other tokens than the conversation."""
-        for number in range(len(self._answers.get(sample, ())), len(parts)):
-            sampled, observed = parts[number]
-            answer = await self._answer_to(sample, task, parts[: number + 1])
-            if answer.ended or list(await self._observed(answer, sampled)) != list(observed):
+        other tokens than the conversation, which may have begun anew elsewhere."""
+        for number, (sampled, observed) in enumerate(parts):
+            answered = await self._answer_to(sample, task, parts[: number + 1])
+            if not answered.answer.ended and answered.observed is None:
+                await self._observed(answered, sampled)
+            if answered.observed != digest(observed):
                 raise Diverged(sample, number + 1)
 
     async def _answer_to(
         self, sample: str, task: EnvironmentTask, parts: Sequence[tuple[Sequence[int], ...]]
-    ) -> EnvironmentAnswer:
-        known, number = self._answers.setdefault(sample, []), len(parts)
-        if number > len(known):
-            texts = self._texts(parts)
-            answer = await self._pool.answer(sample, task, texts, known[: number - 1])
-            # Another call for this turn may have come first. It has the same answer.
-            if len(known) < number:
-                known.append(answer)
-        return known[number - 1]
+    ) -> _Answered:
+        known, number = self._known(sample, parts), len(parts)
+        if number <= len(known):
+            return known[number - 1]
+        answer = await self._pool.answer(sample, task, self._texts(parts), _answers(known))
+        answered = _Answered(digest(parts[-1][0]), answer)
+        # Another call for this turn may have come first. It has the same answer.
+        if len(known) == number - 1:
+            known.append(answered)
+        return answered
+
+    def _known(self, sample: str, parts: Sequence[tuple[Sequence[int], ...]]) -> list[_Answered]:
+        """Return the answered turns. Forget them from the last of `parts` on if it has other tokens
+        there: they belong to another conversation."""
+        known, last = self._answers.setdefault(sample, []), len(parts) - 1
+        if last < len(known) and known[last].sampled != digest(parts[last][0]):
+            del known[last:]
+        return known
 
     def _texts(self, parts: Sequence[tuple[Sequence[int], ...]]) -> list[TurnText]:
         return [self._text(sampled) for sampled, _ in parts]
@@ -175,12 +202,24 @@ class EnvironmentActor:
         text = self._renderer.text_of(sampled, self._end_token_ids, self._parser.tags)
         return self._parser.parse(text, self._config.max_calls)
 
-    async def _observed(self, answer: EnvironmentAnswer, sampled: Sequence[int]) -> Sequence[int]:
+    async def _observed(self, answered: _Answered, sampled: Sequence[int]) -> Sequence[int]:
+        """Return the tokens of an answer to a turn with these tokens."""
         assert self._renderer, "start() comes first"
         ended_by = sampled[-1] if sampled[-1] in self._end_token_ids else None
         most = self._config.max_observation_tokens
         render = self._renderer.observation_tokens
-        return await asyncio.to_thread(render, list(answer.messages), ended_by, most)
+        messages = list(answered.answer.messages)
+        observed = await asyncio.to_thread(render, messages, ended_by, most)
+        answered.observed = digest(observed)
+        return observed
+
+
+def digest(token_ids: Sequence[int]) -> bytes:
+    return blake2b(array("i", token_ids), digest_size=16).digest()
+
+
+def _answers(known: Sequence[_Answered]) -> list[EnvironmentAnswer]:
+    return [answered.answer for answered in known]
 
 
 def ending_tokens(model: Path, tokenizer: Any) -> frozenset[int]:

@@ -39,8 +39,8 @@ class Environments(Protocol):
         """Answer the last turn of `request.generated`. Bounded in time."""
         ...
 
-    async def end(self, request: RolloutRequest, reason: FinishReason) -> float | None:
-        """End a conversation that was cut. Return the environment's score, or None."""
+    async def end(self, request: RolloutRequest, reason: FinishReason) -> TurnAnswer:
+        """End a conversation that was cut. Return its score, and whether the environment failed."""
         ...
 
 
@@ -57,7 +57,7 @@ class EnvironmentClient:
     async def answer(self, request: RolloutRequest) -> TurnAnswer:
         return await self._call("answer", request)
 
-    async def end(self, request: RolloutRequest, reason: FinishReason) -> float | None:
+    async def end(self, request: RolloutRequest, reason: FinishReason) -> TurnAnswer:
         return await self._call("end", request, str(reason))
 
     async def failures(self) -> dict[str, str]:

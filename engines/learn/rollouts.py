@@ -36,6 +36,8 @@ class ScoredRollout(TokenSequence):
     """Sampled tokens of the responses in `group_rewards`."""
     truncated: bool
     """Whether the response was cut because it had no room left."""
+    left_out: bool = False
+    """Whether training leaves it out. A failed conversation is not in `group_rewards`."""
 
     @property
     def group(self) -> tuple[int, str]:
@@ -101,7 +103,8 @@ def _rollout(row: dict[str, Any]) -> ScoredRollout:
     assert masked, f"{name}: its turns do not cover its {len(response)} tokens"
     assert num_tokens == num_logprobs == len(rollout.versions) > 0, f"{name}: {num_tokens} tokens"
     group = zip(rollout.group_rewards, rollout.group_lengths, strict=True)
-    assert (rollout.reward, num_tokens) in group, f"{name} is not in its group"
+    known = rollout.left_out or (rollout.reward, num_tokens) in group
+    assert known, f"{name} is not in its group"
     return rollout
 
 

@@ -47,7 +47,7 @@ def read_training_samples(
     rollouts: Sequence[ScoredRollout], config: TrainConfig, policy_version: int
 ) -> tuple[list[TrainingSample], dict[str, float]]:
     """Return the samples of a batch for policy version `policy_version`, with their advantages and
-    masks, and metrics of the whole batch.
+    masks, and metrics of the whole batch. Rollouts that are left out give neither.
 
     Dynamic sampling compares rewards before the overlong punishment, because DAPO compares
     accuracies. A filtered truncated response still counts in its group's mean and deviation; only
@@ -56,6 +56,9 @@ def read_training_samples(
     algorithm = config.algorithm
     for rollout in rollouts:
         check_versions(rollout, policy_version, config.staleness)
+    rollouts = [rollout for rollout in rollouts if not rollout.left_out]
+    if not rollouts:
+        return [], {}
     varied = [not all_equal(rollout.group_rewards) for rollout in rollouts]
     masked = [algorithm.overlong_filtering and rollout.truncated for rollout in rollouts]
     taught = [

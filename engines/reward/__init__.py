@@ -2,7 +2,7 @@
 
 driver: ScorerPool -> RewardActor (pool.py) -> Scorer (scorer.py)
     -> the user's function or a built-in one (engines/answers), in processes that can be killed
-       (process.py, worker.py)
+       (process.py, worker.py, results.py)
 """
 
 from engines.reward.metrics import sample_figures

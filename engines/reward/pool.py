@@ -13,13 +13,15 @@ from engines.actors import ActorError, NoAnswer, RemoteActor
 from engines.data.tokenizer import open_tokenizer
 from engines.garbage import freeze_garbage
 from engines.reward.process import START_TIMEOUT_S as IMPORT_TIMEOUT_S
-from engines.reward.scorer import Response, Scorer
+from engines.reward.results import Scored
+from engines.reward.scorer import Response, Scorer, unscored
 from engines.store.actor import StoredRows
 from schemas.base import with_absolute_paths
 from schemas.config import TrainConfig
 from schemas.data import Prompt
 from schemas.inputs import ModelConfig
 from schemas.reward import EnvironmentReward, FunctionReward, RewardConfig
+from schemas.rollout import FinishReason
 
 MAX_PROCESSES = 8
 """Most scorer processes. On fewer cores there is one per core."""
@@ -34,6 +36,9 @@ TURNS = "turns"
 """Name of the turns in `extra_info`. It replaces a field of the data set with this name."""
 _KEPT = ("score", "num_calls", "num_failed_calls")
 """Fields of a turn that scorers get. Waiting times would make scores depend on the machine."""
+
+FAILED = unscored("its environment failed")
+"""Reward of a failed conversation."""
 
 
 class ScorerHangs(RuntimeError):
@@ -69,26 +74,26 @@ class RewardActor:
 
         The text of a conversation is what the policy sampled, one turn a line. Its
         `extra_info["turns"]` has both sides: `[{"sampled": "<tool_call>..", "observed": "6", ..}]`.
+        A failed conversation gets 0, and no scorer sees it.
 
         Returns `prompt_key`, `sample_index`, `reward` and `extra` (a JSON object) in the same
-        order. Raises ValueError as `Scorer.score` does.
+        order, failed conversations last. Raises ValueError as `Scorer.score` does.
         """
+        has_failed = pc.field("finish_reason") == str(FinishReason.FAILED)
+        failures, others = rows.filter(has_failed), rows.filter(~has_failed)
         if self._scorer is None:
-            return environment_rewards(rows)
+            rewards = environment_rewards(others)
+        else:
+            rewards = self._scored(self._scorer, others, prompts)
+        return pa.concat_tables([rewards, rewards_of(failures, [FAILED] * failures.num_rows)])
+
+    def _scored(self, scorer: Scorer, rows: pa.Table, prompts: Mapping[str, Prompt]) -> pa.Table:
         responses = [
             self._response(row, prompts[row["prompt_key"]])
             for batch in rows.to_batches(max_chunksize=MAX_ROWS_AT_ONCE)
             for row in batch.to_pylist()
         ]
-        scored = self._scorer.score(responses)
-        return pa.table(
-            {
-                "prompt_key": rows["prompt_key"],
-                "sample_index": rows["sample_index"],
-                "reward": pa.array([score for score, _ in scored], pa.float64()),
-                "extra": pa.array([json.dumps(extra) for _, extra in scored], pa.string()),
-            }
-        )
+        return rewards_of(rows, scorer.score(responses))
 
     def _response(self, row: dict[str, Any], prompt: Prompt) -> Response:
         text, extra_info = self._text_of(row, prompt.extra_info)
@@ -200,12 +205,17 @@ def environment_rewards(rows: pa.Table) -> pa.Table:
             f"{first['prompt_key']}, which ended by {first['finish_reason']}: return a number from "
             "its `step` and `end`, or score with reward.type: function"
         )
+    return rewards_of(rows, [(score, {}) for score in rows["environment_score"].to_pylist()])
+
+
+def rewards_of(rows: pa.Table, scored: Sequence[Scored]) -> pa.Table:
+    """Return the rewards of rows as a table (`engines.store.tables.REWARDS`)."""
     return pa.table(
         {
             "prompt_key": rows["prompt_key"],
             "sample_index": rows["sample_index"],
-            "reward": rows["environment_score"],
-            "extra": pa.array(["{}"] * rows.num_rows, pa.string()),
+            "reward": pa.array([score for score, _ in scored], pa.float64()),
+            "extra": pa.array([json.dumps(extra) for _, extra in scored], pa.string()),
         }
     )
 

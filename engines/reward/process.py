@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engines.reward.channel import Channel, NoReplyError, ReplyLine
-from engines.reward.worker import Call, Reply, Setup, checked_score
+from engines.reward.results import Scored, checked_score, checked_scores
+from engines.reward.worker import Call, Reply, Setup, num_in_group
 from engines.user_code.importing import UserFault
 from engines.user_code.launch import (
     end_guarded,
@@ -25,13 +26,15 @@ from schemas.reward import FunctionReward
 START_TIMEOUT_S = 300.0
 """Time limit for importing the user's file, which may import large libraries."""
 
-Scored = tuple[float, dict[str, Any]]
-
 
 class Failed(NamedTuple):
     """A call without a score."""
 
     reason: str
+
+
+Outcome = Scored | list[Scored] | Failed
+"""Outcome of a call, which scores one response or a group."""
 
 
 class CallError(Exception):
@@ -86,11 +89,12 @@ class ScorerProcess:
         alive = self._process is not None and self._process.poll() is None
         return alive and self._channel is not None and self._channel.is_silent()
 
-    def score(self, calls: Sequence[Call]) -> list[Scored | Failed | None]:
+    def score(self, calls: Sequence[Call]) -> list[Outcome | None]:
         """Return the outcome of each call. None: another call ended the process first.
 
-        A call fails if it raises, returns no finite number, ends the process or takes more than
-        `timeout_s` seconds. With `on_error` = `stop`, the first failure raises CallError.
+        A call fails if it raises, returns no finite number for each of its responses, ends the
+        process or takes more than `timeout_s` seconds. With `on_error` = `stop`, the first failure
+        raises CallError.
         """
         self.start()
         assert self._channel is not None
@@ -133,14 +137,15 @@ class ScorerProcess:
             "kwargs": config.arguments,
             "search_path": [str(entry) for entry in sys.path],
             "max_memory_bytes": config.max_memory_bytes,
+            "group": config.group,
         }
 
-    def _outcomes(self, channel: Channel, calls: Sequence[Call]) -> list[Scored | Failed | None]:
-        outcomes: dict[int, Scored | Failed] = {}
+    def _outcomes(self, channel: Channel, calls: Sequence[Call]) -> list[Outcome | None]:
+        outcomes: dict[int, Outcome] = {}
         chunk = secrets.token_hex(16)
         try:
             self._send(channel, chunk, calls)
-            self._collect(channel, chunk, len(calls), outcomes)
+            self._collect(channel, chunk, calls, outcomes)
         except CallError as error:
             if len(error.suspects) > 1:
                 self.close()
@@ -153,7 +158,7 @@ class ScorerProcess:
         return [outcomes.get(index) for index in range(len(calls))]
 
     def _score_alone(
-        self, calls: Sequence[Call], suspects: Sequence[int], outcomes: dict[int, Scored | Failed]
+        self, calls: Sequence[Call], suspects: Sequence[int], outcomes: dict[int, Outcome]
     ) -> None:
         """Score calls one by one, to find the call that ends the process."""
         for index in suspects:
@@ -179,12 +184,16 @@ class ScorerProcess:
             raise CallError(0, self._how_it_ended()) from error
 
     def _collect(
-        self, channel: Channel, chunk: str, num_calls: int, outcomes: dict[int, Scored | Failed]
+        self,
+        channel: Channel,
+        chunk: str,
+        calls: Sequence[Call],
+        outcomes: dict[int, Outcome],
     ) -> None:
         """Read replies into `outcomes` until each call has one. Raise CallError for a call that
         ended the process or must be killed with it. With `on_error` = `stop`, raise it for any
         call that fails."""
-        timeout_s = self._config.timeout_s
+        timeout_s, num_calls = self._config.timeout_s, len(calls)
         started_s: dict[int, float] = {}
         num_repeated = 0
         while len(outcomes) < num_calls:
@@ -210,7 +219,7 @@ class ScorerProcess:
                 started_s[index] = time.monotonic()
                 continue
             del started_s[index]
-            outcomes[index] = self._outcome(line)
+            outcomes[index] = self._outcome(line, num_in_group(calls[index]))
             self.num_scored += 1
 
     def _receive(
@@ -227,12 +236,13 @@ class ScorerProcess:
         except (EOFError, OSError) as error:
             raise CallError(running, self._how_it_ended(), suspects) from error
 
-    def _outcome(self, line: ReplyLine) -> Scored | Failed:
+    def _outcome(self, line: ReplyLine, num: int | None) -> Outcome:
         if line.reply == Reply.FAILED:
             reason = str(line.content)
         else:
             try:
-                return checked_score(line.content)
+                content = line.content
+                return checked_score(content) if num is None else checked_scores(content, num)
             except UserFault as error:
                 reason = str(error)
         if self._stops:

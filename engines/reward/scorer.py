@@ -9,18 +9,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from engines.answers import builtin
 from engines.answers.builtin import accepted_answers, builtin_scorer
-from engines.reward.process import CallError, Failed, Scored, ScorerProcess
-from engines.reward.worker import ARGUMENTS, Call
+from engines.reward.process import CallError, Failed, Outcome, ScorerProcess
+from engines.reward.results import Scored
+from engines.reward.worker import ARGUMENTS, GROUP_ARGUMENTS, Call
 from schemas.reward import BuiltinReward, FunctionReward, RewardConfig
 
 MAX_CALLS_PER_CHUNK = 32
-"""Responses sent to one process at once. An async function scores them concurrently."""
+"""Calls sent to one process at once. An async function runs them concurrently."""
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 MAX_RETRIES = 8
@@ -44,6 +46,10 @@ class Response:
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any]
+
+
+Group = Sequence[Response]
+"""Responses that one call scores: a single one, or all of a prompt (`reward.group`)."""
 
 
 def check_reward_file(config: RewardConfig) -> None:
@@ -99,7 +105,8 @@ class Scorer:
         self.processes = [ScorerProcess(self._config, surroundings) for _ in range(num_processes)]
 
     def score(self, responses: Sequence[Response]) -> list[Scored]:
-        """Return the score and extra values of each response, in order.
+        """Return the score and extra values of each response, in order. With `reward.group`, the
+        responses of a prompt lie side by side.
 
         Raises ValueError for the first response without a score, unless `reward.on_error` allows
         it.
@@ -108,7 +115,7 @@ class Scorer:
         for process in self.processes:
             idle.put(process)
 
-        def score(chunk: Sequence[Response]) -> list[Scored]:
+        def score(chunk: Sequence[Group]) -> list[Scored]:
             process = idle.get()
             try:
                 return _score_chunk(process, chunk, self._config)
@@ -117,7 +124,7 @@ class Scorer:
 
         pool = ThreadPoolExecutor(len(self.processes))
         try:
-            chunks = _chunks(responses, len(self.processes))
+            chunks = _chunks(_groups(responses, self._config), len(self.processes))
             return [scored for scores in pool.map(score, chunks) for scored in scores]
         finally:
             # After an error, drop the chunks that have not begun.
@@ -142,16 +149,22 @@ def as_function(config: BuiltinReward | FunctionReward) -> FunctionReward:
     )
 
 
-def _chunks(responses: Sequence[Response], num_processes: int) -> list[Sequence[Response]]:
-    size = min(MAX_CALLS_PER_CHUNK, -(-len(responses) // num_processes)) or 1
-    return [responses[start : start + size] for start in range(0, len(responses), size)]
+def _groups(responses: Sequence[Response], config: FunctionReward) -> list[Group]:
+    if not config.group:
+        return [(response,) for response in responses]
+    return [tuple(own) for _, own in groupby(responses, lambda response: response.prompt_key)]
+
+
+def _chunks(groups: Sequence[Group], num_processes: int) -> list[Sequence[Group]]:
+    size = min(MAX_CALLS_PER_CHUNK, -(-len(groups) // num_processes)) or 1
+    return [groups[start : start + size] for start in range(0, len(groups), size)]
 
 
 def _score_chunk(
-    process: ScorerProcess, chunk: Sequence[Response], config: FunctionReward
+    process: ScorerProcess, chunk: Sequence[Group], config: FunctionReward
 ) -> list[Scored]:
-    calls = [{name: getattr(response, name) for name in ARGUMENTS} for response in chunk]
-    scored: dict[int, Scored] = {}
+    calls = [_call(group, config) for group in chunk]
+    scored: dict[int, list[Scored]] = {}
     num_failures: Counter[int] = Counter()
     while waiting := [index for index in range(len(calls)) if index not in scored]:
         if failed := max(num_failures[index] for index in waiting):
@@ -160,23 +173,36 @@ def _score_chunk(
             if isinstance(outcome, Failed):
                 num_failures[index] += 1
                 if config.on_error == "zero":
-                    scored[index] = (0.0, {"pred": None, ERROR: outcome.reason})
+                    scored[index] = [unscored(outcome.reason)] * len(chunk[index])
                 elif num_failures[index] > MAX_RETRIES:
                     tries = f"{num_failures[index]} tries, the last one: {outcome.reason}"
                     raise ValueError(_describe(chunk[index], tries))
             elif outcome:
-                score, extra = outcome
+                own = outcome if isinstance(outcome, list) else [outcome]
                 retried = {NUM_RETRIES: num_failures[index]} if num_failures[index] else {}
-                scored[index] = (score, extra | retried)
-    return [scored[index] for index in range(len(calls))]
+                scored[index] = [(score, extra | retried) for score, extra in own]
+    return [one for index in range(len(calls)) for one in scored[index]]
+
+
+def unscored(reason: str) -> Scored:
+    """Return the reward of a response that got no score."""
+    return 0.0, {"pred": None, ERROR: reason}
+
+
+def _call(group: Group, config: FunctionReward) -> Call:
+    if not config.group:
+        (response,) = group
+        return {name: getattr(response, name) for name in ARGUMENTS}
+    names = zip(GROUP_ARGUMENTS, ARGUMENTS, strict=True)
+    return {plural: [getattr(response, name) for response in group] for plural, name in names}
 
 
 def _outcomes(
     process: ScorerProcess,
     calls: Sequence[Call],
     waiting: Sequence[int],
-    chunk: Sequence[Response],
-) -> list[tuple[int, Scored | Failed | None]]:
+    chunk: Sequence[Group],
+) -> list[tuple[int, Outcome | None]]:
     try:
         outcomes = process.score([calls[index] for index in waiting])
     except CallError as error:
@@ -184,9 +210,12 @@ def _outcomes(
     return list(zip(waiting, outcomes, strict=True))
 
 
-def _describe(response: Response, reason: str) -> str:
+def _describe(group: Group, reason: str) -> str:
+    first = group[0]
+    samples = ", ".join(str(response.sample_index) for response in group)
     return (
-        f"no reward for sample {response.sample_index} of prompt {response.prompt_key} "
-        f"(data_source {response.data_source!r}): {reason}\n"
-        f"The response begins: {response.solution_str[:MAX_RESPONSE_CHARACTERS_SHOWN]!r}"
+        f"no reward for sample{'s'[: len(group) - 1]} {samples} of prompt {first.prompt_key} "
+        f"(data_source {first.data_source!r}): {reason}\n"
+        f"The {'first ' * (len(group) > 1)}response begins: "
+        f"{first.solution_str[:MAX_RESPONSE_CHARACTERS_SHOWN]!r}"
     )

@@ -222,8 +222,9 @@ class TrackedEngine:
 
     def num_tokens(self, id: RequestId) -> int:
         """Return the response tokens of an unfinished request: the last reported count, or the
-        number it arrived with."""
-        return max(self.progress.get(id, 0), num_response_tokens(self.unfinished[id]))
+        number it arrived with. The count falls when a conversation begins anew."""
+        reported = self.progress.get(id)
+        return num_response_tokens(self.unfinished[id]) if reported is None else reported
 
     # Lifecycle
 

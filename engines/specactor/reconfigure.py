@@ -57,7 +57,7 @@ class Reconfiguration:
         self._coupled = coupled
         self._every_tokens = every_tokens
         self._prompt_tokens = prompt_tokens
-        self._turns: dict[int, dict[RequestId, int]] = {}
+        self._turns: dict[int, dict[RequestId, float]] = {}
         """Response tokens at which a request on an engine gets its next turn."""
         self._seen: dict[int, EngineView] = {}
         # Caches for the whole stage. Batches and contexts take few values.
@@ -72,7 +72,11 @@ class Reconfiguration:
         """Return the requests that are due and have a known acceptance."""
         self._seen[engine.engine] = engine
         before, progress = self._turns.get(engine.engine, {}), engine.progress
-        turns = {id: before.get(id, num + self._every_tokens) for id, num in progress.items()}
+        # A conversation may begin anew, with fewer tokens than before.
+        turns = {
+            id: min(before.get(id, math.inf), num + self._every_tokens)
+            for id, num in progress.items()
+        }
         self._turns[engine.engine] = turns
         reached = (id for id, turn in turns.items() if progress[id] >= turn)
         return [id for id in reached if request_acceptance(engine.drafting.get(id)) is not None]

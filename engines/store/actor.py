@@ -74,10 +74,10 @@ class StoreActor:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._store, method)(*args, **kwargs)
 
-    def rows(self, method: str, *args: Any) -> "tuple[RowCounts, pa.Table]":
+    def rows(self, method: str, *args: Any, **kwargs: Any) -> "tuple[RowCounts, pa.Table]":
         """Return the counts and the table as two Ray objects, so that a caller can pass on the
         table without reading it."""
-        table = self.call(method, *args)
+        table = self.call(method, *args, **kwargs)
         return count_rows(table), table
 
     def keep(self, batches: Sequence[Batch]) -> list[str]:
@@ -193,9 +193,9 @@ class StoreClient:
     async def _keep(self, batches: list[Batch]) -> list[str]:
         return await _answer("keep", self._actor.keep.remote(batches))
 
-    async def rows(self, method: str, *args: Any) -> StoredRows:
+    async def rows(self, method: str, *args: Any, **kwargs: Any) -> StoredRows:
         """Return a reference to the table that a `Store` method returns, and its counts."""
-        counts, table = self._actor.rows.options(num_returns=2).remote(method, *args)
+        counts, table = self._actor.rows.options(num_returns=2).remote(method, *args, **kwargs)
         return StoredRows(table, await _answer(method, counts))
 
 

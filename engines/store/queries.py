@@ -1,11 +1,14 @@
 """The store's longer SQL queries. Parameters are named ($name).
 
+A failed conversation (`schemas.rollout.FinishReason.FAILED`) may have no reward.
+
 Rows that an older refrain wrote have NULL in `turns` and `observed_tokens`.
 """
 
-from schemas.rollout import OVERLONG
+from schemas.rollout import OVERLONG, FinishReason
 
 _OVERLONG = tuple(map(str, OVERLONG))
+_FAILED = f"finish_reason = '{FinishReason.FAILED}'"
 
 _WAITS = """[
     [turn.ended_s, turn.ended_s + turn.waited_s] for turn in coalesce(turns, [])
@@ -18,15 +21,19 @@ SELECT prompt_key, sample_index, policy_version, last_policy_version, origin_ste
 FROM rollouts WHERE split = $split AND step = $step
 """
 
-SCORING_ROWS = """
+SCORING_ROWS = f"""
 SELECT prompt_key, sample_index, response_token_ids, coalesce(turns, []) AS turns,
     environment_score, finish_reason
 FROM rollouts AS r
+SEMI JOIN (
+    SELECT prompt_key FROM rollouts WHERE split = $split AND step = $step
+    GROUP BY prompt_key HAVING count(*) >= $num_finished
+) USING (prompt_key)
 WHERE split = $split AND step = $step AND NOT EXISTS (
     FROM rewards AS w
     WHERE w.split = r.split AND w.step = r.step
       AND w.prompt_key = r.prompt_key AND w.sample_index = r.sample_index
-)
+) AND NOT ($leave_out AND {_FAILED})
 ORDER BY prompt_key, sample_index
 """
 
@@ -61,17 +68,20 @@ WITH trained AS (
     FROM rollouts WHERE split = 'train' AND step = $step
 ), groups AS (
     SELECT origin_step, prompt_key,
-        list(reward ORDER BY sample_index) AS group_rewards,
-        list(response_tokens ORDER BY sample_index) AS group_lengths
+        list(reward ORDER BY sample_index) FILTER (reward IS NOT NULL) AS group_rewards,
+        list(response_tokens ORDER BY sample_index) FILTER (reward IS NOT NULL) AS group_lengths,
+        count(reward) < 2 AND bool_or(reward IS NULL AND {_FAILED}) AS too_small
     FROM rollouts
-    JOIN rewards USING (split, step, prompt_key, sample_index)
+    LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
     SEMI JOIN trained USING (origin_step, prompt_key)
     WHERE split = 'train' AND step BETWEEN (SELECT min(origin_step) FROM trained) AND $step
     GROUP BY origin_step, prompt_key
 )
-SELECT prompt_key, sample_index, prompt_token_ids, response_token_ids, reward, inference_logprobs,
-    origin_step, group_rewards, group_lengths, version_spans,
-    finish_reason IN {_OVERLONG} AS truncated, coalesce(turns, []) AS turns
+SELECT prompt_key, sample_index, prompt_token_ids, response_token_ids,
+    coalesce(reward, if({_FAILED}, 0.0, NULL)) AS reward, inference_logprobs, origin_step,
+    coalesce(group_rewards, []) AS group_rewards, coalesce(group_lengths, []) AS group_lengths,
+    version_spans, finish_reason IN {_OVERLONG} AS truncated, coalesce(turns, []) AS turns,
+    too_small OR (rewards.reward IS NULL AND {_FAILED}) AS left_out
 FROM trained
 JOIN prompts USING (prompt_key)
 LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
@@ -82,7 +92,10 @@ LEFT JOIN (
 ORDER BY position, prompt_key, origin_step, sample_index
 """
 """A group's samples are trained in the step that planned them or in a later one. When $step is
-trained, or trained again after a resume, samples of later steps do not exist yet."""
+trained, or trained again after a resume, samples of later steps do not exist yet.
+
+A failed conversation without a reward is left out (`environment.on_error`), and so is the only
+other member of its group."""
 
 RECENT_VERSIONS = 16
 """Number of last policy versions for which the store knows a drafter's acceptance."""

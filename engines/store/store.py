@@ -91,9 +91,16 @@ class Store(StepRecords):
 
     # Rewards
 
-    def scoring_rows(self, split: Split, step: int) -> pa.Table:
-        """Return the rollouts that have no reward yet, with the columns `tables.SCORING`."""
-        return self._table_of(step, queries.SCORING_ROWS, split).cast(SCORING)
+    def scoring_rows(
+        self, split: Split, step: int, *, leave_out: bool = False, num_finished: int = 1
+    ) -> pa.Table:
+        """Return the rollouts that have no reward yet, with the columns `tables.SCORING`.
+
+        `leave_out`: without failed conversations, which then never get one. `num_finished`: only of
+        prompts with so many finished rollouts.
+        """
+        where = {"leave_out": leave_out, "num_finished": num_finished}
+        return self._table_of(step, queries.SCORING_ROWS, split, **where).cast(SCORING)
 
     def add_rewards(self, split: Split, step: int, rewards: pa.Table) -> int:
         """Add rows with the columns `tables.REWARDS` and return how many were new. The scorer has
@@ -125,7 +132,7 @@ class Store(StepRecords):
 
         Rows are in the plan's order; without a plan they are ordered by prompt key. Raise
         ValueError when there are no rows, when they differ from the plan, or when a reward is
-        missing.
+        missing. A failed conversation may have none: its row is `left_out`.
         """
         plan = self.plan(Split.TRAIN, step)
         keys = [group.prompt_key for group in plan.groups] if plan else []
@@ -250,7 +257,8 @@ class Store(StepRecords):
             raise ValueError(f"{self.path} has no finished step to summarise")
         ((num_rollouts, num_tokens),) = self._fetch(queries.TRAINED, ALL)
         acceptance, speculation = zip(*self._fetch(queries.DRAFTING_BY_EPOCH, ALL), strict=True)
-        rewards = self._fetch(queries.REWARD_BY_EPOCH, ALL)
+        # Without any row, every conversation failed (`environment.on_error: leave_out`).
+        rewards = [reward for (reward,) in self._fetch(queries.REWARD_BY_EPOCH, ALL)] or [0.0]
         # `fmean` rounds once, so an evaluation of the checkpoint has the same digits in any order.
         validations = [fmean(each) for (each,) in self._fetch(queries.REWARDS_BY_VALIDATION, ALL)]
         timing_s: dict[str, float] = defaultdict(float)
@@ -261,8 +269,8 @@ class Store(StepRecords):
         return RunSummary(
             steps=len(steps),
             num_rollouts=num_rollouts,
-            reward_first=rewards[0][0],
-            reward_last=rewards[-1][0],
+            reward_first=rewards[0],
+            reward_last=rewards[-1],
             acceptance_rate_by_epoch=acceptance,
             speculation_rate_by_epoch=speculation,
             validation_first=next(iter(validations), None),

@@ -193,6 +193,7 @@ TRAINING = pa.schema(
         "version_spans": SPANS,
         "truncated": pa.bool_(),
         "turns": TURNS,
+        "left_out": pa.bool_(),
     }
 )
 """The batch that the trainer reads, one row per rollout.
@@ -204,4 +205,6 @@ its (origin_step, prompt_key). Both lists have the same order and include the ro
 Samples of the group may be in this batch or in an earlier one.
 `version_spans`: policy versions of the sampled tokens, from the first one on.
 `truncated`: whether the response was cut because it had no room left.
+`left_out`: whether the trainer leaves the row out. A failed conversation without a reward is not in
+`group_rewards`, and its `reward` is 0.
 """

@@ -71,9 +71,9 @@ class Run:
             health.add(version, drafter, num_accepted, num_rejections)
         return health
 
-    async def rows(self, method: str, *args: Any) -> StoredRows:
+    async def rows(self, method: str, *args: Any, **kwargs: Any) -> StoredRows:
         """Return a reference to rows of the run's store, for another process."""
-        return await self.store_client.rows(method, *args)
+        return await self.store_client.rows(method, *args, **kwargs)
 
 
 _RUNS: dict[RunRef, Run] = {}

@@ -122,5 +122,5 @@ async def refuse_failed(config: TrainConfig, rollouts: Sequence[FinishedRollout]
     reason = reasons.get(str(failed[0].origin), "the reason is lost")
     raise ValueError(
         f"{len(failed)} conversations failed, the first is {failed[0]}: {reason}\nRepair it and go "
-        "on with --resume, or set environment.on_error to zero"
+        "on with --resume, or set environment.on_error to zero or leave_out"
     )

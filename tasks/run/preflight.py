@@ -11,6 +11,7 @@ from engines.data.dataset import Dataset, check_shared, load_dataset
 from engines.data.loader import PromptLoader
 from engines.data.messages import PromptSettings
 from engines.data.template import templates
+from engines.environment.process import EnvironmentSetup
 from engines.inference.engine.supported import check_version
 from engines.latency.fitted import FittedLatency
 from engines.latency.profile_file import find_profile, model_hash, read_profile, require_points
@@ -51,6 +52,8 @@ class Inputs:
     """Latency model of the profile in `TrainConfig.profile`. None: no profile is set."""
     ladder: Ladder | None = None
     """Draft ladder. None: there are no draft models, or the profile has not measured them."""
+    environment: EnvironmentSetup | None = None
+    """What the environment's file defines. None: there is no environment."""
     warnings: tuple[str, ...] = ()
     """Sentences about settings and data that are allowed but may be mistakes."""
 
@@ -156,7 +159,7 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     check = partial(check_ground_truth, config.reward)
     max_tokens = config.data.max_prompt_tokens
     with closing(templates):
-        _, settings, unsaid = read_environment(config, tokenizer, _settings(config))
+        environment, settings, unsaid = read_environment(config, tokenizer, _settings(config))
         load = lru_cache(lambda paths: load_dataset(paths, tokenizer, max_tokens, check, settings))
         datasets = {split: load(paths) for split, paths in files.items() if paths}
     check_reward(
@@ -179,7 +182,7 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
         check_prompts_have_rows(dataset, config.model)
     warnings = (*unseen, *unsaid, *_warnings(datasets), *setting_warnings(config))
     ladder = _ladder(config, latency)
-    return Inputs(datasets, prompts, loader, tokenizer, latency, ladder, warnings)
+    return Inputs(datasets, prompts, loader, tokenizer, latency, ladder, environment, warnings)
 
 
 def _settings(config: TrainConfig) -> PromptSettings:

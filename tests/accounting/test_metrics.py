@@ -9,6 +9,7 @@ from engines.accounting.metrics import (
     blind_engines,
     drafting_metrics,
     reward_metrics,
+    rollout_metrics,
     step_report,
     summarise_rewards,
     summarise_rollouts,
@@ -131,6 +132,20 @@ def test_rewards_are_summarised(batch):
     assert rewarded.best_of_group == 0.75
     assert (rewarded.reward_min, rewarded.reward_max) == (0.0, 1.0)
     assert rewarded.reward_std == pytest.approx((0.6875 / 4) ** 0.5)
+
+
+def test_conversations_without_a_reward_are_counted(batch):
+    """They are in no mean. Even a step in which all failed has figures."""
+    reasons = pa.array(["failed", "stop", "failed", "length"])
+    at = ROWS.column_names.index("finish_reason")
+    failed = ROWS.set_column(at, "finish_reason", reasons)
+    some = summarise_rollouts(PLAN, failed, outcome(share(0, 4.0)), TIMELINE)
+    assert rollout_metrics(some)["rollout/num_failed"] == some.num_failed == 2
+    assert rollout_metrics(batch)["rollout/num_failed"] == 0
+    known = summarise_rewards(some, rewards().slice(2), 0.1)
+    assert (known.num_rollouts, known.reward_mean, known.reward_min) == (2, 0.25, 0.0)
+    none = summarise_rewards(some, rewards().slice(4), 0.1)
+    assert (none.num_rollouts, none.reward_mean, none.best_of_group) == (0, 0.0, 0.0)
 
 
 def test_a_steps_report_has_veRLs_names(batch):

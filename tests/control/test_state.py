@@ -1,15 +1,19 @@
 """Predicted states after each kind of move, compared with sums by hand."""
 
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 
 from engines.control.effects import deal, working
 from engines.control.objective import FewestGpuSeconds, SoonestEnd
+from engines.control.outlook import Outlook
+from engines.control.state import Forecaster
 from engines.latency.forecast import Unfinished
+from engines.pat.remaining import FromHistory
 from engines.rollout.moves import Defer, Migrate, Race, Reshape
 from schemas.drafting import HISTORY
-from schemas.rollout import DraftProgress, DraftSetting
+from schemas.rollout import DraftProgress, DraftSetting, LengthHistory
 from tests.control.scenes import (
     EXPECTED,
     LARGE,
@@ -163,6 +167,23 @@ def test_last_reports_count_until_newer_ones_arrive():
     memory.forecast(view_of(raced, drafting={3: told(LARGE, 0.5)}))
     again = memory.forecast(view_of(raced, drafting={3: told(SMALL, 0.5)}))
     assert [copy.drafting for copy in again.engines[3].copies] == [SMALL]
+
+
+def test_a_conversation_that_begins_anew_has_its_own_length():
+    """It has fewer tokens than in the view before, and is not longer for that."""
+    history = {request(index).prompt_key: LengthHistory(100.0, 300) for index in range(1, 5)}
+
+    def memory():
+        remaining = FromHistory(history, MAX_TOKENS, group_size=8)
+        return Outlook(Forecaster(MACHINE), remaining, defaultdict(lambda: 100))
+
+    one, again = memory(), view_of({**TOKENS, 0: {1: 30, 2: 4000}})
+    one.forecast(view_of(TOKENS))
+    found = one.forecast(again)
+    assert found.engines == memory().forecast(again).engines
+    (first, _) = found.engines[0].copies
+    assert first.context_tokens == 130
+    assert first.remaining_tokens < 300
 
 
 def test_prompt_acceptance_counts_until_its_request_has_some():

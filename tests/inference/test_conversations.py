@@ -54,6 +54,7 @@ class HashedEnvironments:
     ends: list[FinishReason] = field(default_factory=list)
     failing: frozenset[int] = frozenset()
     """Turns at which the environment fails."""
+    fails_to_end: bool = False
 
     async def answer(self, request: RolloutRequest) -> TurnAnswer:
         assert request.generated is not None
@@ -70,11 +71,11 @@ class HashedEnvironments:
         observed = [100 + number("token", *of, at, below=9) for at in range(num_observed)]
         return TurnAnswer(observed, score=0.5, num_calls=1, waited_s=0.25)
 
-    async def end(self, request: RolloutRequest, reason: FinishReason) -> float | None:
+    async def end(self, request: RolloutRequest, reason: FinishReason) -> TurnAnswer:
         assert waits(request.generated)
         self.ends.append(reason)
         await asyncio.sleep(0)
-        return -1.0
+        return TurnAnswer(None, -1.0, failed=self.fails_to_end)
 
 
 @dataclass
@@ -241,6 +242,14 @@ def test_a_cut_turn_is_never_answered() -> None:
     assert cut
     assert environments.num_answers == num_turns - len(cut)
     assert environments.ends == [FinishReason.LENGTH] * len(cut)
+
+
+def test_an_environment_that_fails_to_end_a_conversation_is_named() -> None:
+    plain = alone(TurnLimits(9, max_turn_tokens=1))
+    failed = alone(TurnLimits(9, max_turn_tokens=1), HashedEnvironments(fails_to_end=True))
+    cut = {id for id, (_, reason) in plain.items() if reason is FinishReason.LENGTH}
+    assert cut
+    assert cut == {id for id, (_, reason) in failed.items() if reason is FinishReason.FAILED}
 
 
 def test_who_withdraws_a_cut_request_waits_for_its_end() -> None:

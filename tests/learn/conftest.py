@@ -130,7 +130,8 @@ def as_batch(rows: list[dict], policy_version: int = 0) -> pa.Table:
     ]
     pairs = zip(rows, columns, strict=True)
     return pa.Table.from_pylist(
-        [{"truncated": False, "turns": []} | row | more for row, more in pairs], schema=TRAINING
+        [{"truncated": False, "turns": [], "left_out": False} | row | more for row, more in pairs],
+        schema=TRAINING,
     )
 
 

@@ -94,6 +94,16 @@ def test_batch_without_signal_leaves_weights_unchanged(make_config: MakeConfig) 
     assert learner.policy_version == 4
 
 
+def test_a_batch_of_failed_conversations_leaves_weights_unchanged(make_config: MakeConfig) -> None:
+    learner = started(make_config(), 1, 3)
+    before = learner.weights_buffer()
+    empty = {"reward": 0.0, "left_out": True, "group_rewards": [], "group_lengths": []}
+    assert learner.train_step(change(make_batch(policy_version=3), lambda _: empty)) == {}
+    assert learner.weights_buffer() == before
+    assert learner.policy_version == 4
+    assert learner.canaries()
+
+
 def test_a_sync_run_refuses_an_older_version(make_config: MakeConfig) -> None:
     learner = started(make_config(), policy_version=3)
     old = change(make_batch(policy_version=2), lambda _: {"origin_step": 4})

@@ -22,6 +22,7 @@ ROW = {
     "version_spans": [{"policy_version": 0, "num_tokens": 2}],
     "truncated": False,
     "turns": [],
+    "left_out": False,
 }
 SHORT = {
     "response_token_ids": [7],

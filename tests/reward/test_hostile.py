@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.reward import channel, worker
+from engines.reward import channel, results, worker
 from engines.reward.process import ScorerProcess
 from engines.reward.scorer import Response, Scorer
 from engines.user_code import launch
@@ -306,15 +306,15 @@ PARTS = st.recursive(
 @given(st.dictionaries(TEXTS, PARTS), st.floats() | PARTS)
 def test_any_result_is_one_that_the_record_can_hold_or_is_refused(extra, score):
     try:
-        kept, parts = worker.checked_score(extra | {"score": score})
+        kept, parts = results.checked_score(extra | {"score": score})
     except UserFault:
         return
-    assert abs(kept) <= worker.MAX_SCORE
+    assert abs(kept) <= results.MAX_SCORE
     record = json.dumps(parts, allow_nan=False)
     duckdb.execute("SELECT json_extract(?::JSON, '$.*')", [record]).fetchall()
     line = {"chunk": "", "reply": "done", "index": 0, "content": {"score": kept} | parts}
     assert channel.ReplyLine.model_validate_json(json.dumps(line)).content == line["content"]
-    assert len(record) <= worker.MAX_EXTRA_BYTES
+    assert len(record) <= results.MAX_EXTRA_BYTES
 
 
 @given(st.binary(max_size=200))

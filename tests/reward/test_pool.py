@@ -44,7 +44,7 @@ def make_config(tokenizer_path, **changes) -> TrainConfig:
 PROMPTS = {
     key: Prompt(key, (1,), "refrain/arithmetic", truth) for key, truth in (("a", "4"), ("b", "5"))
 }
-RIGHT = {"response_token_ids": [2, 3, 1], "turns": []}
+RIGHT = {"response_token_ids": [2, 3, 1], "turns": [], "finish_reason": "stop"}
 TABLE = pa.Table.from_pylist(
     [
         {"prompt_key": "b", "sample_index": 0} | RIGHT,
@@ -106,7 +106,8 @@ def test_a_conversation_is_scored_on_what_was_sampled(tokenizer_path, tmp_path):
         {"num_sampled": 1, "num_observed": 0, "waited_s": 0.5, "num_failed_calls": 2},
         {"num_sampled": 2},
     ]
-    named = {"prompt_key": "a", "sample_index": 0, "response_token_ids": [2, 3, 1, 4, 1, 3, 2, 3]}
+    named = {"prompt_key": "a", "sample_index": 0, "finish_reason": "stop"}
+    named |= {"response_token_ids": [2, 3, 1, 4, 1, 3, 2, 3]}
     prompts = {"a": replace(PROMPTS["a"], extra_info={"split": "train"})}
     scored = [
         actor.score(pa.Table.from_pylist([named | {"turns": own}], SCORING), prompts).to_pylist()

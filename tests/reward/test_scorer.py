@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from engines.reward.process import ScorerProcess
+from engines.reward.results import checked_score
 from engines.reward.scorer import Response, Scorer, check_reward
-from engines.reward.worker import checked_score
 from schemas.reward import BuiltinReward, FunctionReward
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from engines.rollout.interface import EngineEvents
 from engines.rollout.reshape import _context_tokens
 from engines.rollout.tracked_engine import Lifecycle, TrackedEngine, num_response_tokens
 from engines.simulate.clock import run_virtual
@@ -63,3 +64,15 @@ def test_progress_counts_sampled_tokens_and_the_context_all_tokens():
     assert num_response_tokens(request) == 6
     assert _context_tokens((tracked, request)) == 11
     assert _context_tokens((tracked, replace(request, generated=None))) == 2
+
+
+def test_the_count_of_a_conversation_that_begins_anew_falls():
+    id = RequestId(Split.TRAIN, 1, "a", 0)
+    request = RolloutRequest(id, (1, 2), 0, 100, generated=Generated(range(9), [], ()))
+    tracked = TrackedEngine(FakeEngine(0), SERVING)
+    tracked.unfinished[id] = request
+    counts = []
+    for reported in ({}, {id: 12}, {id: 3}):
+        tracked.update_progress(EngineEvents((), reported))
+        counts.append(tracked.num_tokens(id))
+    assert counts == [9, 12, 3]

@@ -51,7 +51,9 @@ def test_a_section_speaks_for_the_settings_that_do_not() -> None:
     told = {
         c.name: c.on_resume for c in changed_settings(CONFIG, TrainConfig.model_validate(other))
     }
-    kept = dict.fromkeys(("reward.function", "reward.kwargs", "reward.path", "reward.type"), "kept")
+    kept = dict.fromkeys(
+        [f"reward.{name}" for name in ("function", "group", "kwargs", "path", "type")], "kept"
+    )
     free = ("drafting.max_draft", "reward.environment", "reward.timeout_s", "reward.on_error")
     assert told == kept | dict.fromkeys(free, "free")
 

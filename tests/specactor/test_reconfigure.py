@@ -138,6 +138,13 @@ def test_a_copy_s_turns_begin_where_it_came_in():
     assert sorted(move.engine for move in moves if move.id == request(0)) == [0, 1]
 
 
+def test_a_conversation_that_begins_anew_has_its_turns_sooner():
+    """Otherwise it would wait until it is as long as it was, and a thousand tokens longer."""
+    decider, engines = policy(), {0: MIXED}
+    again = turns(decider, engines, 0, 4000, 10, 1010)
+    assert again[3] == turns(policy(), engines, 0, 1010)[1] != []
+
+
 @pytest.mark.parametrize("told", [None, drafted(None), drafted(0.1, None)])
 def test_of_whom_nothing_is_known_nothing_is_decided(told):
     decided = turns(policy(), {0: {**MIXED, 0: told}}, 0, 1000)[-1]

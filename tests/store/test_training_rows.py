@@ -1,21 +1,25 @@
 """Rows of a training step carry the rewards and lengths of each sample's group so far."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from random import Random
+from typing import Any, NamedTuple, get_args
 
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.learn.rollouts import read_rollouts
+from engines.learn.rollouts import ScoredRollout, read_rollouts
+from engines.learn.training_samples import read_training_samples
 from engines.store.rows import rollout_rows
 from engines.store.store import Store
 from engines.store.tables import TRAINING
-from schemas.rollout import FinishReason, Split
-from tests.store.test_store import add_rollouts, make_rewards, make_rollout
+from schemas.algorithm import AlgorithmType
+from schemas.config import TrainConfig
+from schemas.rollout import FinishReason, LengthHistory, Split
+from tests.store.test_store import add_rollouts, make_plan, make_rewards, make_rollout
 
 
 class Sample(NamedTuple):
@@ -129,3 +133,128 @@ def test_groups_equal_those_found_by_hand(
                     and other.step <= step
                 )
                 assert row["group_rewards"] == [reward for _, reward in group]
+
+
+def add_groups(store: Store, groups: Mapping[str, Mapping[int, float | None]]) -> None:
+    """Add groups of rewards by sample index. Sample i has i + 2 tokens. A conversation without a
+    reward failed."""
+    rewards = [(key, i, reward) for key, own in groups.items() for i, reward in own.items()]
+    rollouts = [
+        replace(
+            make_rollout(1, prompt, index, index + 2),
+            finish_reason=FinishReason.FAILED if reward is None else FinishReason.STOP,
+        )
+        for prompt, index, reward in rewards
+    ]
+    add_rollouts(store, *rollouts)
+    known = [row for row in rewards if row[2] is not None]
+    store.add_rewards(Split.TRAIN, 1, make_rewards(known))
+
+
+def indexed(*rewards: float | None) -> dict[int, float | None]:
+    return dict(enumerate(rewards))
+
+
+def test_a_failed_conversation_is_left_out_of_its_group(store: Store) -> None:
+    add_groups(
+        store,
+        {
+            "a": indexed(1.0, None, 0.5),
+            "b": indexed(None, None, 2.0),
+            "c": indexed(None, None, None),
+        },
+    )
+    store.add_plan(make_plan(["b", "c", "a"], group_size=3))
+    columns = ("prompt_key", "sample_index", "reward", "left_out", "group_rewards", "group_lengths")
+    rows = store.training_rows(1)
+    assert [tuple(row[name] for name in columns) for row in rows.to_pylist()] == [
+        ("b", 0, 0.0, True, [2.0], [4]),
+        ("b", 1, 0.0, True, [2.0], [4]),
+        ("b", 2, 2.0, True, [2.0], [4]),
+        *(("c", index, 0.0, True, [], []) for index in range(3)),
+        ("a", 0, 1.0, False, [1.0, 0.5], [2, 4]),
+        ("a", 1, 0.0, True, [1.0, 0.5], [2, 4]),
+        ("a", 2, 0.5, False, [1.0, 0.5], [2, 4]),
+    ]
+    assert [one.left_out for one in read_rollouts(rows)].count(False) == 2
+
+
+def test_only_a_failed_conversation_may_lack_a_reward(store: Store) -> None:
+    add_groups(store, {"a": indexed(1.0, None)})
+    add_rollouts(store, make_rollout(sample=2))
+    with pytest.raises(ValueError, match="1 rollouts have no reward, the first is train/1/a/2"):
+        store.training_rows(1)
+
+
+def test_the_only_sample_of_a_group_is_trained_on(store: Store) -> None:
+    add_groups(store, {"a": indexed(1.0)})
+    assert store.training_rows(1)["left_out"].to_pylist() == [False]
+
+
+def test_lengths_of_failed_conversations_are_known(store: Store) -> None:
+    add_groups(store, {"a": indexed(1.0, None, None)})
+    assert store.length_history() == {"a": LengthHistory(3.0, 4, None, pytest.approx(9 / 4))}
+    assert store.history_report().num_rollouts == 3
+    assert store.rollouts(Split.TRAIN, 1, ["finish_reason"])["finish_reason"].to_pylist() == [
+        "stop",
+        "failed",
+        "failed",
+    ]
+
+
+@pytest.fixture(scope="module")
+def with_and_without(tmp_path_factory: pytest.TempPathFactory) -> list[list[ScoredRollout]]:
+    """Return a step's rollouts with failed ones, and the same step without the failed ones and
+    without the groups of which less than two are left."""
+    random = Random(0)
+    whole = {
+        f"{at:02}": indexed(*(random.gauss() if random.random() < 0.4 else None for _ in range(4)))
+        for at in range(12)
+    }
+    kept = {key: {i: r for i, r in own.items() if r is not None} for key, own in whole.items()}
+    left = {key: own for key, own in kept.items() if len(own) > 1}
+    assert {len(own) for own in kept.values()} >= {0, 1, 2}
+    found = []
+    for groups in (whole, left):
+        with Store(tmp_path_factory.mktemp("store") / "run.duckdb") as store:
+            add_groups(store, groups)
+            found.append(read_rollouts(store.training_rows(1)))
+    return found
+
+
+@pytest.mark.parametrize("type", get_args(AlgorithmType))
+def test_advantages_equal_those_without_the_failed(
+    with_and_without: list[list[ScoredRollout]], type: str
+) -> None:
+    """Bit for bit, and all metrics with them."""
+    data = {"train": ["t"], "max_response_tokens": 100}
+    config = TrainConfig.model_validate(
+        {"model": {"path": "m"}, "data": data, "algorithm": {"type": type}}
+    )
+    (samples, metrics), (others, same) = (
+        read_training_samples(rollouts, config, 0) for rollouts in with_and_without
+    )
+    names = [(one.rollout.prompt_key, one.rollout.sample_index, one.advantage) for one in samples]
+    assert names == [
+        (one.rollout.prompt_key, one.rollout.sample_index, one.advantage) for one in others
+    ]
+    assert metrics == same
+    assert len(with_and_without[0]) == 48 > len(samples) == len(others) > 4
+    assert any(one.advantage for one in samples)
+
+
+def test_which_rows_a_scorer_gets(store: Store) -> None:
+    reasons = {"a": ["stop", "failed"], "b": ["failed"], "c": ["stop"]}
+    for prompt, own in reasons.items():
+        for index, reason in enumerate(own):
+            rollout = make_rollout(1, prompt, index)
+            add_rollouts(store, replace(rollout, finish_reason=FinishReason(reason)))
+
+    def scored(**options: Any) -> list[tuple[str, int]]:
+        rows = store.scoring_rows(Split.TRAIN, 1, **options).to_pylist()
+        return [(row["prompt_key"], row["sample_index"]) for row in rows]
+
+    assert scored() == [("a", 0), ("a", 1), ("b", 0), ("c", 0)]
+    assert scored(leave_out=True) == [("a", 0), ("c", 0)]
+    assert scored(num_finished=2) == [("a", 0), ("a", 1)]
+    assert scored(num_finished=2, leave_out=True) == [("a", 0)]

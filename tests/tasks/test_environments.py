@@ -1,13 +1,16 @@
 """What a run refuses or warns of before it starts, if it has an environment."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engines.data.messages import PromptSettings
+from flows.prepare import _environment as shown_environment
 from schemas.config import TrainConfig
 from schemas.rollout import RequestId, Split
+from tasks.reward import which_to_score
 from tasks.run.environments import read_environment, task_of
 from tasks.run.model_inputs import read_tokenizer
 from tasks.run.preflight import read_inputs
@@ -88,6 +91,49 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_an_environments_score_needs_an_environment() -> None:
     with pytest.raises(ValueError, match=r"set environment\.path"):
         config_of(Path("x"), environment=None)
+
+
+def test_a_plan_shows_the_environment(tmp_path: Path) -> None:
+    path = written(tmp_path, CLASS + TOOLS_OF_CLASS)
+    environment = {"path": str(path), "name": "Echo", "max_turns": 3, "on_error": "leave_out"}
+    config = config_of(path, environment=environment)
+    plan: Any = SimpleNamespace(config=config, inputs=read_inputs(config))
+    assert shown_environment(plan)["environment"] == (
+        f"{path} (Echo), tools: add, at most 3 turns, 8 calls a turn, 1024 tokens an observation, "
+        "30 s a call; on_error: leave_out"
+    )
+    alone = config_of(path, environment=None, reward={"type": "builtin"})
+    assert shown_environment(SimpleNamespace(config=alone, inputs=plan.inputs)) == {}
+
+
+REWARD = {"type": "function", "path": "x.py", "group": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "split", "left_out", "num_finished"),
+    [
+        ({"environment": None, "reward": {"type": "builtin"}}, "train", False, 1),
+        ({"on_error": "zero"}, "train", False, 1),
+        ({"on_error": "leave_out"}, "train", True, 1),
+        ({"on_error": "leave_out", "reward": REWARD}, "train", True, 16),
+        ({"on_error": "leave_out", "reward": REWARD}, "validation", False, 3),
+    ],
+)
+def test_which_rollouts_a_step_scores(
+    changes: dict[str, Any], split: str, left_out: bool, num_finished: int
+) -> None:
+    given = {"rollout": {"group_size": 16}, "validation_samples": 3} | changes
+    if on_error := given.pop("on_error", None):
+        given["environment"] = {"path": "x.py", "on_error": on_error}
+    config = config_of(Path("x.py"), **given)
+    found = which_to_score(config, Split(split))
+    assert found == {"leave_out": left_out, "num_finished": num_finished}
+
+
+def test_a_step_whose_groups_are_scored_as_a_whole_defers_nothing() -> None:
+    values = {"staleness": 1, "environment": None}
+    assert config_of(Path("x"), reward={"type": "builtin"}, **values).defers
+    assert not config_of(Path("x"), reward=REWARD, **values).defers
 
 
 def test_samples_of_a_prompt_share_the_seed_of_a_step(tmp_path: Path) -> None:

@@ -146,10 +146,12 @@ class Conversations:
         self._ending[request.id] = self._started(self._end(request, reason))
 
     async def _end(self, request: RolloutRequest, reason: FinishReason) -> None:
-        score = await self._environments.end(request, reason)
+        answer = await self._environments.end(request, reason)
         assert request.generated
         del self._ending[request.id]
-        self._finish(replace(request, generated=replace(request.generated, score=score)), reason)
+        scored = replace(request.generated, score=answer.score)
+        reason = FinishReason.FAILED if answer.failed else reason
+        self._finish(replace(request, generated=scored), reason)
 
 
 def waits(generated: Generated | None) -> bool:
