@@ -247,6 +247,7 @@ def index_of(batch: Batch, key: str, config: DraftingConfig, max_draft: int) -> 
         group.prompt_token_ids,
         group.responses,
         group.rewards,
+        turns=group.turns,
         min_match=config.min_match,
         max_match=config.max_match,
         max_draft=max_draft,

@@ -69,6 +69,8 @@ class LengthHistory:
     """Median response length in the step before that one, in tokens. None if there is none."""
     tokens_per_pass: float = 1.0
     """Tokens of all its responses / their forward passes; 1 if no draft was accepted."""
+    mean_wait_s: float = 0.0
+    """Mean seconds in which a response waited for its environment."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,11 @@ def replay_groups(groups: Groups, config: DraftingConfig, times: StepTimes | Non
     table, prompts, responses, slots = IndexTable(), [], [], []
     for earlier, later in groups:
         index = build_index(
-            earlier.prompt_token_ids, earlier.responses, earlier.rewards, **index_sizes(config)
+            earlier.prompt_token_ids,
+            earlier.responses,
+            earlier.rewards,
+            turns=earlier.turns,
+            **index_sizes(config),
         )
         slot = table.add(index)
         for response in later.responses:

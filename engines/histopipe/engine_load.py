@@ -13,14 +13,24 @@ from schemas.rollout import RequestId, RolloutRequest
 
 
 class WaitingSamples:
-    """Groups with waiting samples, in order of expected length."""
+    """Groups with waiting samples, in order of expected time.
 
-    def __init__(self, requests: Mapping[RequestId, RolloutRequest], lengths: GroupLengths) -> None:
-        self._lengths = lengths
+    Times are in tokens that a running request gains meanwhile: those of the response, and those
+    that others gain while it waits for its environment.
+    """
+
+    def __init__(
+        self,
+        requests: Mapping[RequestId, RolloutRequest],
+        lengths: GroupLengths,
+        tokens_per_s: float = 0.0,
+    ) -> None:
+        """`tokens_per_s`: tokens that a running request gains in a second."""
+        self._lengths, self._tokens_per_s = lengths, tokens_per_s
         self._requests: dict[str, list[RolloutRequest]] = {}
         for request in reversed(list(requests.values())):
             self._requests.setdefault(request.id.prompt_key, []).append(request)
-        self._at = {key: lengths.tokens(key) for key in self._requests}
+        self._at = {key: self._time(key) for key in self._requests}
         self._order = sorted((tokens, key) for key, tokens in self._at.items())
 
     def __len__(self) -> int:
@@ -28,22 +38,26 @@ class WaitingSamples:
 
     def lengths(self) -> list[float]:
         """Return the expected tokens of every waiting sample."""
-        return [tokens for tokens, key in self._order for _ in self._requests[key]]
+        return [self._lengths.tokens(key) for _, key in self._order for _ in self._requests[key]]
+
+    def longest_wait_s(self) -> float:
+        """Return the seconds in which a sample of the longest group waits for its environment."""
+        return self._lengths.wait_s(self._order[-1][1]) if self._order else 0.0
 
     def refresh(self, prompt_key: str) -> None:
         """Move a group whose expected length has changed."""
         if prompt_key in self._requests:
             self._remove(prompt_key)
-            self._at[prompt_key] = self._lengths.tokens(prompt_key)
+            self._at[prompt_key] = self._time(prompt_key)
             insort(self._order, (self._at[prompt_key], prompt_key))
 
     def longest(self, limit: float) -> tuple[float, str] | None:
-        """Return the longest group of at most so many expected tokens."""
+        """Return the longest group of at most this expected time, and its time."""
         place = bisect_left(self._order, (limit, "\U0010ffff"))
         return self._order[place - 1] if place else None
 
     def expected(self, prompt_key: str) -> float | None:
-        """Return the expected tokens of a waiting sample. None if the group has none."""
+        """Return the expected time of a waiting sample. None if the group has none."""
         return self._at[prompt_key] if prompt_key in self._requests else None
 
     def pop(self, prompt_key: str) -> RolloutRequest:
@@ -54,6 +68,10 @@ class WaitingSamples:
             self._remove(prompt_key)
             del self._requests[prompt_key]
         return request
+
+    def _time(self, prompt_key: str) -> float:
+        lengths = self._lengths
+        return lengths.tokens(prompt_key) + self._tokens_per_s * lengths.wait_s(prompt_key)
 
     def _remove(self, prompt_key: str) -> None:
         del self._order[bisect_left(self._order, (self._at[prompt_key], prompt_key))]
@@ -72,6 +90,8 @@ class StepLoad:
     """What is known of the step before, some of whose requests were deferred to this one."""
     longest: float = 0.0
     """Tokens to come of the longest, with a margin."""
+    wait_s: float = 0.0
+    """Longest time in which one waits for its environment, in seconds."""
 
 
 class EngineLoad:
@@ -106,6 +126,7 @@ class EngineLoad:
         self.context.append(known.prompts.get(id.prompt_key, 0) + num_tokens)
         most = known.lengths.most_remaining(id.prompt_key, num_tokens)
         step.longest = max(step.longest, most)
+        step.wait_s = max(step.wait_s, known.lengths.wait_s(id.prompt_key))
 
     @property
     def longest(self) -> float:

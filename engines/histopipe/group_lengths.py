@@ -74,6 +74,11 @@ class GroupLengths:
         """Standard deviation of log lengths within a group."""
         self.margin = math.exp(MARGIN_SPREADS * self.noise)
         """Factor of the longest of some samples over the expectation."""
+        typical_wait_s = median(of.mean_wait_s for of in known) if known else 0.0
+        self._waits_s = {
+            key: history[key].mean_wait_s if key in history else typical_wait_s
+            for key in prompt_keys
+        }
         self._max_tokens = float(max_response_tokens)
         self._unknown = _Group(min(typical, math.log(self._max_tokens)), 1.0)
         weights = {True: (self.noise / self.drift) ** 2, False: (self.noise / _spread(logs)) ** 2}
@@ -87,6 +92,11 @@ class GroupLengths:
     def tokens(self, prompt_key: str) -> float:
         """Return the expected response tokens of one more sample."""
         return self._groups[prompt_key].tokens
+
+    def wait_s(self, prompt_key: str) -> float:
+        """Return the expected seconds in which a sample waits for its environment. Unknown groups
+        do not wait."""
+        return self._waits_s.get(prompt_key, 0.0)
 
     def add(self, prompt_key: str, num_tokens: int) -> None:
         """Add the length of a sample of the step that has finished."""

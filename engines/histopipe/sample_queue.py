@@ -11,8 +11,9 @@ An engine has room for a sample if, with it,
 - its KV cache holds the tokens that its requests will have, and
 - it has a place for one more (`max_num_seqs`).
 
-Expected lengths come from history and from siblings (`group_lengths`). An empty engine takes the
-longest waiting sample, then the longest that it has room for. It fills several places at once,
+Expected lengths come from history and from siblings (`group_lengths`). A conversation that waits
+for its environment counts as longer by the tokens that others gain meanwhile. An empty engine takes
+the longest waiting sample, then the longest that it has room for. It fills several places at once,
 because a prefill holds up the whole batch.
 
 A sample prefers the engine that has its prefix. The engine may take a sibling of its requests
@@ -20,7 +21,7 @@ before a longer sample if the prefill saved takes longer than the difference in 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -92,6 +93,8 @@ class SampleQueue:
         self._limits = limits
         self._pace = pace
         self._rollout_s: float | None = None
+        self._tokens_per_s = 0.0
+        """Tokens that a request gains in a second, with as many beside it as samples allow."""
         self._waiting: WaitingSamples | None = None
         self._num_waiting = 0
         self._num_finished = 0
@@ -139,16 +142,31 @@ class SampleQueue:
     def _queue(self, view: RolloutView) -> WaitingSamples:
         """Return the waiting samples. Read them again if others were started, or came back."""
         if self._waiting is None or self._num_waiting != len(view.waiting):
-            self._waiting = WaitingSamples(view.waiting, self._known.lengths)
-            self._num_waiting = len(view.waiting)
             self._known.prompts |= {
                 id.prompt_key: len(r.prompt_token_ids) for id, r in view.waiting.items()
             }
+            if self._rollout_s is None:
+                self._tokens_per_s = self._pace_of(view.waiting)
+            lengths = self._known.lengths
+            self._waiting = WaitingSamples(view.waiting, lengths, self._tokens_per_s)
+            self._num_waiting = len(view.waiting)
         if self._rollout_s is None:
             self._known.number = max((id.step for id in view.waiting), default=-1)
-            prompt_tokens = float(np.mean(list(self._known.prompts.values()) or [0.0]))
-            self._rollout_s = self._pace.rollout_s(self._waiting.lengths(), prompt_tokens)
+            prompt_tokens = self._mean_prompt()
+            rollout_s = self._pace.rollout_s(self._waiting.lengths(), prompt_tokens)
+            self._rollout_s = rollout_s + self._waiting.longest_wait_s()
         return self._waiting
+
+    def _mean_prompt(self) -> float:
+        return float(np.mean(list(self._known.prompts.values()) or [0.0]))
+
+    def _pace_of(self, waiting: Mapping[RequestId, RolloutRequest]) -> float:
+        """Return the tokens that a request gains in a second if the engines share the samples."""
+        times, lengths = self._limits.times, self._known.lengths
+        batch = min(times.max_num_seqs, len(waiting) / self._pace.num_engines)
+        tokens = [lengths.tokens(id.prompt_key) for id in waiting]
+        context = self._mean_prompt() + float(np.mean(tokens or [0.0])) / 2
+        return 1.0 / times.token_s(batch, context)
 
     # Room
 
@@ -187,13 +205,15 @@ class SampleQueue:
                 return None
             token_s = self._limits.times.token_s(len(load) + 1, load.context_each())
             in_time = (self._known.ends_s[load.engine] - now_s) / token_s
-            longest = max(load.step.longest, in_time) / self._known.lengths.margin
+            margin = self._known.lengths.margin
+            waited = self._tokens_per_s * load.step.wait_s
+            longest = max(load.step.longest / margin + waited, in_time / margin)
         found = waiting.longest(longest)
         if found is None:
             return None
         tokens, key = found
         key = self._sibling(load, waiting, tokens) or key
-        return key if self._holds(load, key, tokens) else None
+        return key if self._holds(load, key) else None
 
     def _sibling(self, load: EngineLoad, waiting: WaitingSamples, tokens: float) -> str | None:
         """Return a group whose prefix the engine has, if its samples are hardly shorter."""
@@ -211,12 +231,13 @@ class SampleQueue:
                 best, best_s = key, gain_s
         return best
 
-    def _holds(self, load: EngineLoad, prompt_key: str, tokens: float) -> bool:
+    def _holds(self, load: EngineLoad, prompt_key: str) -> bool:
         """Whether the KV cache holds one more sample of the group."""
         capacity = self._limits.max_context_tokens
         if capacity == math.inf or not len(load):
             return True
         context = [*load.context, self._known.prompts[prompt_key]]
+        tokens = self._known.lengths.tokens(prompt_key)
         return peak_tokens(context, [*load.remaining, tokens]) <= capacity
 
     # Empty engines

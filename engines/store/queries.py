@@ -16,6 +16,9 @@ _WAITS = """[
 ] AS waits"""
 """Unix times from and to which a conversation waited for its environment."""
 
+_WAIT_S = "coalesce(list_sum([turn.waited_s for turn in turns]), 0.0)"
+"""Seconds in which a response waited for its environment."""
+
 FINISHED = """
 SELECT prompt_key, sample_index, policy_version, last_policy_version, origin_step
 FROM rollouts WHERE split = $split AND step = $step
@@ -116,19 +119,21 @@ QUALIFY row_number() OVER (PARTITION BY drafter ORDER BY policy_version DESC) <=
 ORDER BY drafter, policy_version
 """
 
-LENGTH_HISTORY = """
+LENGTH_HISTORY = f"""
 WITH lengths AS (
     SELECT prompt_key, origin_step, response_tokens,
-        greatest(1, response_tokens - num_accepted_tokens) AS num_passes
+        greatest(1, response_tokens - num_accepted_tokens) AS num_passes, {_WAIT_S} AS wait_s
     FROM rollouts WHERE split = 'train'
     UNION ALL
-    SELECT prompt_key, origin_step, unnest(lengths), unnest(passes) FROM archived_groups
+    SELECT prompt_key, origin_step, unnest(lengths), unnest(passes), unnest(waits_s)
+    FROM archived_groups
     WHERE split = 'train' AND $recent
 ), steps AS (
     SELECT prompt_key, origin_step, median(response_tokens) AS median_tokens,
         max(response_tokens) AS longest_tokens,
         greatest(1.0, sum(response_tokens) / sum(coalesce(num_passes, response_tokens)))
             AS tokens_per_pass,
+        coalesce(avg(wait_s), 0.0) AS mean_wait_s,
         row_number() OVER (PARTITION BY prompt_key ORDER BY origin_step DESC) AS age
     FROM lengths
     WHERE ($before_step IS NULL OR origin_step < $before_step)
@@ -136,7 +141,7 @@ WITH lengths AS (
     GROUP BY prompt_key, origin_step
 )
 SELECT prompt_key, last.median_tokens, last.longest_tokens, previous.median_tokens,
-    last.tokens_per_pass
+    last.tokens_per_pass, last.mean_wait_s
 FROM steps AS last
 LEFT JOIN (FROM steps WHERE age = 2) AS previous USING (prompt_key)
 WHERE last.age = 1
@@ -253,20 +258,21 @@ FROM rollouts WHERE step <= $last_step
 """
 
 SUMS = {
-    "archived_groups": """
+    "archived_groups": f"""
 WITH new AS (
-    {rows}
+    {{rows}}
     SELECT split, prompt_key, origin_step, response_tokens AS length,
         greatest(1, response_tokens - num_accepted_tokens) AS num_passes,
-        reward IS NOT NULL AS scored
+        {_WAIT_S} AS wait_s, reward IS NOT NULL AS scored
     FROM rollouts LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
 )
 SELECT split, prompt_key, origin_step, flatten(list(lengths)) AS lengths,
-    flatten(list(passes)) AS passes, sum(num_scored)::INTEGER AS num_scored
+    flatten(list(passes)) AS passes, flatten(list(waits_s)) AS waits_s,
+    sum(num_scored)::INTEGER AS num_scored
 FROM (
     FROM archived_groups UNION ALL BY NAME
     SELECT split, prompt_key, origin_step, list(length) AS lengths, list(num_passes) AS passes,
-        count_if(scored) AS num_scored
+        list(wait_s) AS waits_s, count_if(scored) AS num_scored
     FROM new GROUP BY split, prompt_key, origin_step
 )
 GROUP BY split, prompt_key, origin_step

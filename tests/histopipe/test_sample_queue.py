@@ -25,15 +25,22 @@ def requests(**prompts):
     return {id: RolloutRequest(id, (0,) * 100, 0, LIMIT) for id in ids}
 
 
-def lengths_of(known, group_size=GROUP, limit=LIMIT):
-    history = {key: LengthHistory(n, round(1.1 * n), n) for key, n in known.items() if n}
+def lengths_of(known, group_size=GROUP, limit=LIMIT, waits_s=None):
+    """{prompt: tokens}, {prompt: seconds in which it waits for its environment}."""
+    waits_s = waits_s or {}
+    history = {
+        key: LengthHistory(n, round(1.1 * n), n, mean_wait_s=waits_s.get(key, 0.0))
+        for key, n in known.items()
+        if n
+    }
     return GroupLengths(list(known), history, group_size, limit)
 
 
-def queue_of(known, num_engines=2, max_num_seqs=64, held=math.inf, staleness=1):
+def queue_of(known, num_engines=2, max_num_seqs=64, held=math.inf, staleness=1, waits_s=None):
     times = TokenTimes(LATENCY, 1, max_num_seqs)
     pace = StepPace(times, num_engines, staleness, train_s=0.0)
-    return SampleQueue(lengths_of(known), EngineLimits(LATENCY, times, 1, held), pace)
+    lengths = lengths_of(known, waits_s=waits_s)
+    return SampleQueue(lengths, EngineLimits(LATENCY, times, 1, held), pace)
 
 
 def view_of(waiting, *progress, finished=(), now_s=0.0):
@@ -53,6 +60,28 @@ def test_longest_go_first_and_have_few_beside_them():
     assert first[:4] == ["long"] * 4
     assert set(second) == {"short"}
     assert len(first) < len(second) <= 32
+
+
+@pytest.mark.parametrize(("wait_s", "first"), [(0.0, "b"), (1.0, "b"), (2.0, "a")])
+def test_conversations_that_wait_long_go_first(wait_s, first):
+    """Waiting 1 s is worth less than 100 tokens of 10.8 ms, waiting 2 s is worth more."""
+    queue = queue_of({"a": 900, "b": 1000}, 1, 8, waits_s={"a": wait_s})
+    assert started(queue.decide(view_of(requests(a=4, b=4), {})), 0)[0] == first
+
+
+def test_a_prompt_without_history_waits_as_long_as_others():
+    lengths = lengths_of({"a": 9, "b": 9, "c": 9, "new": 0}, waits_s={"a": 2.0, "b": 4.0, "c": 9.0})
+    assert lengths.wait_s("new") == 4.0
+
+
+def test_waits_take_no_room_in_the_kv_cache_but_time():
+    def num_started(**options):
+        queue = queue_of({"a": 1000}, num_engines=1, **options)
+        return len(queue.decide(view_of(requests(a=8), {})))
+
+    waits_s = {"a": 1000.0}
+    assert num_started(held=3 * 1110) == num_started(held=3 * 1110, waits_s=waits_s) == 3
+    assert num_started() == num_started(waits_s=waits_s) == 8
 
 
 def test_an_engine_takes_no_more_than_its_kv_cache_will_hold():

@@ -2,10 +2,13 @@
 order changes a token, and each turn is what an engine without environments samples there."""
 
 import asyncio
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import pytest_asyncio
 import ray
@@ -13,9 +16,12 @@ import ray
 from engines.actors import RemoteActor
 from engines.environment.actor import EnvironmentActor, split_turns
 from engines.environment.client import ENVIRONMENT
+from engines.histospec.library import IndexLibrary
+from engines.histospec.worker import histories as indexed
 from engines.inference.engine.ray_engine import RayEngine
 from engines.rollout.moves import Migrate, RolloutView
-from schemas.drafting import NGRAM
+from engines.store.rows import rollout_rows
+from schemas.drafting import NGRAM, DraftingConfig
 from schemas.environment import EnvironmentConfig, EnvironmentTask
 from schemas.rollout import (
     DraftSetting,
@@ -55,8 +61,14 @@ class Sums:
 MAX_TURNS = 3
 
 
+@pytest.fixture(scope="module")
+def histories(tmp_path_factory) -> Path:
+    """Return the directory of the indexes, which is empty at first."""
+    return tmp_path_factory.mktemp("histories")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
-async def conversing(ray_cluster, tmp_path_factory):
+async def conversing(ray_cluster, histories, tmp_path_factory):
     """Two engines with the same environment."""
     assert ray_cluster.is_initialized()
     path: Path = tmp_path_factory.mktemp("environment") / "sums.py"
@@ -73,7 +85,7 @@ async def conversing(ray_cluster, tmp_path_factory):
         max_task_retries=3,
     )
     await actor.call("start", timeout_s=120.0)
-    settings = config.engine.model_copy(update={"race_kv_tokens": None})
+    settings = config.engine.model_copy(update={"race_kv_tokens": None, "history_dir": histories})
     engines = [RayEngine(10 + i, settings, 0, engine_class=PacedEngine) for i in range(2)]
     await asyncio.gather(*(engine.start() for engine in engines))
     for index, engine in enumerate(engines):
@@ -183,6 +195,35 @@ async def test_no_move_or_draft_changes_a_conversation(alone, conversing, learne
     assert policy.num_moves > 20
     assert said(finished) == said(alone)
     assert sum(rollout.generated.num_draft_tokens for rollout in finished.values()) > 100
+
+
+def index_conversations(rollouts: Iterable[Rollout], directory: Path) -> None:
+    rows = rollout_rows(list(rollouts))
+    rows = rows.append_column("reward", pa.array([1.0] * len(rows))).sort_by("prompt_key")
+    IndexLibrary(directory, DraftingConfig()).add(indexed(rows))
+
+
+async def test_drafts_from_history_change_no_conversation_and_know_later_turns(
+    alone, conversing, histories, learner, prompts
+) -> None:
+    """The same conversations again, as an epoch later with the same policy and noise."""
+    index_conversations(alone.values(), histories)
+    todo = [(0, request) for request in conversations(prompts)]
+    finished, _ = await roll_out(conversing[:1], weights_of(learner, prompts), todo)
+    for path in histories.glob("*.index"):
+        path.unlink()
+    assert said(finished) == said(alone)
+    turns = [rollout.generated.turns for rollout in finished.values()]
+    drafted = [Counter[str]() for _ in range(MAX_TURNS)]
+    for own in turns:
+        for number, turn in enumerate(own):
+            drafted[number] += Counter(
+                drafted=turn.num_draft_tokens, accepted=turn.num_accepted_tokens
+            )
+    print(drafted)
+    first, *later = (counts["accepted"] / counts["drafted"] for counts in drafted)
+    assert min(later) >= first - 0.05
+    assert first > 0.8
 
 
 async def test_an_environment_actor_that_dies_changes_no_conversation(

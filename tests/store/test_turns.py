@@ -268,6 +268,27 @@ def test_waits_have_their_times(store: Store) -> None:
     assert sorted(one["waits"] for one in store.engine_times()) == [[], waits]
 
 
+def test_the_history_of_lengths_has_the_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archive, "CHUNK_STEPS", 1)
+    waits_s = [(0.5, 2.0), (1.0,), ()]
+    rollouts = [
+        talk(tuple(Turn(1, 1, wait_s) for wait_s in own), sample=i) for i, own in enumerate(waits_s)
+    ]
+    with Store(tmp_path / "run.duckdb") as store:
+        add_rollouts(store, *rollouts, talk((), prompt="b"))
+        before = store.length_history()
+        assert {key: of.mean_wait_s for key, of in before.items()} == {
+            "a": pytest.approx(3.5 / 3),
+            "b": 0.0,
+        }
+        assert store.archive_before(1 + archive.KEPT_STEPS)
+        assert store.length_history() == before
+        store._con.execute("UPDATE archived_groups SET waits_s = NULL")
+        assert {of.mean_wait_s for of in store.length_history().values()} == {0.0}
+
+
 def test_observed_tokens_fill_an_archive_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
