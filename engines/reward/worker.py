@@ -50,13 +50,13 @@ Call = dict[str, Any]
 Setup = dict[str, Any]
 """Arguments of `set_up`."""
 
-START = """
+START = f"""
 import sys, types
 package = types.ModuleType("_refrain")
-package.__path__ = [sys.argv[1]]
+package.__path__ = [{str(Path(__file__).resolve().parent)!r}]
 sys.modules["_refrain"] = package
 from _refrain.worker import Parent, serve
-serve(Parent(int(sys.argv[2])))
+serve(Parent(int(sys.argv[1])))
 """
 
 MAX_MESSAGE_CHARACTERS = MAX_TRACEBACK_CHARACTERS = 4000
@@ -64,8 +64,7 @@ MAX_MESSAGE_CHARACTERS = MAX_TRACEBACK_CHARACTERS = 4000
 
 def worker_command(descriptor: int) -> list[str]:
     """Return the command of a process that talks over this descriptor."""
-    package = str(Path(__file__).resolve().parent)
-    return [sys.executable, "-P", "-c", START, package, str(descriptor)]
+    return [sys.executable, "-P", "-c", START, str(descriptor)]
 
 
 class Reply(StrEnum):
