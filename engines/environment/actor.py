@@ -146,6 +146,7 @@ class EnvironmentActor:
         await self._forget(samples)
         for sample in samples:
             self._num_restarts.pop(sample, None)
+            self._failures.pop(sample, None)
 
     async def shutdown(self) -> None:
         await self._pool.close()

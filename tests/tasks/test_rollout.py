@@ -1,11 +1,17 @@
 """The requests that a resumed step has yet to generate, and the progress of those that run."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from engines.environment.client import EnvironmentClient
 from engines.failures import Failures
 from engines.rollout.moves import EngineView, RolloutView
+from schemas.environment import EnvironmentConfig
+from schemas.rollout import FinishedRollout, FinishReason
 from tasks.rollout import _left, _Watch
 from tests.rollout.fakes import request
 
@@ -16,6 +22,37 @@ def test_stored_rollouts_are_not_generated_again():
     done = {requests[0][1].id, requests[3][1].id}
     assert _left(requests, done) == requests[1:3]
     assert _left(requests, set()) == requests
+
+
+@pytest.mark.parametrize("on_error", ["stop", "zero", "leave_out"])
+async def test_a_failed_conversation_that_stops_the_run_is_not_stored(
+    monkeypatch: pytest.MonkeyPatch, on_error: str
+) -> None:
+    """Otherwise --resume would find it finished, and train on it."""
+
+    async def failures(_: EnvironmentClient) -> dict[str, str]:
+        return {"train/1/p/0": "the service is down"}
+
+    async def add_finished(rollouts: list[FinishedRollout], _: int) -> None:
+        stored.extend(rollouts)
+
+    stored: list[FinishedRollout] = []
+    monkeypatch.setattr(EnvironmentClient, "failures", failures)
+    config = SimpleNamespace(environment=EnvironmentConfig(path=Path("x.py"), on_error=on_error))
+    run: Any = SimpleNamespace(
+        config=config, store_client=SimpleNamespace(add_finished=add_finished)
+    )
+    plan: Any = SimpleNamespace(epoch=0)
+    unused: Any = None
+    watch = _Watch(run, unused, plan, unused, 0, lambda: None)
+    failed = FinishedRollout(request("p", 3).id, 0, FinishReason.FAILED, 3, 0, 0, 0, b"", 0)
+    if on_error == "stop":
+        with pytest.raises(ValueError, match=r"1 conversations failed, .*p/0: the service is down"):
+            await watch.keep([failed])
+        assert stored == []
+    else:
+        await watch.keep([failed])
+        assert stored == [failed]
 
 
 def test_progress_has_the_predicted_end(tmp_path, record_failures: list):
