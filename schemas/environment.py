@@ -42,8 +42,8 @@ class EnvironmentConfig(Frozen):
     """Most tool calls in one turn, for example `1`. A turn with more calls runs none of them, and
     the observation gives the limit."""
     timeout_s: Free[PositiveFloat] = 30.0
-    """Longest time in seconds of one call of your code (`reset`, `step`, `end`, `close`), for
-    example `120`. Raise it for slow tools."""
+    """Longest time in seconds of one call of your code (`reset`, `step`, `end`, `close`, and `run`
+    between two turns), for example `120`. Raise it for slow tools."""
     max_wait_s: PositiveFloat | None = None
     """Longest time in seconds that a conversation may wait for your code in all, for example `600`.
     Then it ends. Set it if slow conversations should not hold up a step. Default: no limit."""

@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 from ..user_code.importing import UserFault, as_text, import_file, message_of
 from .answers import MAX_NAME, Answer, answer_of
 from .loading import MISSING, found_environment, is_agent
-from .tools import Tool, call_problem, declared_tools, failure_of, observation_of, own_schema
+from .tools import (
+    Tool,
+    call_problem,
+    declared_schemas,
+    declared_tools,
+    failure_of,
+    observation_of,
+)
 
 Message = dict[str, str]
 InThread = Callable[..., Coroutine[Any, Any, Any]]
@@ -81,10 +88,8 @@ def _agent_of(found: Any, kwargs: dict[str, Any], tools: Sequence[Any], path: Pa
     if not inspect.iscoroutinefunction(run):
         raise UserFault(f"run() in {path} is a plain function: write `async def run`")
     _check_list(tools, path)
-    given = [own_schema(one) for one in tools if isinstance(one, Mapping)]
-    functions = [one for one in tools if not isinstance(one, Mapping)]
-    declared = declared_tools(functions, found if inspect.isclass(found) else None)
-    return UserCode(found, kwargs, {}, given + [tool.schema for tool in declared.values()])
+    schemas = declared_schemas(tools, found if inspect.isclass(found) else None)
+    return UserCode(found, kwargs, {}, schemas)
 
 
 def _check_list(tools: Any, path: Path) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import secrets
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
@@ -64,14 +66,19 @@ class Endpoint:
 
     def __init__(self) -> None:
         self.base_url = ""
+        self._server: asyncio.AbstractServer | None = None
         self._conversations: dict[str, Ask] = {}
 
     async def start(self) -> None:
         """Listen on a free port."""
-        server = await asyncio.start_server(
-            self._serve, HOST, 0, limit=MAX_HEAD_BYTES, backlog=BACKLOG
+        # Each call that waits has two connections in this process: the client's and its own.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        listening = socket.create_server((HOST, 0), backlog=BACKLOG)
+        self.base_url = f"http://{HOST}:{listening.getsockname()[1]}/v1"
+        self._server = await asyncio.start_server(
+            self._serve, sock=listening, limit=MAX_HEAD_BYTES, backlog=BACKLOG
         )
-        self.base_url = f"http://{HOST}:{server.sockets[0].getsockname()[1]}/v1"
 
     def add(self, ask: Ask) -> str:
         """Return the API key of a new conversation."""

@@ -287,6 +287,7 @@ async def test_a_turns_tool_calls_come_as_openai_writes_them(tmp_path):
         ("def run(task, model): 1", {}, "run.. in .* is a plain function: write `async def run`"),
         (running("1"), {"a": 1}, "kwargs are for a class, but .* has a function"),
         (running("1") + "\ntools = [{}]", {}, "the tool '{}' .dict. is no schema of a function"),
+        (f"{TOOLS}tools += tools\n{running('1')}", {}, "two tools are called look: rename one"),
         (running("1") + "\ntools = 3", {}, "`tools` in .* is a int: write a list"),
         ("async def run(job): 1", {}, "has no environment: .*`async def run.task, model.`"),
         (running("1") + "\nclass A:\n    def step(self, turn): 1", {}, r"several .*\(A, run\)"),
