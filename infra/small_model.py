@@ -40,7 +40,8 @@ VECTOR_LEARNING_RATE = 0.003
 WARMUP_STEPS = 30
 BATCHES_PER_POOL = 32
 """Batches in a pool. A pool is sorted by length before it is cut, so that batches have little
-padding."""
+padding. In a batch of short examples each token counts more. So if the first token of a response
+decides how long it is, take one batch per pool."""
 IGNORED = -100
 """Label that cross-entropy ignores."""
 
@@ -137,6 +138,8 @@ class Corpus(Generic[AnyStated]):
         problems: Iterator[AnyStated],
         rng: Random,
         batch_size: int,
+        *,
+        batches_per_pool: int = BATCHES_PER_POOL,
         before_prompt: str = "",
     ) -> None:
         """`rng`: shuffles the batches. Problems and solutions should be drawn from it too.
@@ -145,6 +148,7 @@ class Corpus(Generic[AnyStated]):
         self._problems = problems
         self._rng = rng
         self._batch_size = batch_size
+        self._pool_size = batch_size * batches_per_pool
         self._before_prompt = before_prompt
         ids = tokenizer.get_vocab()
         self._observed_from = {ids[token] for token in (USER, SYSTEM, TOOL) if token in ids}
@@ -158,7 +162,7 @@ class Corpus(Generic[AnyStated]):
         """
         size = self._batch_size
         while True:
-            pool = list(islice(self._problems, size * BATCHES_PER_POOL))
+            pool = list(islice(self._problems, self._pool_size))
             examples = [self.encode(problem.prompt, solve(problem)) for problem in pool]
             examples.sort(key=_length)
             batches = [examples[i : i + size] for i in range(0, len(pool), size)]

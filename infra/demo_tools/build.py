@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.demo.build import DATA_SOURCE, MODEL_SHAPE
 from infra.demo_tools.calculator import calculate
-from infra.demo_tools.task import WORDS, Problem, SolverTurn, draw_problems, solve
+from infra.demo_tools.task import WORDS, SolverTurn, SumOfProducts, draw_problems, solve
 from infra.small_model import (
     ASSISTANT,
     CHAT_TEMPLATE,
@@ -36,7 +36,7 @@ CHARACTERS = string.printable[:95] + "\n"
 """All of ASCII that can be printed, because refrain explains faulty calls in English."""
 MAX_POSITIONS = 256
 BATCH_SIZE = 32
-NUM_STEPS = 1000
+NUM_STEPS = 800
 
 TOOLS_TEMPLATE = (
     "{%- if tools -%}"
@@ -62,11 +62,14 @@ def written(conversation: Sequence[SolverTurn]) -> str:
     return "".join([*map(_with_answers, calling), final.text])
 
 
-def corpus_of(tokenizer: PreTrainedTokenizerFast, seed: int) -> tuple[Corpus[Problem], Random]:
+def corpus_of(
+    tokenizer: PreTrainedTokenizerFast, seed: int
+) -> tuple[Corpus[SumOfProducts], Random]:
     """Return the corpus, and the random numbers for its solutions."""
     rng = Random(seed)
     problems = draw_problems("corpus", rng)
-    return Corpus(tokenizer, problems, rng, BATCH_SIZE, before_prompt=TOOLS), rng
+    corpus = Corpus(tokenizer, problems, rng, BATCH_SIZE, batches_per_pool=1, before_prompt=TOOLS)
+    return corpus, rng
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Batch]:

@@ -25,7 +25,7 @@ from infra.splits import draw_distinct
 
 SMALLEST, LARGEST = 10, 99
 """Bounds of the four numbers of a problem."""
-WAYS = {"whole": 0.4, "apart": 0.3, "head": 0.3}
+WAYS = {"whole": 0.5, "apart": 0.25, "head": 0.25}
 """Share of solvers who work in each way."""
 MISCOPY_SHARE = 0.08
 """Chance that a call has a wrong digit."""
@@ -56,8 +56,8 @@ WORDS = (*BEFORE_EXPRESSION, *AFTER_EXPRESSION, ANSWER, REFUSED)
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Two products to add."""
+class SumOfProducts:
+    """Problem: two products to add."""
 
     factors: tuple[int, int, int, int]
 
@@ -90,17 +90,17 @@ class SolverTurn:
     """The calculator's answer to each call, as the solver reads it."""
 
 
-def draw_problem(rng: Random) -> Problem:
+def draw_problem(rng: Random) -> SumOfProducts:
     a, b, c, d = (rng.randint(SMALLEST, LARGEST) for _ in range(4))
-    return Problem((a, b, c, d))
+    return SumOfProducts((a, b, c, d))
 
 
-def draw_problems(split: str, rng: Random) -> Iterator[Problem]:
+def draw_problems(split: str, rng: Random) -> Iterator[SumOfProducts]:
     """Yield distinct problems of one split, without end."""
     return draw_distinct(split, partial(draw_problem, rng))
 
 
-def solve(problem: Problem, rng: Random) -> list[SolverTurn]:
+def solve(problem: SumOfProducts, rng: Random) -> list[SolverTurn]:
     """Return a conversation that ends with the answer line, in one of `WAYS`."""
     (way,) = rng.choices(tuple(WAYS), tuple(WAYS.values()))
     if way == "head":

@@ -22,7 +22,7 @@ from flows.config_file import load_config
 from infra.demo.build import DATA_SOURCE
 from infra.demo_tools.build import corpus_of, written
 from infra.demo_tools.calculator import tools
-from infra.demo_tools.task import Problem, SolverTurn, draw_problems, solve
+from infra.demo_tools.task import SolverTurn, SumOfProducts, draw_problems, solve
 from infra.small_model import IGNORED
 from infra.splits import split_of
 from schemas.environment import EnvironmentTask
@@ -43,7 +43,7 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def solved() -> list[tuple[Problem, list[SolverTurn]]]:
+def solved() -> list[tuple[SumOfProducts, list[SolverTurn]]]:
     """Problems with conversations of all kinds."""
     rng = Random(1)
     return [(one, solve(one, rng)) for one in islice(draw_problems("corpus", Random(0)), 200)]
@@ -58,11 +58,11 @@ async def actor(monkeypatch) -> AsyncIterator[EnvironmentActor]:
     await actor.shutdown()
 
 
-def score(text: str, problem: Problem) -> float:
+def score(text: str, problem: SumOfProducts) -> float:
     return compute_score(DATA_SOURCE, text, str(problem.answer))["score"]
 
 
-def prompt_of(tokenizer, problem: Problem) -> list[int]:
+def prompt_of(tokenizer, problem: SumOfProducts) -> list[int]:
     return list(tokenize([{"role": "user", "content": problem.prompt}], tokenizer, SCHEMAS))
 
 
