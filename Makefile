@@ -1,4 +1,4 @@
-.PHONY: help setup demo check engines test next chaos gpu ui format
+.PHONY: help setup demo demo-tools check engines test next chaos gpu ui format
 .DEFAULT_GOAL := help
 VARIANT ?= cpu
 BIN := .venv/bin
@@ -7,13 +7,16 @@ PYTEST := $(BIN)/pytest -q --durations=40 --durations-min=5 --dist loadgroup --n
 with_retry = $(PYTEST) -n 2 -m "$(1)" || { [ $$? = 1 ] && $(PYTEST) -n 1 --lf -m "$(1)"; }
 
 help: ## Show this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: ## Install everything into .venv (VARIANT=gpu for CUDA)
 	@bash infra/setup.sh $(VARIANT)
 
 demo: setup ## Train the shipped model on a CPU, end to end, in a few minutes
 	@$(BIN)/refrain train infra/demo/train.yaml --overwrite
+
+demo-tools: setup ## Train another shipped model, which learns to call a calculator, in a few minutes
+	@$(BIN)/refrain train infra/demo_tools/train.yaml --overwrite
 
 check: setup ## Lint, types, import layers and pure tests but the slowest; no engine, some minutes
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet .

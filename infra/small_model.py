@@ -5,8 +5,9 @@ of CPU.
 """
 
 import argparse
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -26,7 +27,7 @@ from transformers import (
 )
 
 PAD, UNKNOWN, END = "<|pad|>", "<|unknown|>", "<|end|>"
-USER, ASSISTANT = "<|user|>", "<|assistant|>"
+USER, ASSISTANT, SYSTEM, TOOL = "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>"
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
@@ -39,7 +40,8 @@ VECTOR_LEARNING_RATE = 0.003
 WARMUP_STEPS = 30
 BATCHES_PER_POOL = 32
 """Batches in a pool. A pool is sorted by length before it is cut, so that batches have little
-padding."""
+padding. In a batch of short examples each token counts more. So if the first token of a response
+decides how long it is, take one batch per pool."""
 IGNORED = -100
 """Label that cross-entropy ignores."""
 
@@ -60,20 +62,28 @@ class Stated(Protocol):
 AnyStated = TypeVar("AnyStated", bound=Stated)
 
 
-def build_tokenizer(characters: str, max_tokens: int) -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    characters: str, max_tokens: int, words: Sequence[str] = (), roles: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character. Decoding an encoded text gives exactly the
-    same text."""
-    specials = [PAD, UNKNOWN, END, USER, ASSISTANT]
-    vocab = {token: i for i, token in enumerate([*specials, *characters])}
+    same text.
+
+    `words`: texts that are one token each, such as `<tool_call>`. `roles`: tokens of roles beside
+    user and assistant.
+    """
+    roles = [USER, ASSISTANT, *roles]
+    vocab = {token: i for i, token in enumerate([PAD, UNKNOWN, END, *roles, *words, *characters])}
+    longest_first = sorted(words, key=len, reverse=True)
+    pattern = "|".join([*map(re.escape, longest_first), r"[\s\S]"])
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         unk_token=UNKNOWN,
         eos_token=END,
-        additional_special_tokens=[USER, ASSISTANT],
+        additional_special_tokens=roles,
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_max_length=max_tokens,
@@ -128,31 +138,52 @@ class Corpus(Generic[AnyStated]):
         problems: Iterator[AnyStated],
         rng: Random,
         batch_size: int,
+        *,
+        batches_per_pool: int = BATCHES_PER_POOL,
+        before_prompt: str = "",
     ) -> None:
-        """`rng`: shuffles the batches. Problems and solutions should be drawn from it too."""
+        """`rng`: shuffles the batches. Problems and solutions should be drawn from it too.
+        `before_prompt`: what the chat template writes before each conversation."""
         self._tokenizer = tokenizer
         self._problems = problems
         self._rng = rng
         self._batch_size = batch_size
+        self._pool_size = batch_size * batches_per_pool
+        self._before_prompt = before_prompt
+        ids = tokenizer.get_vocab()
+        self._observed_from = {ids[token] for token in (USER, SYSTEM, TOOL) if token in ids}
+        self._sampled_after = ids[ASSISTANT]
 
     def batches(self, solve: Callable[[AnyStated], str]) -> Iterator[Batch]:
-        """Yield token ids and labels, padded on the right. Only responses have labels. Cut examples
-        that are longer than the model's context."""
+        """Yield token ids and labels, padded on the right. Only what the policy samples has labels.
+        Cut examples that are longer than the model's context.
+
+        `solve`: returns a response. Tools' answers and generation prompts may be in it.
+        """
         size = self._batch_size
         while True:
-            pool = list(islice(self._problems, size * BATCHES_PER_POOL))
-            examples = [self._encode(problem.prompt, solve(problem)) for problem in pool]
+            pool = list(islice(self._problems, self._pool_size))
+            examples = [self.encode(problem.prompt, solve(problem)) for problem in pool]
             examples.sort(key=_length)
             batches = [examples[i : i + size] for i in range(0, len(pool), size)]
             self._rng.shuffle(batches)
             yield from map(self._pad, batches)
 
-    def _encode(self, prompt: str, solution: str) -> tuple[list[int], list[int]]:
-        before = self._tokenizer.encode(f"{USER}{prompt}{END}{ASSISTANT}")
-        response = self._tokenizer.encode(solution + END)
-        ids, labels = before + response, [IGNORED] * len(before) + response
-        most = self._tokenizer.model_max_length
-        return ids[:most], labels[:most]
+    def encode(self, prompt: str, solution: str) -> tuple[list[int], list[int]]:
+        """Return the token ids and the labels of a solved problem."""
+        text = f"{self._before_prompt}{USER}{prompt}{END}{ASSISTANT}{solution}{END}"
+        ids = self._tokenizer.encode(text)[: self._tokenizer.model_max_length]
+        return ids, self._labels(ids)
+
+    def _labels(self, ids: list[int]) -> list[int]:
+        """Return the ids without those that the policy does not sample: from another role's token
+        to the next generation prompt."""
+        labels, observed = [], False
+        for id in ids:
+            observed = observed or id in self._observed_from
+            labels.append(IGNORED if observed else id)
+            observed = observed and id != self._sampled_after
+        return labels
 
     def _pad(self, examples: list[tuple[list[int], list[int]]]) -> Batch:
         width = max(map(_length, examples))
