@@ -31,7 +31,7 @@ from infra.small_model import (
     write_splits,
 )
 
-NUM_PROMPTS = {"train": 256, "validation": 128}
+NUM_PROMPTS = {"train": 512, "validation": 128}
 CHARACTERS = string.printable[:95] + "\n"
 """All of ASCII that can be printed, because refrain explains faulty calls in English."""
 MAX_POSITIONS = 256
