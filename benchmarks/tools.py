@@ -125,7 +125,10 @@ def read_arguments(args: Namespace) -> tuple[TrainConfig, list[Talk]]:
         "drafting.enabled=false",
     )
     config = load_config(args.config, overrides)
-    check_engine_fits(config)
+    try:
+        check_engine_fits(config)
+    except ValueError as error:
+        raise ValueError(f"--tokens {args.tokens}: give fewer, because {error}") from error
     prompts = read_inputs(config).datasets[Split.TRAIN].prompts
     number = max(args.conversations) * args.slots
     return config, make_talks(prompts, number, args.tokens, config.seed)

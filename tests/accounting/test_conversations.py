@@ -1,16 +1,20 @@
 """Metrics of conversations, from hand-made rows."""
 
 from dataclasses import asdict
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from engines.accounting.conversations import conversation_metrics
-from engines.accounting.metrics import rollout_metrics, summarise_rollouts
+from engines.accounting.metrics import SUMMARISED_COLUMNS, rollout_metrics, summarise_rollouts
+from engines.store.store import Store
 from engines.store.tables import TURNS
-from schemas.rollout import Turn
+from schemas.rollout import Split, Turn
 from schemas.step import RolloutBatch
 from tests.accounting.test_metrics import PLAN, ROWS, TIMELINE, outcome, share
+from tests.store.test_store import add_rollouts
+from tests.store.test_turns import talk
 
 TALKS = (
     (Turn(5, 3, 0.5, num_calls=2, num_failed_calls=1), Turn(4, 2, 1.5, num_calls=1), Turn(1)),
@@ -86,3 +90,17 @@ def test_a_step_logs_them_also_when_its_batch_was_read_again():
     assert metrics["environment/turns/max"] == 3.0
     assert metrics["environment/wait_share"] == pytest.approx(2.5 / 4.0)
     assert not [name for name in rollout_metrics(summary(ROWS)) if "environment" in name]
+
+
+def test_rows_of_a_store_have_the_same_metrics(tmp_path: Path):
+    """The store gives the turns in its own Arrow types, and in one step after another."""
+    talks = [(Turn(2, 3, 0.5, num_calls=1), Turn(4)), (Turn(5),), ()]
+    with Store(tmp_path / "run.duckdb") as store:
+        for step in (1, 2):
+            rollouts = [talk(turns, sample=i, step=step) for i, turns in enumerate(talks)]
+            add_rollouts(store, *rollouts[: 1 + step])
+        rows = store.rollouts(Split.TRAIN, 2, SUMMARISED_COLUMNS)
+    assert conversation_metrics(rows, 5.0) == conversation_metrics(
+        rows_of(talks, ["stop"] * 3), 5.0
+    )
+    assert summary(rows).conversations["environment/observed_tokens/mean"] == 1.0
