@@ -8,9 +8,10 @@ import pytest
 from engines.inference.engine import admission
 from engines.inference.engine.admission import admit, admitted
 from engines.inference.engine.arguments import engine_args
+from engines.inference.engine.extra_args import TURN_START
 from engines.inference.engine.running import Running
 from schemas.drafting import SpecActorConfig
-from schemas.rollout import Generated, SavedKV, Split, VersionSpan
+from schemas.rollout import Generated, SavedKV, Split, Turn, VersionSpan
 from tests.inference.real import CONFIG, requests
 
 FIRST, SECOND, THIRD = requests([(5, 6, 7)])[:3]
@@ -123,3 +124,15 @@ def test_engines_trust_code_as_configured_without_pickles(trusted):
     assert args["load_format"] == "safetensors", "with another format vLLM may load pickles"
     (drafter,) = config.engine.drafter_processes
     assert drafter.trust_remote_code is trusted
+
+
+@pytest.mark.parametrize(
+    ("turns", "num_tokens", "start"),
+    [((), 0, 0), ((), 4, 0), ((Turn(2, 3),), 5, 8), ((Turn(2, 3),), 7, 8), ((Turn(2, 0),), 2, 5)],
+)
+def test_a_later_turn_is_known_also_when_it_was_moved(turns, num_tokens, start):
+    """The prompt has three tokens. Then come the ended turns, and tokens of the current one."""
+    spans = (VersionSpan(3, num_tokens),)
+    generated = Generated(range(num_tokens), [0.0] * num_tokens, spans, turns=turns)
+    (found,) = admitted_of(replace(FIRST, generated=generated if num_tokens else None))
+    assert found.params["extra_args"][TURN_START] == start

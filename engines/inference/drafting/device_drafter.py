@@ -7,7 +7,8 @@ the device drafts: it has the tokens of all requests, and here the indexes of th
     step ends: last tokens of each request ─► longest match in its indexes ─► draft of the next step
 
 How many tokens of a draft are verified was decided before (`room`). Deviations from RhymeRL 5.3:
-occurrences count, rewards do not; a draft takes the middle of its matches (`histospec.refill`).
+occurrences count, rewards do not; a draft takes the middle of its matches (`histospec.refill`). In
+a later turn of a conversation, only tokens of that turn are matched, not the observation before it.
 """
 
 import weakref
