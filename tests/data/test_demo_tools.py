@@ -17,6 +17,7 @@ from engines.data.messages import tokenize
 from engines.environment import hermes
 from engines.environment.actor import EnvironmentActor, split_turns
 from engines.environment.tools import declared_tools
+from engines.inference.tool_parsers import open_parser
 from flows.cli import main
 from flows.config_file import load_config
 from infra.demo.build import DATA_SOURCE
@@ -53,7 +54,9 @@ def solved() -> list[tuple[SumOfProducts, list[SolverTurn]]]:
 async def actor(monkeypatch) -> AsyncIterator[EnvironmentActor]:
     """The actor of a run, in this process."""
     monkeypatch.chdir(REPOSITORY)
-    actor = EnvironmentActor(load_config(FOLDER / "train.yaml", ["environment.processes=1"]))
+    actor = EnvironmentActor(
+        load_config(FOLDER / "train.yaml", ["environment.processes=1"]), open_parser
+    )
     yield actor
     await actor.shutdown()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from engines.environment.actor import EnvironmentActor
 from engines.environment.client import TurnAnswer
+from engines.inference.tool_parsers import open_parser
 from schemas.config import TrainConfig
 from schemas.environment import EnvironmentTask
 from schemas.rollout import Turn
@@ -50,7 +51,7 @@ def run(directory: Path, steps: Callable[[Any], Any]) -> Any:
     actors: list[EnvironmentActor] = []
 
     def make() -> EnvironmentActor:
-        actors.append(EnvironmentActor(config))
+        actors.append(EnvironmentActor(config, open_parser))
         return actors[-1]
 
     async def go() -> Any:
