@@ -33,3 +33,12 @@ def test_groups_count_by_their_own_samples() -> None:
     table = pa.Table.from_pylist([row | {"extra": "{}"} for row in columns], schema=REWARDS)
     assert num_useful(table, ["a", "b", "c", "e"]) == 2
     assert num_useful(table, ["b"]) == 0
+
+
+def test_a_group_teaches_nothing_if_less_than_two_are_left() -> None:
+    """Failed conversations have no reward (`environment.on_error: leave_out`)."""
+    rows = [("a", 0, 1.0), ("b", 1, 1.0), ("b", 3, 0.0)]
+    columns = dict(
+        zip(("prompt_key", "sample_index", "reward"), zip(*rows, strict=True), strict=True)
+    )
+    assert num_useful(pa.table(columns | {"extra": ["{}"] * 3}), ["a", "b", "c"]) == 1
