@@ -158,7 +158,7 @@ def test_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.2 < found["slots_in_use_1"] < found["slots_in_use_3"] < 1.1
     assert (found["cached_share"] > 0.95, found["identical"]) == (True, 1.0)
     assert found["answers_per_s"] > 50
-    assert 0.5 < found["wait_over_turn_1"] < 2.0
+    assert 0.2 < found["wait_over_turn_1"] < 5.0
     assert [row["kind"] for row in rows] == ["answers", *KINDS, *KINDS]
     assert [row["num_full"] for row in rows[1::3]] == [0, 0]
     assert len({row["num_tokens"] for row in rows[1:4]}) == 1
