@@ -18,3 +18,5 @@ class Prompt:
     ground_truth: Any
     """Data for the scorer, as in the data set: a str, a list or a JSON string."""
     extra_info: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """Messages that the chat template renders, such as `{"role": "user", "content": "1+1=?"}`."""

@@ -1,6 +1,6 @@
 """Settings of an environment, and what travels between a policy's turns and an environment."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,8 +16,9 @@ class EnvironmentConfig(Frozen):
     path: Path
     """Python file that defines your tools or your class, for example `my_tools.py`."""
     name: str | None = None
-    """Name of your class or of your list of tools, for example `Guess`. Set it if the file has
-    several. Default: the only class with `step`, else the list `tools`."""
+    """Name of your class, your function or your list of tools, for example `Guess`. Set it if the
+    file has several. Default: the only class with `step` or `run`, or the function `run`, else the
+    list `tools`."""
     kwargs: dict[str, SecretStr | int | float | bool] = {}
     """Keyword arguments of your class, for example `{highest: 20}`. Set them if it takes arguments.
     No record shows their text, as it may be an API key."""
@@ -41,8 +42,8 @@ class EnvironmentConfig(Frozen):
     """Most tool calls in one turn, for example `1`. A turn with more calls runs none of them, and
     the observation gives the limit."""
     timeout_s: Free[PositiveFloat] = 30.0
-    """Longest time in seconds of one call of your code (`reset`, `step`, `end`, `close`), for
-    example `120`. Raise it for slow tools."""
+    """Longest time in seconds of one call of your code (`reset`, `step`, `end`, `close`, and `run`
+    between two turns), for example `120`. Raise it for slow tools."""
     max_wait_s: PositiveFloat | None = None
     """Longest time in seconds that a conversation may wait for your code in all, for example `600`.
     Then it ends. Set it if slow conversations should not hold up a step. Default: no limit."""
@@ -107,6 +108,8 @@ class EnvironmentTask:
     extra_info: dict[str, Any]
     seed: int
     """Seed of the prompt in this step. All samples of a group have the same."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """Messages of the prompt, as `{"role": "user", "content": "1+1=?"}`."""
 
 
 @dataclass(frozen=True, slots=True)

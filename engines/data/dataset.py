@@ -204,7 +204,8 @@ def _prompt(
             f"the prompt has {len(token_ids)} tokens, more than data.max_prompt_tokens "
             f"({max_prompt_tokens}): raise the limit, remove the row, or set data.overlong=drop"
         )
-    return Prompt(prompt_key(token_ids), token_ids, data_source, ground_truth, extra_info)
+    key = prompt_key(token_ids)
+    return Prompt(key, token_ids, data_source, ground_truth, extra_info, messages)
 
 
 def _check_values(value: Any, depth: int = 0) -> None:

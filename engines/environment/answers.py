@@ -48,11 +48,11 @@ def answer_of(result: Any) -> Answer:
     return {"messages": [], "score": checked_score(result), "ended": True}
 
 
-def ending_score(result: Any) -> float | None:
-    """Return the score that `end` returned: a number, `{"score": number}` or None."""
+def ending_score(result: Any, method: str = "end()") -> float | None:
+    """Return the score that a user's method returned: a number, `{"score": number}` or None."""
     answer = answer_of(result)
     if not answer["ended"]:
-        raise UserFault(f"end() returned {shown(result)}: return a number or None")
+        raise UserFault(f"{method} returned {shown(result)}: return a number or None")
     return answer["score"]
 
 

@@ -9,15 +9,22 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ..user_code.importing import UserFault, as_text, import_file, message_of
 from .answers import MAX_NAME, Answer, answer_of
-from .loading import found_environment
-from .tools import Tool, call_problem, declared_tools, failure_of, observation_of
+from .loading import found_environment, is_agent
+from .tools import (
+    Tool,
+    call_problem,
+    declared_schemas,
+    declared_tools,
+    failure_of,
+    observation_of,
+)
 
 Message = dict[str, str]
 InThread = Callable[..., Coroutine[Any, Any, Any]]
@@ -28,9 +35,16 @@ class UserCode(NamedTuple):
     """The user's class and tools."""
 
     kind: Any
-    """Class of the environment. None: tools alone."""
+    """Class of the environment, or the function `run` of an agent. None: tools alone."""
     kwargs: dict[str, Any]
     tools: dict[str, Tool]
+    """Tools that refrain executes. None for an agent, which executes its own."""
+    schemas: list[dict[str, Any]]
+    """JSON schemas of the tools, which the prompt shows."""
+
+    @property
+    def is_agent(self) -> bool:
+        return is_agent(self.kind)
 
     @property
     def has_step(self) -> bool:
@@ -40,7 +54,7 @@ class UserCode(NamedTuple):
     def setup(self) -> dict[str, Any]:
         """Fields of an `EnvironmentSetup`."""
         return {
-            "tools": [tool.schema for tool in self.tools.values()],
+            "tools": self.schemas,
             "has_class": self.kind is not None,
             "has_end": hasattr(self.kind, "end"),
             "replays": bool(getattr(self.kind, "replays", True)),
@@ -49,19 +63,38 @@ class UserCode(NamedTuple):
 
 def load_user_code(path: Path, name: str | None, kwargs: dict[str, Any]) -> UserCode:
     """Import the user's file. Raises UserFault that names the fault."""
-    found = found_environment(import_file(path, "environment.path"), path, name)
+    module = import_file(path, "environment.path")
+    found = found_environment(module, path, name)
     is_class = inspect.isclass(found)
-    functions = getattr(found, "tools", []) if is_class else found
-    if not isinstance(functions, (list, tuple)):
-        raise UserFault(f"`tools` in {path} is a {type(functions).__name__}: write a list")
-    if not functions and not hasattr(found, "step"):
-        raise UserFault(f"the list of tools in {path} is empty: add a function, or write a class")
-    tools = declared_tools(functions, found if is_class else None)
     if is_class:
         _check_arguments(found, kwargs, path)
     elif kwargs:
-        raise UserFault(f"environment.kwargs are for a class, but {path} has tools alone")
-    return UserCode(found if is_class else None, kwargs, tools)
+        kind = "a function" if is_agent(found) else "tools alone"
+        raise UserFault(f"environment.kwargs are for a class, but {path} has {kind}")
+    if is_agent(found):
+        return _agent_of(found, kwargs, getattr(found if is_class else module, "tools", []), path)
+    functions = getattr(found, "tools", []) if is_class else found
+    _check_list(functions, path)
+    if not functions and not hasattr(found, "step"):
+        raise UserFault(f"the list of tools in {path} is empty: add a function, or write a class")
+    tools = declared_tools(functions, found if is_class else None)
+    schemas = [tool.schema for tool in tools.values()]
+    return UserCode(found if is_class else None, kwargs, tools, schemas)
+
+
+def _agent_of(found: Any, kwargs: dict[str, Any], tools: Sequence[Any], path: Path) -> UserCode:
+    """Return an agent, which may declare its tools as JSON schemas."""
+    run = getattr(found, "run", found)
+    if not inspect.iscoroutinefunction(run):
+        raise UserFault(f"run() in {path} is a plain function: write `async def run`")
+    _check_list(tools, path)
+    schemas = declared_schemas(tools, found if inspect.isclass(found) else None)
+    return UserCode(found, kwargs, {}, schemas)
+
+
+def _check_list(tools: Any, path: Path) -> None:
+    if not isinstance(tools, (list, tuple)):
+        raise UserFault(f"`tools` in {path} is a {type(tools).__name__}: write a list")
 
 
 class LiveConversation:

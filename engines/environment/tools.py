@@ -71,6 +71,32 @@ def declared_tools(functions: Iterable[Any], owner: type | None = None) -> dict[
     return tools
 
 
+def declared_schemas(tools: Iterable[Any], owner: type | None = None) -> list[dict[str, Any]]:
+    """Return the JSON schemas of tools: of functions, or written by the user. `owner` and errors:
+    as for `declared_tools`."""
+    schemas: dict[str, dict[str, Any]] = {}
+    for one in tools:
+        schema = _own_schema(one) if isinstance(one, Mapping) else _tool(one, owner).schema
+        name = schema["function"]["name"]
+        if name in schemas:
+            raise UserFault(f"two tools are called {name}: rename one")
+        schemas[name] = schema
+    return list(schemas.values())
+
+
+def _own_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    function = schema.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserFault(
+            f"the tool {shown(schema)} is no schema of a function: write "
+            '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
+        )
+    try:
+        return json.loads(json.dumps(schema, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserFault(f"the tool {function['name']} cannot be written as JSON: {error}") from None
+
+
 def call_problem(tool: Tool, arguments: Any) -> str | None:
     """Return why a call cannot be executed, for the policy to read. None: it can."""
     if not isinstance(arguments, Mapping):

@@ -26,8 +26,10 @@ from typing import Any
 
 from ..user_code.importing import UserFault, die_first, explained, prepare_process
 from ..user_code.values import from_json
+from .agents import AgentConversation
 from .answers import ending_score
 from .conversations import LiveConversation, UserCode, end_child, load_user_code, run_plainly
+from .endpoint import Endpoint
 
 READY, DONE, FAILED, HUNG = "ready", "done", "failed", "hung"
 """Kinds of reply."""
@@ -36,6 +38,8 @@ CALL: ContextVar[str] = ContextVar("CALL")
 MAX_REQUEST_BYTES = 2**30
 CANCEL_S = 0.2
 """Time in which a cancelled call must end."""
+MAX_AGENTS_IN_THREADS = 1024
+"""Most agents of a process that run in `asyncio.to_thread`. Each keeps its thread between turns."""
 
 
 def main(descriptor: int) -> None:
@@ -87,12 +91,17 @@ class Worker:
         self._threads = ThreadPoolExecutor(at_once)
         self._in_threads: set[tuple[str, object]] = set()
         """Calls that run in a thread now."""
-        self._conversations: dict[str, LiveConversation] = {}
+        self._conversations: dict[str, LiveConversation | AgentConversation] = {}
+        self._endpoint = Endpoint()
         self._running: set[asyncio.Task[None]] = set()
 
     async def serve(self, end: socket.socket) -> None:
         """Answer calls until refrain closes its end."""
         reader, writer = await asyncio.open_connection(sock=end, limit=MAX_REQUEST_BYTES)
+        if self._code.is_agent:
+            threads = ThreadPoolExecutor(MAX_AGENTS_IN_THREADS)
+            asyncio.get_running_loop().set_default_executor(threads)
+            await self._endpoint.start()
         while line := await reader.readline():
             task = asyncio.ensure_future(self._reply_to(json.loads(line), writer))
             self._running.add(task)
@@ -110,7 +119,7 @@ class Worker:
     async def _result_of(self, request: dict[str, Any]) -> Any:
         method, key, content = request["method"], request["conversation"], request["content"]
         if method == "reset":
-            self._conversations[key] = LiveConversation(self._code, self._in_thread)
+            self._conversations[key] = self._new()
             task = json.loads(content["task"], object_hook=from_json)
             return await self._conversations[key].reset(task)
         if method == "close":
@@ -118,10 +127,13 @@ class Worker:
         if method == "end":
             return ending_score(await self._conversations[key].end(content["reason"]))
         # Tools alone keep nothing from turn to turn.
-        conversation = self._conversations.get(key)
-        if conversation is None:
-            conversation = LiveConversation(self._code, self._in_thread)
+        conversation = self._conversations.get(key) or self._new()
         return await conversation.step(**content)
+
+    def _new(self) -> LiveConversation | AgentConversation:
+        if self._code.is_agent:
+            return AgentConversation(self._code, self._in_thread, self._endpoint)
+        return LiveConversation(self._code, self._in_thread)
 
     async def _in_thread(self, function: Any, /, *arguments: Any, **named: Any) -> Any:
         job = (CALL.get(), object())

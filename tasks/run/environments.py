@@ -87,6 +87,7 @@ def task_of(config: TrainConfig, id: RequestId, prompt: Prompt) -> EnvironmentTa
         ground_truth=prompt.ground_truth,
         extra_info=prompt.extra_info,
         seed=group_seed(config.seed, id.step, id.split, id.prompt_key),
+        messages=prompt.messages,
     )
 
 

@@ -26,6 +26,7 @@ from tests.conftest import REPOSITORY
 TASK = EnvironmentTask("cafe", "mine", "4", {"hint": "even"}, 7)
 WORKER_MODULES = (
     *(f"environment.{name}" for name in ("worker", "conversations", "tools", "answers", "loading")),
+    *(f"environment.{name}" for name in ("agents", "completions", "endpoint")),
     "user_code.importing",
     "user_code.values",
 )
