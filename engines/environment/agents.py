@@ -1,11 +1,8 @@
 """Agents of a worker process: the user's `run(task, model)`, and the calls that it makes.
 
-    pool: reset ─► run starts ──► model.chat(prompt) ──────────┐ waits
-    pool: step (turn 1) ───────────────────────────────► answer │
-                        run goes on ─► model.chat(.., tool) ────┐ waits
-    pool: ◄── the tool's message: observed                      │
-    pool: step (turn 2) ───────────────────────────────► answer │
-    pool: ◄── score: the conversation has ended ◄── run returns
+    reset  ─► run starts ─► model.chat(prompt)             waits
+    turn 1 ─► its answer ─► model.chat(.., turn 1, tool)   the tool's message is observed; waits
+    turn 2 ─► its answer ─► run returns                    its score ends the conversation
 
 Workers import this module: see `engines/user_code/importing.py`.
 """

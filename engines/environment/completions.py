@@ -110,7 +110,8 @@ def added_messages(
 
 
 def assistant_message(text: str, calls: Sequence[Mapping[str, Any]], turn: int) -> Fields:
-    """Return a turn as a message. Its ids are those of its place, so a replay has the same."""
+    """Return a turn as a message: the text before its calls, and the calls. With parsers other than
+    `hermes`, there is no text beside calls. Ids follow from the place, so a replay has the same."""
     if not calls:
         return {"role": "assistant", "content": text}
     begin = text.find(OPEN, text.rfind(END_OF_THINKING) + 1)

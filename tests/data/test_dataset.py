@@ -79,6 +79,8 @@ def test_a_system_prompt_comes_before_rows_that_have_none(tmp_path, tokenizer):
         "[UNK] hello hello user hello assistant",
         "[UNK] world user hello assistant",
     ]
+    added = {"role": "system", "content": "hello hello"}
+    assert [prompt.messages for prompt in dataset.prompts] == [[added, own[1]], own]
 
 
 def test_arguments_reach_the_chat_template(tmp_path, tokenizer, monkeypatch):

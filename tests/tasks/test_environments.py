@@ -144,6 +144,7 @@ def test_samples_of_a_prompt_share_the_seed_of_a_step(tmp_path: Path) -> None:
     def seed(step: int, sample: int, of: Any = prompt) -> int:
         task = task_of(config, RequestId(Split.TRAIN, step, of.key, sample), of)
         assert task is not None
+        assert task.messages == of.messages != []
         return task.seed
 
     assert seed(1, 0) == seed(1, 3)
