@@ -2,7 +2,7 @@
 
     venvs/bfcl/bin/python examples/bfcl_env.py > data/bfcl.jsonl
 
-writes those of `multi_turn_base`. docs/environments.md has all commands.
+writes those of `multi_turn_base`. docs/adapters.md has all commands.
 """
 
 import ast

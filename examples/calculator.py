@@ -3,7 +3,7 @@
     refrain data reasoning-gym basic_arithmetic --size 1000 --held-out 100
     refrain train CONFIG environment.path=examples/calculator.py
 
-docs/environments.md has more.
+docs/adapters.md has more.
 """
 
 import ast

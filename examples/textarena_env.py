@@ -2,7 +2,7 @@
 
     venvs/textarena/bin/python examples/textarena_env.py GuessTheNumber-v0 0 64 > data/guess.jsonl
 
-writes prompts of the seeds 0 to 63. docs/environments.md has all commands.
+writes prompts of the seeds 0 to 63. docs/adapters.md has all commands.
 """
 
 import json

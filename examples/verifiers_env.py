@@ -2,7 +2,7 @@
 
     venvs/verifiers/bin/python examples/verifiers_env.py MY_ENV 100 > data/mine.jsonl
 
-writes its first 100 prompts. docs/environments.md has all commands.
+writes its first 100 prompts. docs/adapters.md has all commands.
 """
 
 import asyncio

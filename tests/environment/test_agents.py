@@ -112,7 +112,7 @@ def scored(score: float | None) -> EnvironmentAnswer:
 
 EXAMPLES = re.findall(
     r"```python\n(.*?)```",
-    (REPOSITORY / "docs" / "environments.md").read_text().partition("speaks chat completions")[2],
+    (REPOSITORY / "docs" / "adapters.md").read_text().partition("speaks chat completions")[2],
     re.DOTALL,
 )
 

@@ -2,7 +2,7 @@
 
 No package of an adapter is a dependency of refrain, and CI installs none. A test that needs one is
 skipped unless its venv is there: `python -m venv ~/.cache/refrain/environments/textarena`, and
-likewise `skyrl`, `bfcl` and `verifiers`. docs/environments.md says what to install.
+likewise `skyrl`, `bfcl` and `verifiers`. docs/adapters.md says what to install.
 """
 
 import ast
@@ -50,7 +50,7 @@ def python_of(venv: str) -> Path:
     """Return the interpreter of an adapter's venv. Skip the test if there is none."""
     python = CACHE / "environments" / venv / "bin" / "python"
     if not python.exists():
-        pytest.skip(f"{python} does not exist: docs/environments.md says what to install")
+        pytest.skip(f"{python} does not exist: docs/adapters.md says what to install")
     return python
 
 
@@ -110,7 +110,7 @@ def rows_of(config: EnvironmentConfig, *arguments: object) -> list[dict[str, Any
 
 def test_each_environment_is_listed():
     assert {path.name for path in EXAMPLES.glob("*.py")} - {"minimal_loop.py"} == PACKAGES.keys()
-    page = (REPOSITORY / "docs" / "environments.md").read_text()
+    page = (REPOSITORY / "docs" / "adapters.md").read_text()
     assert [name for name in PACKAGES if f"../examples/{name}" not in page] == []
 
 
