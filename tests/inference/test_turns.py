@@ -2,7 +2,6 @@
 order changes a token, and each turn is what an engine without environments samples there."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -213,17 +212,16 @@ async def test_drafts_from_history_change_no_conversation_and_know_later_turns(
     for path in histories.glob("*.index"):
         path.unlink()
     assert said(finished) == said(alone)
-    turns = [rollout.generated.turns for rollout in finished.values()]
-    drafted = [Counter[str]() for _ in range(MAX_TURNS)]
-    for own in turns:
-        for number, turn in enumerate(own):
-            drafted[number] += Counter(
-                drafted=turn.num_draft_tokens, accepted=turn.num_accepted_tokens
-            )
-    print(drafted)
-    first, *later = (counts["accepted"] / counts["drafted"] for counts in drafted)
-    assert min(later) >= first - 0.05
-    assert first > 0.8
+    turns = [turn for rollout in finished.values() for turn in rollout.generated.turns[1:]]
+    num_drafted = sum(turn.num_draft_tokens for turn in turns)
+    assert num_drafted > 100
+    # A turn's own text is in the history, but so are those of other samples.
+    assert sum(turn.num_accepted_tokens for turn in turns) > 0.6 * num_drafted
+    whole = [rollout.generated for rollout in finished.values()]
+    first = [rollout.generated.turns[0] for rollout in finished.values()]
+    assert sum(turn.num_draft_tokens for turn in (*first, *turns)) == sum(
+        of.num_draft_tokens for of in whole
+    )
 
 
 async def test_an_environment_actor_that_dies_changes_no_conversation(
