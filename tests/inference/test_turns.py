@@ -18,6 +18,7 @@ from engines.environment.client import ENVIRONMENT
 from engines.histospec.library import IndexLibrary
 from engines.histospec.worker import histories as indexed
 from engines.inference.engine.ray_engine import RayEngine
+from engines.inference.tool_parsers import open_parser
 from engines.rollout.moves import Migrate, RolloutView
 from engines.store.rows import rollout_rows
 from schemas.drafting import NGRAM, DraftingConfig
@@ -78,6 +79,7 @@ async def conversing(ray_cluster, histories, tmp_path_factory):
         "environments",
         EnvironmentActor,
         config,
+        open_parser,
         found_by=ENVIRONMENT,
         max_concurrency=1000,
         max_restarts=3,
