@@ -153,7 +153,7 @@ def show(report: BenchReport, console: Console) -> None:
     table = plain_table("target", "fault", "well", text=("target", "fault"))
     rows = [(row["target"], row["fault"], bool(row["complaints"])) for row in report.rows]
     num, failed = Counter(row[:2] for row in rows), Counter(row[:2] for row in rows if row[2])
-    for pair in PAIRS:
+    for pair in num:
         table.add_row(*pair, f"{num[pair] - failed[pair]} of {num[pair]}")
     console.print(table)
     for row in report.rows:

@@ -8,8 +8,8 @@ import pyarrow.compute as pc
 
 from schemas.rollout import FinishReason
 
-CUTS = (FinishReason.TURNS, FinishReason.TIME, FinishReason.CONTEXT, FinishReason.FAILED)
-"""Reasons to finish that only a conversation has."""
+CUTS = (FinishReason.TURNS, FinishReason.TIME, FinishReason.CONTEXT)
+"""Limits that only a conversation has."""
 _PER_RESPONSE = {
     "observed_tokens": "num_observed",
     "calls": "num_calls",

@@ -202,10 +202,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("environment/wait_s/mean, max", "s", "time that a response waits for answers"),
         Metric("environment/wait_share", "share", "the mean wait over the time of generation"),
         Metric(
-            "environment/cut/turns, time, context, failed",
+            "environment/cut/turns, time, context",
             "share",
-            "responses cut by `max_turns`, by `max_wait_s`, by an observation that did not fit, "
-            "or by a failure of the environment",
+            "responses cut by `max_turns`, by `max_wait_s`, or by an observation that did not fit",
         ),
         Metric(
             "environment/accept_rate/first_turns, later_turns",

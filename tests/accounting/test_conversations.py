@@ -44,7 +44,6 @@ def test_turns_are_summed_up_by_response():
             "environment/cut/turns": 0.25,
             "environment/cut/time": 0.25,
             "environment/cut/context": 0.0,
-            "environment/cut/failed": 0.25,
         }
     )
 
