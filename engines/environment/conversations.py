@@ -1,7 +1,6 @@
 """Conversations of a worker process: the user's object, its tools and what was written so far.
 
-Workers import this module: see
-`engines/user_code/importing.py`.
+Workers import this module: see `engines/user_code/importing.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class UserCode(NamedTuple):
     """Class of the environment, or the function `run` of an agent. None: tools alone."""
     kwargs: dict[str, Any]
     tools: dict[str, Tool]
-    """Tools that refrain executes. None for an agent, which executes its own."""
+    """Tools that refrain executes. Empty for an agent, which executes its own."""
     schemas: list[dict[str, Any]]
     """JSON schemas of the tools, which the prompt shows."""
 

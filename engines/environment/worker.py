@@ -64,7 +64,8 @@ def main(descriptor: int) -> None:
 def set_up(setup: dict[str, Any]) -> UserCode:
     """Set import path and memory limit of this process. Return the user's code."""
     path = Path(setup["path"])
-    prepare_process(path, setup["search_path"], setup["max_memory_bytes"])
+    memory = setup["max_memory_bytes"]
+    prepare_process(path, setup["search_path"], memory, "environment.max_memory_bytes")
     return load_user_code(path, setup["name"], setup["kwargs"])
 
 

@@ -119,7 +119,7 @@ def set_up(
 
     Raises UserFault as `load_function` does.
     """
-    prepare_process(Path(path), search_path, max_memory_bytes)
+    prepare_process(Path(path), search_path, max_memory_bytes, "reward.max_memory_bytes")
     return partial(load_function(Path(path), name, kwargs, group=group), **kwargs)
 
 

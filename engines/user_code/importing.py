@@ -19,17 +19,22 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 MAX_MESSAGE_CHARACTERS = MAX_TRACEBACK_CHARACTERS = 4000
+MEMORY_SETTING: list[str] = []
+"""Setting that limits the memory of this process, once `prepare_process` has run."""
 
 
 class UserFault(ValueError):
     """Fault of a user's file. `__cause__` is the exception of the user's code, if any."""
 
 
-def prepare_process(path: Path, search_path: Sequence[str], max_memory_bytes: int | None) -> None:
+def prepare_process(
+    path: Path, search_path: Sequence[str], max_memory_bytes: int | None, setting: str
+) -> None:
     """Set the import path and the memory limit of this process, and of those that it starts.
 
-    `path`: the user's file.
+    `path`: the user's file. `setting`: the one that limits the memory.
     """
+    MEMORY_SETTING[:] = [setting]
     sys.path[:] = ordered_path(path.absolute().parent, [*sys.path, *search_path])
     if max_memory_bytes:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -129,4 +134,4 @@ def _limit_of(error: BaseException) -> str:
     most, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if not isinstance(error, MemoryError) or most == resource.RLIM_INFINITY:
         return ""
-    return f" (max_memory_bytes is {most})"
+    return f" ({''.join(MEMORY_SETTING)} is {most})"

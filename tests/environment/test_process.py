@@ -229,7 +229,7 @@ async def test_the_code_sees_the_variables_that_are_named_and_no_others(tmp_path
 async def test_a_memory_limit_that_is_reached_is_named(tmp_path):
     config = write(tmp_path, PLAIN, max_memory_bytes=1_000_000_000, timeout_s=10.0)
     async with started(config) as process:
-        with pytest.raises(CallFailed, match=r"max_memory_bytes is 1000000000"):
+        with pytest.raises(CallFailed, match=r"environment\.max_memory_bytes is 1000000000"):
             await step(process, "bytearray(2_000_000_000)")
 
 

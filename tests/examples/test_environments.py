@@ -11,8 +11,6 @@ import importlib.util
 import json
 import random
 import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from infra.pretrained import CACHE
 from schemas.environment import EnvironmentAnswer, EnvironmentConfig, EnvironmentTask, TurnText
 from tasks.run.environments import describe
 from tests.conftest import REPOSITORY
+from tests.environment.test_pool import started
 
 EXAMPLES = REPOSITORY / "examples"
 PACKAGES = {
@@ -65,16 +64,6 @@ def turns_of(*texts: str) -> list[TurnText]:
 def call(name: str, **arguments: Any) -> str:
     call = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>{call}</tool_call>"
-
-
-@asynccontextmanager
-async def started(config: EnvironmentConfig) -> AsyncIterator[EnvironmentPool]:
-    pool = EnvironmentPool(config)
-    await pool.start()
-    try:
-        yield pool
-    finally:
-        await pool.close()
 
 
 async def converse(

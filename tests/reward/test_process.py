@@ -225,7 +225,7 @@ def test_a_limit_that_is_reached_is_named(tmp_path):
     config = write(
         tmp_path, function("len(bytearray(2_000_000_000))"), max_memory_bytes=1_000_000_000
     )
-    with pytest.raises(CallError, match=r"max_memory_bytes is 1000000000"):
+    with pytest.raises(CallError, match=r"reward\.max_memory_bytes is 1000000000"):
         scores(config)
 
 
