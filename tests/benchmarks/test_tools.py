@@ -145,6 +145,7 @@ def test_bad_lists_are_refused(text: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversations of 5 turns on two slots, with tools as slow as turns."""
     with pytest.raises(ValueError, match=r"--tokens 1000: give fewer, .* a context of"):

@@ -255,6 +255,7 @@ def logged(client: Any, run_id: Any, text: str) -> int:
     return sum(text in line.message for line in client.read_logs(log_filter=of_run))
 
 
+@pytest.mark.slow
 def test_the_schedule_is_switched_on_and_off(
     ui: Ui,
     browser: Browser,

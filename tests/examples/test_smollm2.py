@@ -62,6 +62,7 @@ def summary(data: Path) -> dict[str, Any]:
     return json.loads((data.parent / "real" / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_smollm2_trains_one_step(smollm2_dir: Path, data: Path) -> None:
     train(smollm2_dir, data, "max_steps=1").finish()
     assert summary(data)["steps"] == 1

@@ -10,7 +10,7 @@ import pytest
 from tests.flows.commands import write_config
 from tests.flows.test_train import query
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 GROUP_SIZE, PROMPTS = 4, 4
 ENVIRONMENT = """

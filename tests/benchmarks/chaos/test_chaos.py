@@ -66,6 +66,7 @@ def test_campaign_continues_where_it_stopped(tmp_path: Path) -> None:
     assert all("later" in row for row in go_on(other, strike_later, file))
 
 
+@pytest.mark.slow
 def test_every_drawn_run_has_a_config_that_is_accepted(tmp_path: Path) -> None:
     for run in on_runs(draw(60, 0)):
         with small_run(tmp_path / str(run[0].number), run[0].mode, run) as made:
