@@ -1,0 +1,41 @@
+"""Log to Weights & Biases. Without a login, it writes files that `wandb sync` uploads later."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from engines.tracking.forward import TrackedRun
+
+STEP = "step"
+"""Metric that is the x-axis. wandb's own step cannot go back, as it must after a resume."""
+
+
+class WandbWriter:
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def log(self, metrics: Mapping[str, float], step: int, at_s: float) -> None:
+        self._run.log({**metrics, STEP: step, "_timestamp": at_s})
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+def open_writer(run: TrackedRun) -> WandbWriter:
+    import wandb
+
+    # Without a login, wandb would ask on the terminal and wait for an answer.
+    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+    opened = wandb.init(
+        project=os.environ.get("WANDB_PROJECT") or run.project,
+        name=run.name,
+        id=run.id,
+        resume="allow",
+        dir=run.directory,
+        config=dict(run.settings),
+        mode=mode,  # ty: ignore[invalid-argument-type]
+        settings=wandb.Settings(console="off"),
+    )
+    opened.define_metric(STEP, hidden=True)
+    opened.define_metric("*", step_metric=STEP)
+    return WandbWriter(opened)
