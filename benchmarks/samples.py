@@ -87,7 +87,7 @@ def measure(args: Namespace, console: Console) -> Measured:
 def show(report: BenchReport, console: Console) -> None:
     table = plain_table("page", "seconds", text=("page",))
     for row in report.rows:
-        table.add_row(row["page"].removesuffix("_s"), f"{row['seconds']:.3f}")
+        table.add_row(str(row["page"]).removesuffix("_s"), f"{row['seconds']:.3f}")
     console.print(table)
 
 

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler
 from socket import socket
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 from engines.reports.samples_page import (
     PAGE_SIZE,
@@ -57,13 +57,13 @@ class SamplesSite:
 
     def reply(self, target: str) -> Reply:
         """Return the page at a path with its query."""
-        address = urlsplit(target)
-        secret, _, name = address.path.removeprefix("/").partition("/")
+        path, _, query = target.partition("?")
+        secret, _, name = path.removeprefix("/").partition("/")
         pages = {"": self._list, "response": self._response, "prompt": self._prompt}
         if not compare_digest(secret.encode(), self.secret.encode()) or name not in pages:
             return HTTPStatus.NOT_FOUND, "not found"
         try:
-            values = dict(parse_qsl(address.query, max_num_fields=_MAX_FIELDS))
+            values = dict(parse_qsl(query, max_num_fields=_MAX_FIELDS))
             return HTTPStatus.OK, pages[name](values)
         except ValueError as error:
             return HTTPStatus.BAD_REQUEST, error_page(self._samples.name, str(error))
@@ -137,11 +137,11 @@ class SamplesServer(ThreadingMixIn, TCPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: SamplesServer
     server_version, sys_version = "refrain", ""
     timeout = IDLE_S
 
     def do_GET(self) -> None:
+        assert isinstance(self.server, SamplesServer)
         if self.headers.get("Host") in self.server.hosts:
             status, page = self.server.site.reply(self.path)
         else:
@@ -153,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         """Log no requests: their addresses have the secret."""
 
 

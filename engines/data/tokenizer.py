@@ -2,11 +2,13 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from engines.data.template import templates
 
+_KEPT_PIECES = 2**16
 SETTING = "model.trust_remote_code"
 TOKENIZER_FILE = "tokenizer.json"
 _UNFINISHED = "\ufffd"
@@ -46,6 +48,7 @@ class TokenDecoder:
             self._tokenizer = Tokenizer.from_file(str(model / TOKENIZER_FILE))
         except Exception as error:  # The tokenizers library raises plain exceptions.
             raise ValueError(f"{model / TOKENIZER_FILE} cannot be read: {error}") from error
+        self._added = lru_cache(_KEPT_PIECES)(self._added_text)
 
     def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each list of token ids."""
@@ -56,14 +59,19 @@ class TokenDecoder:
         has it. The pieces are independent of the tokens after them."""
         pieces, before, start = [], 0, 0
         for end in range(1, len(ids) + 1):
-            known, text = self.decode([ids[before:start], ids[before:end]])
-            is_whole = not text.endswith(_UNFINISHED) or end - start >= _MAX_CHARACTER_TOKENS
+            added = self._added(tuple(ids[before:start]), tuple(ids[start:end]))
+            is_whole = not added.endswith(_UNFINISHED) or end - start >= _MAX_CHARACTER_TOKENS
             if is_whole or end == len(ids):
                 before, start = start, end
-                pieces.append(text[len(known) :])
+                pieces.append(added)
             else:
                 pieces.append("")
         return pieces
+
+    def _added_text(self, before: tuple[int, ...], tokens: tuple[int, ...]) -> str:
+        """Return what these tokens add to the text of the tokens before."""
+        known, text = self.decode([before, before + tokens])
+        return text[len(known) :]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -277,7 +277,7 @@ def _collect(con: duckdb.DuckDBPyConnection, query: str, timeout_s: float) -> pa
 
 
 @contextmanager
-def _interrupted_after(timeout_s: float, con: duckdb.DuckDBPyConnection) -> Iterator[None]:
+def _interrupted_after(timeout_s: float, con: duckdb.DuckDBPyConnection) -> Generator[None]:
     timer = threading.Timer(timeout_s, con.interrupt)
     timer.daemon = True
     timer.start()

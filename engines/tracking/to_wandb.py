@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
+
+import wandb
 
 from engines.tracking.forward import TrackedRun
 
@@ -11,8 +12,21 @@ STEP = "step"
 
 
 class WandbWriter:
-    def __init__(self, run: Any) -> None:
-        self._run = run
+    def __init__(self, run: TrackedRun) -> None:
+        # Without a login, wandb would ask on the terminal and wait for an answer.
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or run.project,
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            dir=run.directory,
+            config=dict(run.settings),
+            mode=mode,
+            settings=wandb.Settings(console="off"),
+        )
+        self._run.define_metric(STEP, hidden=True)
+        self._run.define_metric("*", step_metric=STEP)
 
     def log(self, metrics: Mapping[str, float], step: int, at_s: float) -> None:
         self._run.log({**metrics, STEP: step, "_timestamp": at_s})
@@ -21,21 +35,4 @@ class WandbWriter:
         self._run.finish(exit_code=int(failed))
 
 
-def open_writer(run: TrackedRun) -> WandbWriter:
-    import wandb
-
-    # Without a login, wandb would ask on the terminal and wait for an answer.
-    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
-    opened = wandb.init(
-        project=os.environ.get("WANDB_PROJECT") or run.project,
-        name=run.name,
-        id=run.id,
-        resume="allow",
-        dir=run.directory,
-        config=dict(run.settings),
-        mode=mode,  # ty: ignore[invalid-argument-type]
-        settings=wandb.Settings(console="off"),
-    )
-    opened.define_metric(STEP, hidden=True)
-    opened.define_metric("*", step_metric=STEP)
-    return WandbWriter(opened)
+open_writer = WandbWriter
