@@ -83,7 +83,8 @@ def read_view(values: Mapping[str, str], sort: str = "step") -> View:
     colouring = values.get("colour") or COLOURINGS[0]
     if colouring not in COLOURINGS:
         raise ValueError(f"colour is {colouring!r}: give one of {', '.join(COLOURINGS)}")
-    number = _number(values, "page", int) or 1
+    number = _number(values, "page", int)
+    number = 1 if number is None else number
     if not 1 <= number <= _MOST_PAGES:
         raise ValueError(f"page is {number}: give a number from 1 to {_MOST_PAGES:,}")
     return View(wanted, values.get("grep", ""), colouring, number)

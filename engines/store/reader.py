@@ -46,8 +46,11 @@ _EXPLAIN = re.compile(
 _WRITES = re.compile("COPY|INSERT|UPDATE|DELETE|MERGE")
 """Names of plan operators that write. A query that starts with WITH may contain one."""
 _ONE = r"\((step|epoch|split) (=|<=?|>=?) (?:(-?\d+)|'(\w+)')\)"
-_CONDITION, _CONDITIONS = re.compile(_ONE), re.compile(rf"\({_ONE}(?: AND {_ONE})+\)|{_ONE}")
-"""Filters of a DuckDB plan that the live store can apply: one, and one or several."""
+_ATOM = rf"(?:{_ONE}|\(step IN \((?:CAST\(-?\d+ AS INTEGER\)(?:, )?)+\)\))"
+_CONDITION = re.compile(_ONE)
+"""A filter of a DuckDB plan that the live store can apply."""
+_ALL_OF = re.compile(rf"\(*{_ATOM}(?:\)* AND \(*{_ATOM})*\)*")
+"""Several of them that must all hold, perhaps with a list of steps."""
 _NOT_FETCHED = "the query reads a column that was not fetched. This is a bug: report the query"
 _MISSING = f"error('{_NOT_FETCHED}')"
 
@@ -101,7 +104,7 @@ class Operator(NamedTuple):
 
     def conditions(self) -> tuple[Condition, ...]:
         """Return the filters of this scan that the live store can apply."""
-        found = (_CONDITIONS.fullmatch(text) for text in self.listed("Filters"))
+        found = (_ALL_OF.fullmatch(text) for text in self.listed("Filters"))
         return tuple(
             (column, operator, int(number) if number else text)
             for match in found
