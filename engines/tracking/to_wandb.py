@@ -14,7 +14,8 @@ STEP = "step"
 class WandbWriter:
     def __init__(self, run: TrackedRun) -> None:
         # Without a login, wandb would ask on the terminal and wait for an answer.
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        is_known = wandb.login(prompt=False, verify=False)
+        mode = os.environ.get("WANDB_MODE") or ("online" if is_known else "offline")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or run.project,
             name=run.name,
@@ -23,7 +24,7 @@ class WandbWriter:
             dir=run.directory,
             config=dict(run.settings),
             mode=mode,
-            settings=wandb.Settings(console="off"),
+            settings=wandb.Settings(console="off", silent=True),
         )
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)

@@ -1,6 +1,8 @@
 """Further trackers get metrics and settings, and none of them holds a run up."""
 
+import os
 import sqlite3
+import subprocess
 import sys
 import threading
 import time
@@ -17,6 +19,7 @@ from engines.tracking.forward import Forwarder, require_trackers
 from engines.tracking.outbox import Outbox, Record
 from schemas.config import TrainConfig
 from tasks.run.preflight import read_inputs
+from tests.conftest import REPOSITORY
 
 METRICS = {"critic/score/mean": 0.25, "response_length/mean": 12.0}
 
@@ -77,8 +80,6 @@ def test_wandb_writes_offline_and_resumes(
 @installed("trackio")
 def test_trackio_writes_its_database(config: TrainConfig, tmp_path: Path) -> None:
     """`TRACKIO_DIR` is read when trackio is imported, so another process delivers."""
-    import subprocess
-
     directory = tmp_path / "trackio"
     script = (
         "from tests.tracking.test_forward import deliver\n"
@@ -87,13 +88,13 @@ def test_trackio_writes_its_database(config: TrainConfig, tmp_path: Path) -> Non
         "deliver(config, 'trackio', [1, 2])\n"
     )
     environment = {"TRACKIO_DIR": str(directory), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *sys.path])
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60.0, env=environment)
     (database,) = directory.glob("*.db")
     with sqlite3.connect(database) as connection:
         rows = connection.execute("SELECT step, metrics FROM metrics ORDER BY step").fetchall()
     assert [step for step, _ in rows] == [1, 2]
-    assert all("critic/score/mean" in metrics for _, metrics in rows)
+    assert all("critic/score/mean" in str(metrics) for _, metrics in rows)
 
 
 class Broken:
@@ -125,7 +126,7 @@ def outbox_to(writer: Any, config: TrainConfig, said: list[str], monkeypatch: An
 
 
 def test_a_tracker_that_fails_is_one_warning(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, record_failures: list
 ) -> None:
     said: list[str] = []
     outbox = outbox_to(Broken(), config, said, monkeypatch)
@@ -135,6 +136,8 @@ def test_a_tracker_that_fails_is_one_warning(
     (warning,) = said
     assert "delivering metrics to wandb failed, the run goes on: RuntimeError: no login" in warning
     outbox.close(5.0)
+    assert len(record_failures) == 3
+    record_failures.clear()
 
 
 def test_a_stuck_tracker_holds_nobody_up(
