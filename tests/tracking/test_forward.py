@@ -62,39 +62,42 @@ def test_tensorboard_reads_its_event_files(config: TrainConfig) -> None:
     assert b'"seed": 17' in settings
 
 
-@installed("wandb")
-def test_wandb_writes_offline_and_resumes(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    deliver(config, "wandb", [1, 2])
-    deliver(config, "wandb", [2, 3])
-    runs = sorted((config.run_dir / "wandb").glob("wandb/offline-run-*/*.wandb"))
-    assert len(runs) == 2
-    assert len({run.name for run in runs}) == 1, "a resumed run keeps its id"
-    content = runs[1].read_bytes()
-    for part in (b"critic/score/mean", b"0.25", b"seed", b"17"):
-        assert part in content
-
-
-@installed("trackio")
-def test_trackio_writes_its_database(config: TrainConfig, tmp_path: Path) -> None:
-    """`TRACKIO_DIR` is read when trackio is imported, so another process delivers."""
-    directory = tmp_path / "trackio"
+def deliver_elsewhere(config: TrainConfig, kind: str, **environment: str) -> None:
+    """Deliver steps 1 to 3 in a process of its own, and step 2 again, as after a resume. These
+    packages read their environment when they are imported, and write until their process ends."""
     script = (
         "from tests.tracking.test_forward import deliver\n"
         "from schemas.config import TrainConfig\n"
         f"config = TrainConfig.model_validate_json({config.model_dump_json()!r})\n"
-        "deliver(config, 'trackio', [1, 2])\n"
+        f"deliver(config, {kind!r}, [1, 2])\n"
+        f"deliver(config, {kind!r}, [2, 3])\n"
     )
-    environment = {"TRACKIO_DIR": str(directory), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *sys.path])
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60.0, env=environment)
-    (database,) = directory.glob("*.db")
+    own = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]), "PATH": "/usr/bin:/bin"}
+    own |= {"HOME": str(config.runs_dir), **environment}
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60.0, env=own)
+
+
+@installed("wandb")
+def test_wandb_writes_offline_and_resumes(config: TrainConfig) -> None:
+    deliver_elsewhere(config, "wandb")
+    runs = sorted((config.run_dir / "wandb").glob("wandb/offline-run-*/*.wandb"))
+    assert len(runs) == 2
+    assert len({run.name for run in runs}) == 1, "a resumed run keeps its id"
+    for run in runs:
+        content = run.read_bytes()
+        for part in (b"critic/score/mean", b"0.25", b"seed", b"17"):
+            assert part in content
+
+
+@installed("trackio")
+def test_trackio_writes_its_database(config: TrainConfig, tmp_path: Path) -> None:
+    deliver_elsewhere(config, "trackio", TRACKIO_DIR=str(tmp_path / "trackio"))
+    (database,) = (tmp_path / "trackio").glob("*.db")
     with sqlite3.connect(database) as connection:
-        rows = connection.execute("SELECT step, metrics FROM metrics ORDER BY step").fetchall()
-    assert [step for step, _ in rows] == [1, 2]
-    assert all("critic/score/mean" in str(metrics) for _, metrics in rows)
+        rows = connection.execute("SELECT run_name, step, metrics FROM metrics").fetchall()
+    assert len({name for name, *_ in rows}) == 1, "a resumed run keeps its name"
+    assert sorted(step for _, step, _ in rows) == [1, 2, 2, 3]
+    assert all("critic/score/mean" in str(metrics) for *_, metrics in rows)
 
 
 class Broken:
