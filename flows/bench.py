@@ -112,6 +112,10 @@ BENCHES = {
         "exact sampling and vLLM's sampling: bytes, kernel launches and time of a step",
         "2 minutes",
     ),
+    "samples": Bench(
+        "looking at the samples of a large run: seconds of a page, in each order",
+        "a minute",
+    ),
     "sql": Bench(
         "SQL queries on a live run's store: their latency, and what they cost the run",
         "4 minutes",

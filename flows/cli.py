@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from flows import cli_inputs, options
+from flows import cli_inputs, cli_records, options
 from flows.command import run_command
 
 
@@ -77,58 +77,6 @@ def show(run: str, runs_dir: Path, follow: bool, show_all: bool) -> None:
     from flows.runs import launch_show
 
     run_command(lambda: launch_show(run, runs_dir, follow, show_all))
-
-
-@main.command()
-@click.argument("run")
-@click.argument("query")
-@options.runs_dir
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=options.SECONDS,
-    default=10.0,
-    show_default=True,
-    metavar="SECONDS",
-)
-@click.option(
-    "--csv", "csv_file", metavar="FILE", help="Write all rows here; - for standard output."
-)
-def sql(**options: Any) -> None:
-    """Query RUN's store in DuckDB's SQL, during training or afterwards. The store is read-only.
-
-    Tables: rollouts, rewards, plans, outcomes, steps. Views: step_metrics (step, epoch, name,
-    value), acceptance (by step, engine and drafter), lengths (by step and prompt).
-
-    \b
-    refrain sql demo "SELECT step, max(max_tokens) FROM lengths GROUP BY step ORDER BY step"
-    refrain sql demo "DESCRIBE rollouts"
-    """
-    from flows.sql import launch_sql
-
-    run_command(lambda: launch_sql(**options))
-
-
-@main.command()
-@click.argument("run")
-@options.runs_dir
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=options.SECONDS,
-    default=60.0,
-    show_default=True,
-    metavar="SECONDS",
-)
-@click.option("--json", "json_file", metavar="FILE", help="Write it here; - for standard output.")
-@click.option("--png", "png_file", metavar="FILE", help="Draw the report here.")
-def report(**options: Any) -> None:
-    """Measure how similar RUN's responses are from epoch to epoch, during training or afterwards:
-    shared tokens, and ranks of lengths (RhymeRL, sections 5.1, 5.4, 6.1 and 6.3).
-    """
-    from flows.report import launch_report
-
-    run_command(lambda: launch_report(**options))
 
 
 @main.command()
@@ -393,8 +341,14 @@ def bench(name: str | None, args: tuple[str, ...], listed: bool) -> None:
     run_command(list_benches if listed else lambda: launch_bench(name, args))
 
 
-main.add_command(cli_inputs.data)
-main.add_command(cli_inputs.config)
+for command in (
+    cli_inputs.data,
+    cli_inputs.config,
+    cli_records.samples,
+    cli_records.sql,
+    cli_records.report,
+):
+    main.add_command(command)
 
 if __name__ == "__main__":
     main()

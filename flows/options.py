@@ -14,7 +14,7 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 COUNT = click.IntRange(1, 1_000_000)
 BYTES = click.IntRange(1, 2**50)
 TOKENS = click.IntRange(1, 2**40)
-_PORT = click.IntRange(1, 65_535)
+PORT = click.IntRange(1, 65_535)
 
 
 class Finite(click.FloatRange):
@@ -70,6 +70,6 @@ class DraftModelPath(click.ParamType):
 SECONDS = Finite(0.001, 86_400.0)
 count = partial(click.option, type=COUNT, metavar="N")
 seed = partial(click.option, "--seed", type=click.IntRange(0, 2**32 - 1), metavar="N")
-prefect_port = click.option("--prefect-port", type=_PORT, default=4200, show_default=True)
-mlflow_port = click.option("--mlflow-port", type=_PORT, default=5000, show_default=True)
+prefect_port = click.option("--prefect-port", type=PORT, default=4200, show_default=True)
+mlflow_port = click.option("--mlflow-port", type=PORT, default=5000, show_default=True)
 runs_dir = click.option("--runs-dir", type=DIRECTORY, default=Path("runs"), show_default=True)

@@ -21,7 +21,7 @@ from schemas.drafting import (
     SpecActorConfig,
 )
 from schemas.environment import EnvironmentConfig
-from schemas.inputs import DataConfig, ModelConfig, Texts
+from schemas.inputs import DataConfig, ModelConfig, Texts, Trackers
 from schemas.removed_settings import refuse_removed
 from schemas.resume import Free, Kept, Rounding
 from schemas.reward import BuiltinReward, RewardConfig
@@ -239,6 +239,9 @@ class TrainConfig(Frozen):
     mine`. Drafts, placement, the choice of drafters and the savings of each technique use it. Set
     it for `pat.tp_degrees` and `specactor.split_gpus`, which need it. Default: engines measure
     their steps while the run goes on."""
+    trackers: Free[Trackers] = ("mlflow",)
+    """Where metrics and settings go, for example `[mlflow, wandb]`. MLflow always has the whole
+    record. Add a tracker if your team compares its runs there; `pip install` its package first."""
     model: Kept[ModelConfig]
     data: Kept[DataConfig]
     rollout: RolloutConfig = RolloutConfig()

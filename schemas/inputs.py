@@ -45,6 +45,11 @@ _Text = Annotated[str, Field(min_length=1, max_length=100)]
 Texts = Annotated[tuple[_Text, ...], BeforeValidator(_as_list)]
 """Several texts of at most 100 characters, or one."""
 
+Trackers = Annotated[
+    tuple[Literal["mlflow", "wandb", "tensorboard", "trackio"], ...], BeforeValidator(_as_list)
+]
+"""Several trackers, or one."""
+
 
 LOCALE = {"LANG": "C.UTF-8", "TZ": "UTC"}
 """Locale of scorers, so that no score depends on the machine."""

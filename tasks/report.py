@@ -45,7 +45,8 @@ _NUM_FORETOLD, _FORETOLD_TOKENS = 32, 2048
 def show_run(run: Run) -> None:
     """Add a page about the run itself. All other pages are about its steps."""
     pages = "Each step has its own page: *Subflow Runs*, then a step, then *Artifacts*."
-    files = f"In a terminal: `refrain show {run.config.run_dir}`."
+    where = run.config.run_dir
+    files = f"In a terminal: `refrain show {where}`, and `refrain samples {where}` for responses."
     run.pages.add("run", "Where to look", "\n\n".join((_record(run), pages, files)))
 
 

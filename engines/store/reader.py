@@ -16,8 +16,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,8 +45,12 @@ _EXPLAIN = re.compile(
 )
 _WRITES = re.compile("COPY|INSERT|UPDATE|DELETE|MERGE")
 """Names of plan operators that write. A query that starts with WITH may contain one."""
-_CONDITION = re.compile(r"\((step|epoch|split) (=|<=?|>=?) (?:(-?\d+)|'(\w+)')\)")
+_ONE = r"\((step|epoch|split) (=|<=?|>=?) (?:(-?\d+)|'(\w+)')\)"
+_ATOM = rf"(?:{_ONE}|\(step IN \((?:CAST\(-?\d+ AS INTEGER\)(?:, )?)+\)\))"
+_CONDITION = re.compile(_ONE)
 """A filter of a DuckDB plan that the live store can apply."""
+_ALL_OF = re.compile(rf"\(*{_ATOM}(?:\)* AND \(*{_ATOM})*\)*")
+"""Several of them that must all hold, perhaps with a list of steps."""
 _NOT_FETCHED = "the query reads a column that was not fetched. This is a bug: report the query"
 _MISSING = f"error('{_NOT_FETCHED}')"
 
@@ -99,31 +104,34 @@ class Operator(NamedTuple):
 
     def conditions(self) -> tuple[Condition, ...]:
         """Return the filters of this scan that the live store can apply."""
-        found = (_CONDITION.fullmatch(text) for text in self.listed("Filters"))
+        found = (_ALL_OF.fullmatch(text) for text in self.listed("Filters"))
         return tuple(
-            (match[1], match[2], match[4] if match[3] is None else int(match[3]))
+            (column, operator, int(number) if number else text)
             for match in found
             if match
+            for column, operator, number, text in _CONDITION.findall(match[0])
         )
 
 
 def answer(path: Path, query: str, timeout_s: float) -> pa.Table:
     """Return the answer to one query on the store at `path`.
 
-    Raise ValueError when the query writes, when DuckDB refuses it, or when its answer has more than
-    `MAX_BYTES`.
+    Raise ValueError when the query writes, when DuckDB refuses it, when its answer has more than
+    `MAX_BYTES`, or when it takes longer than `timeout_s` seconds.
     """
     try:
         selects = _checked(query)
         try:
-            return _collect(_prepare(path, selects, timeout_s), query)
+            return _collect(_prepare(path, selects, timeout_s), query, timeout_s)
         except duckdb.InvalidInputException as error:
             if _NOT_FETCHED not in str(error):
                 raise
         # DuckDB may read a column that its plan does not list, as in EXISTS (FROM rollouts).
-        return _collect(_prepare(path, selects, timeout_s, all_columns=True), query)
+        return _collect(_prepare(path, selects, timeout_s, all_columns=True), query, timeout_s)
     except duckdb.OutOfMemoryException as error:
         raise ValueError(_TOO_LARGE) from error
+    except duckdb.InterruptException as error:
+        raise ValueError(f"no answer within {timeout_s:g} s: ask for less") from error
     except duckdb.Error as error:
         raise ValueError(str(error)) from error
 
@@ -254,9 +262,9 @@ def _load(
         con.execute(f"CREATE OR REPLACE VIEW {view} AS SELECT {columns} FROM {rows}")
 
 
-def _collect(con: duckdb.DuckDBPyConnection, query: str) -> pa.Table:
+def _collect(con: duckdb.DuckDBPyConnection, query: str, timeout_s: float) -> pa.Table:
     batches, num_bytes = [], 0
-    with closing(con):
+    with closing(con), _interrupted_after(timeout_s, con):
         # DuckDB refuses any statement that would write.
         con.execute("BEGIN TRANSACTION READ ONLY")
         reader = con.sql(query).to_arrow_reader(_ROWS_AT_A_TIME)
@@ -269,6 +277,17 @@ def _collect(con: duckdb.DuckDBPyConnection, query: str) -> pa.Table:
                     "columns, or add a LIMIT"
                 )
         return pa.Table.from_batches(batches, reader.schema)
+
+
+@contextmanager
+def _interrupted_after(timeout_s: float, con: duckdb.DuckDBPyConnection) -> Generator[None]:
+    timer = threading.Timer(timeout_s, con.interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def main() -> int:

@@ -134,7 +134,7 @@ class MlflowRun:
 
         params = [
             Param(tracked_name(name), tracked_text(str(value), MAX_PARAMETER_CHARACTERS))
-            for name, value in _flat_params(self._config).items()
+            for name, value in flat_params(self._config).items()
         ]
         try:
             self._client.log_batch(self.run_id, params=params)
@@ -192,7 +192,7 @@ def may_pass(error: Exception) -> bool:
     return status is None or status >= HTTPStatus.INTERNAL_SERVER_ERROR or status in busy
 
 
-def _flat_params(config: TrainConfig) -> dict[str, Any]:
+def flat_params(config: TrainConfig) -> dict[str, Any]:
     """Return the settings by dotted name, for example `trainer.learning_rate`. A config has at most
     two levels."""
     params: dict[str, Any] = {}

@@ -5,7 +5,7 @@
 
 The tracker writes each record to disk, and a thread delivers it to MLflow. So a run never waits for
 a server, and loses no record while the server is away. Metrics and artifacts have the same names in
-every run.
+every run. Further trackers get the metrics and settings (`engines.tracking.forward`).
 """
 
 import json
@@ -22,6 +22,7 @@ from engines.reports.profile import Rung, draw_profile, ladder_rungs
 from engines.reports.timeline import move_rows, timeline_rows
 from engines.reports.timeline_page import Gpus, timeline_page
 from engines.reports.trace_events import write_timeline
+from engines.tracking.forward import MLFLOW, Forwarder
 from engines.tracking.mlflow_client import Deliverer, log_metrics, open_client
 from engines.tracking.mlflow_run import RUN_FILE, MlflowRun, experiment_id
 from engines.tracking.outbox import Outbox
@@ -35,10 +36,10 @@ from schemas.timeline import RecordedTimeline, Timeline
 PROFILES = "refrain profiles"
 """MLflow experiment that lists the profiles."""
 FLUSH_S = 15.0
-"""Longest time that a run waits for MLflow when it ends."""
+"""Longest time that a run waits for its trackers when it ends."""
 HURRIED_FLUSH_S = 5.0
-"""Longest time that a cancelled run waits for MLflow. Prefect kills the run after 30 s."""
-_OUTBOX_DIR = "outbox/mlflow"
+"""Longest time that a cancelled run waits for them. Prefect kills the run after 30 s."""
+_OUTBOX_DIR = "outbox"
 
 
 class Tracker:
@@ -80,7 +81,7 @@ class Tracker:
                 self._run.make()
         deliver = Deliverer(client, self._run)
         self._outbox = Outbox(
-            config.run_dir / _OUTBOX_DIR,
+            config.run_dir / _OUTBOX_DIR / MLFLOW,
             deliver,
             "MLflow",
             self._failures,
@@ -89,6 +90,13 @@ class Tracker:
         )
         if delivers:
             self._outbox.add("status", {"status": "RUNNING"})
+        kinds = [kind for kind in config.trackers if kind != MLFLOW]
+        self._further = [self._forwarding(kind, config, name, delivers) for kind in kinds]
+
+    def _forwarding(self, kind: str, config: TrainConfig, project: str, delivers: bool) -> Outbox:
+        directory = config.run_dir / _OUTBOX_DIR / kind
+        forwarder = Forwarder(kind, config, project, directory)
+        return Outbox(directory, forwarder, kind, self._failures, lambda: True, delivers)
 
     @property
     def run_id(self) -> str:
@@ -101,7 +109,8 @@ class Tracker:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         values = {"metrics": dict(metrics), "step": step, "at_ms": int(time.time() * 1000)}
-        self._outbox.add("metrics", values)
+        for outbox in (self._outbox, *self._further):
+            outbox.add("metrics", values)
 
     def log_system(self, metrics: Mapping[str, float]) -> None:
         """Log system metrics, from any thread. Their step is the run's age in seconds, because they
@@ -168,14 +177,18 @@ class Tracker:
         self._outbox.flush(FLUSH_S)
 
     def missing(self) -> list[str]:
-        """Return sentences for the user about records that MLflow does not have."""
-        return self._outbox.missing()
+        """Return sentences for the user about records that trackers do not have."""
+        return [said for outbox in (self._outbox, *self._further) for said in outbox.missing()]
 
     def close(self, status: str) -> None:
-        """End the run as FINISHED, FAILED or KILLED. Records that MLflow does not accept in time
+        """End the run as FINISHED, FAILED or KILLED. Records that trackers do not accept in time
         are delivered when the run is resumed."""
-        self._outbox.add("status", {"status": status})
-        self._outbox.close(HURRIED_FLUSH_S if status == "KILLED" else FLUSH_S)
+        outboxes = (self._outbox, *self._further)
+        for outbox in outboxes:
+            outbox.add("status", {"status": status})
+        end_s = time.monotonic() + (HURRIED_FLUSH_S if status == "KILLED" else FLUSH_S)
+        for outbox in outboxes:
+            outbox.close(max(0.0, end_s - time.monotonic()))
 
 
 def record_profile(report: ProfileReport, config: ProfileConfig, tracking_uri: str | None) -> None:

@@ -20,6 +20,7 @@ from engines.learn.setting_warnings import setting_warnings
 from engines.pat.layouts import plan_pools, require_divisible
 from engines.reward import check_ground_truth, check_reward, check_reward_file
 from engines.specactor.ladder import Ladder
+from engines.tracking.forward import require_trackers
 from schemas.config import TrainConfig
 from schemas.data import Prompt
 from schemas.drafting import HISTORY, NGRAM
@@ -74,6 +75,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
     """Check vLLM, the model, the data and the scorer, and read them. Raise ValueError that says
     what is wrong, where, and how to fix it."""
     check_version()
+    require_trackers(config.trackers)
     return _read_inputs(config.model_dump_json(), json.dumps(secrets_of(config)))
 
 

@@ -1,0 +1,98 @@
+"""`refrain samples`: look at a run's rollouts, in the terminal or in a browser."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from engines.data.tokenizer import TokenDecoder
+from engines.reports.samples import print_sample, print_samples
+from engines.store.reader import answer
+from engines.store.samples import Ask, Page, SampleFilter, find, search
+from engines.user_files import read_json_object
+from tasks.run.record import find_run
+from tasks.run.run_dir import CONFIG_FILE, STORE_FILE
+
+
+class Decoder(Protocol):
+    def decode(self, responses: Sequence[Sequence[int]]) -> list[str]: ...
+
+    def pieces(self, ids: Sequence[int]) -> list[str]: ...
+
+
+class TokenNumbers:
+    """Token ids in place of text, for a run whose tokenizer is gone."""
+
+    def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
+        return ["".join(self.pieces(ids)) for ids in responses]
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        return [f"<{id}>" for id in ids]
+
+
+class Samples:
+    """The rollouts of one run, live or ended."""
+
+    def __init__(self, run_dir: Path, timeout_s: float) -> None:
+        path = (run_dir / STORE_FILE).absolute()
+        self.name = run_dir.name
+        self.timeout_s = timeout_s
+        self.decoder, self.warning = open_decoder(run_dir)
+        self._ask: Ask = lambda query: answer(path, query, timeout_s)
+
+    def page(self, wanted: SampleFilter, grep: str, limit: int, offset: int = 0) -> Page:
+        """Return one page of samples. `grep`: a text that their responses contain."""
+        if not grep:
+            return find(self._ask, wanted, limit, offset)
+
+        def contains(responses: list[list[int]]) -> list[bool]:
+            return [grep in text for text in self.decoder.decode(responses)]
+
+        return search(self._ask, wanted, contains, limit, offset, self.timeout_s)
+
+
+def launch_samples(
+    run: str,
+    runs_dir: Path,
+    *,
+    grep: str,
+    limit: int,
+    timeout_s: float,
+    colour: str,
+    port: int | None,
+    **wanted: Any,
+) -> None:
+    """Print samples, or serve pages about them. Raise ValueError when there is no such run or no
+    such sample."""
+    samples = Samples(find_run(run, runs_dir), timeout_s)
+    if samples.warning:
+        print(samples.warning, file=sys.stderr)
+    if port is not None:
+        from flows.samples_server import serve_samples
+
+        serve_samples(samples, port)
+        return
+    console = Console(highlight=False, markup=False)
+    conditions = SampleFilter(**wanted)
+    page = samples.page(conditions, grep, limit)
+    if conditions.sample is not None and not page.samples:
+        raise ValueError(
+            f"{samples.name} has no such sample: `refrain samples {run}` lists steps, prompts and "
+            "samples"
+        )
+    if conditions.sample is not None and len(page.samples) == 1:
+        print_sample(page.samples[0], samples.decoder.pieces, colour, console)
+    else:
+        print_samples(page, samples.decoder.pieces, colour, console)
+
+
+def open_decoder(run_dir: Path) -> tuple[Decoder, str]:
+    """Return the decoder of a run's tokens. Without its tokenizer, return a decoder to token ids
+    and a warning."""
+    model = read_json_object(run_dir / CONFIG_FILE).get("model")
+    try:
+        return TokenDecoder(Path(model["path"] if model else "")), ""
+    except ValueError as error:
+        return TokenNumbers(), f"token ids replace the text: {error}"
