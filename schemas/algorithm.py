@@ -197,8 +197,7 @@ class AlgorithmConfig(Frozen):
     """Weight of a KL penalty that is part of the rewards: this times the sum of log pi - log pi_ref
     (k1) over a response is subtracted from its reward. For example, `0.001`. Set it in place of
     `kl_coefficient` to repeat runs that penalise rewards, such as RLOO's. It costs a pass of the
-    reference model. 0: none.
-    """
+    reference model. 0: none."""
     entropy_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of an entropy bonus: this times the entropy of each token's distribution, in nats, is
     subtracted from the loss. For example, `0.001`. Raise it if the entropy falls towards 0
