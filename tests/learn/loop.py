@@ -91,10 +91,11 @@ def gate(rho: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
 def geometric_mean(rhos: Sequence[Tensor], advantage: float, algorithm: AlgorithmConfig) -> Tensor:
     """Return the product of the GMPO paper's objective, to the power of 1 / |o|."""
     sign = 1 if advantage > 0.0 else -1
+    low, high = 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high
+    bounds = (low, high) if sign > 0 else (1.0 / high, 1.0 / low if low else math.inf)
     product = torch.ones((), dtype=torch.float64)
     for rho in rhos:
-        bounds = 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high
-        near = (rho**sign).clamp(*sorted(bound**sign for bound in bounds))
+        near = (rho**sign).clamp(*bounds)
         product = product * torch.minimum(rho**sign, near) ** sign
     return product ** (1.0 / len(rhos))
 

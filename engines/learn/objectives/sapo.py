@@ -16,7 +16,8 @@ def sapo(tokens: PolicyTokens, algorithm: AlgorithmConfig) -> PolicyLosses:
     loses all of it. So `low` and `high` are empty.
     """
     right = tokens.advantages > 0.0
-    tau = torch.where(right, algorithm.tau_pos, algorithm.tau_neg)
+    tau = torch.full_like(tokens.advantages, algorithm.tau_neg)
+    tau = tau.masked_fill(right, algorithm.tau_pos)
     gate = 4.0 / tau * torch.sigmoid(tau * (bounded_ratios(tokens.log_ratios) - 1.0))
     none = torch.zeros_like(tokens.counted)
     return PolicyLosses(-gate * tokens.advantages, tokens.log_ratios, none, none)
