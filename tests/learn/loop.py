@@ -76,10 +76,10 @@ def token_loss(log_ratio: Tensor, advantage: float, algorithm: AlgorithmConfig) 
     rho = log_ratio.clamp(-20.0, 20.0).exp()
     low, high = 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high
     if advantage >= 0.0:
-        return -advantage * (rho if rho <= high else torch.tensor(high))
+        return -advantage * (rho if rho <= high else log_ratio.new_tensor(high))
     if algorithm.dual_clip is not None and rho > algorithm.dual_clip:
-        return -advantage * torch.tensor(algorithm.dual_clip)
-    return -advantage * (rho if rho >= low else torch.tensor(low))
+        return -advantage * log_ratio.new_tensor(algorithm.dual_clip)
+    return -advantage * (rho if rho >= low else log_ratio.new_tensor(low))
 
 
 def gate(rho: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
