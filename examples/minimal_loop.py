@@ -36,7 +36,7 @@ from engines.histospec.library import IndexLibrary, PromptHistory
 from engines.inference.engine.in_process import InProcessEngine
 from engines.learn.advantages import group_relative_advantage
 from engines.learn.loading import Loading, load_policy
-from engines.learn.losses import clipped_policy_losses
+from engines.learn.objectives.clipped import clipped_policy_losses
 from engines.learn.packing import TokenSequence, pack
 from engines.learn.policy import PolicyModel
 from engines.learn.training_state import host_tensors

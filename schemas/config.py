@@ -343,6 +343,7 @@ class TrainConfig(Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
         refuse_unusable(self.model_dump())
+        self.algorithm.check_groups(defers=self.defers)
         if self.algorithm.overlong_buffer_tokens >= self.data.max_response_tokens:
             raise ValueError(
                 f"algorithm.overlong_buffer_tokens ({self.algorithm.overlong_buffer_tokens}) is "

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-from schemas.algorithm import BASELINES, RATIOS
+from schemas.algorithm import BASELINES
 from schemas.resume import OnResume, SettingChange
 
 
@@ -156,7 +156,7 @@ REMOVED: dict[str, Removed] = {
         "token",
         "the type picks it. Set `algorithm.type: gspo` for that of the sequence",
         OnResume.KEPT,
-        RATIOS,
+        {"gspo": "sequence"},
     ),
     "algorithm.baseline": Removed(
         "group_mean",

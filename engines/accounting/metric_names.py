@@ -36,7 +36,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "critic/rewards/mean, max, min",
             "reward",
-            "scores minus the length penalty, over the samples trained on",
+            "scores minus the penalties for length and KL, over the samples trained on",
             SAME,
         ),
         Metric("critic/rewards/std", "reward", "standard deviation of the rewards"),
@@ -60,6 +60,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             SAME,
         ),
         Metric(
+            "actor/reward_kl_penalty",
+            "nats",
+            "mean of log pi - log pi_ref over tokens (with `reward_kl_coefficient`)",
+            SAME,
+        ),
+        Metric(
             "actor/entropy",
             "nats",
             "mean entropy of the sampling distributions",
@@ -67,16 +73,21 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("actor/grad_norm", "", "gradient norm before clipping", SAME),
         Metric("actor/lr", "", "learning rate of the last update", SAME),
-        Metric("actor/pg_clipfrac", "share", "tokens whose gradient was clipped away", SAME),
+        Metric(
+            "actor/pg_clipfrac",
+            "share",
+            "tokens whose gradient was clipped away (CISPO: whose weight was clipped)",
+            SAME,
+        ),
         Metric(
             "actor/clipfrac_low",
             "share",
-            "tokens of negative advantage with a ratio below 1 - clip_low",
+            "tokens of negative advantage beyond the lower bound, such as 1 - clip_low",
         ),
         Metric(
             "actor/clipfrac_high",
             "share",
-            "tokens of positive advantage with a ratio above 1 + clip_high",
+            "tokens of positive advantage beyond the upper bound, such as 1 + clip_high",
         ),
         Metric("actor/pg_clipfrac_lower", "share", "tokens beyond `dual_clip` (with it)", SAME),
         Metric(

@@ -1,7 +1,7 @@
 """Learning: from rewarded rollouts to the next policy version.
 
 ```
-Arrow table ──> rollouts ──> training_samples ──> minibatch ──> packing ──> policy ──> losses
+Arrow table ──> rollouts ──> training_samples ──> minibatch ──> packing ──> policy ──> objectives
                              (advantages)         (rank shares)             (FSDP2)      │
                                                                                          v
 checkpoints `global_step_N/` <── training_state <───────────────────────────────────── AdamW
@@ -10,7 +10,7 @@ rollout engines <── PolicyWeights (a file a node, with canaries) <── pub
 
 `learner.Learner` is one trainer process without Ray. The driver holds a `trainer.TrainerGroup`,
 which starts one actor per process. Only the group waits, and each of its waits has a time limit.
-`objective` computes the loss, and `diagnostics` computes a step's metrics.
+`objective` computes the loss by one of the `objectives`, and `diagnostics` a step's metrics.
 
 These modules decide or validate, and import no torch: `advantages`, `rollouts`, `refill`,
 `training_samples`, `packing`, `footprint`, `model_dir`, `setting_warnings`, `schedule` and

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from engines.learn.losses import bounded_ratios
-from schemas.algorithm import AlgorithmConfig
+from engines.learn.objectives.ratios import bounded_ratios
+from engines.learn.objectives.tokens import PolicyLosses
 
 Sums = dict[str, Float[Tensor, ""]]
 
@@ -28,44 +28,30 @@ BY_STALENESS = "staleness/"
 """Prefix of the metrics of tokens of one staleness, such as `staleness/1/k1`."""
 
 
-def clipped_tokens(
-    log_ratios: Float[Tensor, "tokens"],
-    advantages: Float[Tensor, "tokens"],
-    counted: Bool[Tensor, "tokens"],
-    algorithm: AlgorithmConfig,
-) -> tuple[Bool[Tensor, "tokens"], Bool[Tensor, "tokens"]]:
-    """Return which tokens lost their gradient to the lower clip, and to the upper one."""
-    ratio = bounded_ratios(log_ratios)
-    low = (ratio < 1.0 - algorithm.clip_low) & (advantages < 0.0) & counted
-    high = (ratio > 1.0 + algorithm.clip_high) & (advantages > 0.0) & counted
-    return low, high
-
-
 def clip_figures(
-    log_ratios: Float[Tensor, "tokens"],
+    found: PolicyLosses,
     advantages: Float[Tensor, "tokens"],
     counted: Bool[Tensor, "tokens"],
-    algorithm: AlgorithmConfig,
+    dual_clip: float | None,
 ) -> Sums:
-    """Return ratios to the old policy, and how many tokens lost their gradient to a clip.
+    """Return ratios to the old policy, and how many tokens a bound of the objective acts on.
 
-    `actor/pg_clipfrac` is `actor/clipfrac_low` (ratio below 1 - clip_low, negative advantage) plus
-    `actor/clipfrac_high`. `actor/pg_clipfrac_lower` is the share of the dual clip, if there is one,
-    as in veRL. `actor/ppo_kl` is the k1 estimate of KL(pi_old || pi), `log pi_old - log pi`, which
-    can be negative.
+    `actor/pg_clipfrac` is `actor/clipfrac_low` (negative advantage) plus `actor/clipfrac_high`.
+    `actor/pg_clipfrac_lower` is the share of the dual clip, if there is one, as in veRL.
+    `actor/ppo_kl` is the k1 estimate of KL(pi_old || pi), `log pi_old - log pi`, which can be
+    negative.
     """
-    ratio = bounded_ratios(log_ratios)
-    low, high = clipped_tokens(log_ratios, advantages, counted, algorithm)
+    ratio = bounded_ratios(found.log_ratios)
     figures = {
-        "actor/pg_clipfrac": (low | high).sum().float(),
-        "actor/clipfrac_low": low.sum().float(),
-        "actor/clipfrac_high": high.sum().float(),
-        "actor/ppo_kl": -(log_ratios * counted).sum(),
+        "actor/pg_clipfrac": (found.low | found.high).sum().float(),
+        "actor/clipfrac_low": found.low.sum().float(),
+        "actor/clipfrac_high": found.high.sum().float(),
+        "actor/ppo_kl": -(found.log_ratios * counted).sum(),
         "actor/ratio_mean": (ratio * counted).sum(),
         "actor/ratio_max": (ratio * counted).max(),
     }
-    if algorithm.dual_clip is not None:
-        far = (ratio > algorithm.dual_clip) & (advantages < 0.0) & counted
+    if dual_clip is not None:
+        far = (ratio > dual_clip) & (advantages < 0.0) & counted
         figures["actor/pg_clipfrac_lower"] = far.sum().float()
     return figures
 

@@ -1,18 +1,23 @@
 """The gradient of one minibatch, over micro-batches and trainer processes."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from engines.balance import longest_first
 from engines.learn.diagnostics import Sums, combine, nothing_like
 from engines.learn.lora import without_adapters
-from engines.learn.losses import kl_penalties
 from engines.learn.minibatch import Share
 from engines.learn.objective import LossTokens, policy_loss
-from engines.learn.packing import MicroBatch, pack
+from engines.learn.objectives.kl import kl_penalties
+from engines.learn.packing import MicroBatch, pack, plan_micro_batches
 from engines.learn.policy import PolicyModel, score_sequences
+from engines.learn.rollouts import ScoredRollout
 from schemas.config import TrainConfig
 
 
@@ -38,6 +43,42 @@ def with_old_logprobs(policy: PolicyModel, share: Share, config: TrainConfig) ->
     for _ in range(share.num_idle_passes):
         score_sequences(policy, [share.idle], budget, temperature)
     return replace(share, old_logprobs=values)
+
+
+def reference_kl(
+    reference: Reference | None,
+    rollouts: Sequence[ScoredRollout],
+    config: TrainConfig,
+    rank: int,
+    world_size: int,
+) -> list[float] | None:
+    """Return of each rollout the sum of log pi_inference - log pi_ref over its sampled tokens, or
+    None if no reward needs it.
+
+    Collective: each rank scores its share, and makes as many passes as the busiest one.
+    """
+    if reference is None or config.algorithm.reward_kl_coefficient == 0.0:
+        return None
+    policy, budget = reference.policy, config.trainer.micro_batch_tokens
+    temperature = config.rollout.temperature
+    shares = longest_first(
+        range(len(rollouts)), lambda at: rollouts[at].num_input_tokens, world_size
+    )
+    sizes = [[rollouts[at].num_input_tokens for at in share] for share in shares]
+    num_passes = [len(plan_micro_batches(own, budget, alone=policy.alone)) for own in sizes]
+    sums = torch.zeros(len(rollouts), dtype=torch.float64)
+    with reference.at_work():
+        own = [rollouts[at] for at in shares[rank]]
+        scored = score_sequences(policy, own, budget, temperature)
+        for _ in range(max(num_passes) - num_passes[rank]):
+            score_sequences(policy, rollouts[:1], budget, temperature)
+    for at, logprobs in zip(shares[rank], scored, strict=True):
+        differences = rollouts[at].inference_logprobs - logprobs
+        sums[at] = float(differences.sum(dtype=np.float64))
+    if world_size > 1:
+        sums = sums.to(policy.device)
+        dist.all_reduce(sums)
+    return sums.tolist()
 
 
 def accumulate_gradient(
@@ -79,7 +120,7 @@ def _loss(
     with_entropy = algorithm.entropy_coefficient > 0.0
     scores = policy.score(batch, temperature, entropy_gradient=with_entropy)
     loss, sums = policy_loss(scores.logprobs, tokens, algorithm)
-    if reference is not None:
+    if reference is not None and algorithm.kl_coefficient > 0.0:
         with torch.no_grad(), reference.at_work():
             scored = reference.policy.score(batch, temperature)
         penalties = kl_penalties(scores.logprobs, scored.logprobs, algorithm.kl_estimator)

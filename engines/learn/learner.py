@@ -23,7 +23,7 @@ from engines.learn.canaries import LongCanaries
 from engines.learn.determinism import check_steady
 from engines.learn.diagnostics import summarise
 from engines.learn.export import StartFiles, find_start_files, write_export
-from engines.learn.gradient import Reference, accumulate_gradient, with_old_logprobs
+from engines.learn.gradient import Reference, accumulate_gradient, reference_kl, with_old_logprobs
 from engines.learn.host_copies import HostCopies
 from engines.learn.loading import Loading, load_policy
 from engines.learn.lora import adapter_tensors, merged_at_work, write_adapter
@@ -114,7 +114,7 @@ class Learner:
         shape = self._policy.model.config.get_text_config().to_dict()
         self._long_canaries = LongCanaries(shape, self._config.max_model_len)
         self._reference = None
-        if self._config.algorithm.kl_coefficient > 0.0:
+        if self._config.algorithm.needs_reference:
             whole = config.lora is None
             self._reference = Reference(self._load(None) if whole else self._policy, whole)
         trained = [one for one in self._policy.parameters() if one.requires_grad]
@@ -189,7 +189,8 @@ class Learner:
         if not self._has_gpu:
             raise RuntimeError("engines have the GPU: call enter_gpu before training")
         rollouts = read_rollouts(batch)
-        samples, metrics = read_training_samples(rollouts, self._config, self.policy_version)
+        kl = reference_kl(self._reference, rollouts, self._config, self._rank, self._world_size)
+        samples, metrics = read_training_samples(rollouts, self._config, self.policy_version, kl)
         minibatches = cut_minibatches(
             samples, self._config.num_minibatches, seed=(self._config.seed, self.policy_version)
         )

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.balance import longest_first
-from engines.learn.losses import token_weights
+from engines.learn.objectives.aggregation import token_weights
 from engines.learn.packing import TokenSequence, plan_micro_batches
 from engines.learn.training_samples import MAX_DEFERRALS, TrainingSample
 from schemas.config import TrainConfig

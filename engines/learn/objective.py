@@ -1,6 +1,6 @@
 """The loss of a micro-batch, from the log-probabilities of its tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -8,21 +8,30 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engines.learn.diagnostics import (
-    Sums,
-    clip_figures,
-    clipped_tokens,
-    mismatch_figures,
-    staleness_figures,
-)
-from engines.learn.losses import (
-    clipped_policy_losses,
-    importance_weights,
-    sequence_log_ratios,
-)
+from engines.learn.diagnostics import Sums, clip_figures, mismatch_figures, staleness_figures
 from engines.learn.minibatch import Share
+from engines.learn.objectives.cispo import cispo
+from engines.learn.objectives.clipped import clipped
+from engines.learn.objectives.dppo import dppo
+from engines.learn.objectives.gmpo import gmpo
+from engines.learn.objectives.gspo import gspo
+from engines.learn.objectives.importance import importance_weights
+from engines.learn.objectives.reinforce import reinforce
+from engines.learn.objectives.sapo import sapo
+from engines.learn.objectives.tokens import Objective, PolicyLosses, PolicyTokens
 from engines.learn.own_functions import own_functions
 from schemas.algorithm import AlgorithmConfig
+
+OBJECTIVES: dict[str, Objective] = {
+    "clipped": clipped,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "dppo": dppo,
+    "reinforce": reinforce,
+}
+"""Policy losses by `AlgorithmConfig.policy_loss`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,57 +84,66 @@ class LossTokens:
 def policy_loss(
     logprobs: Float[Tensor, "tokens"], tokens: LossTokens, algorithm: AlgorithmConfig
 ) -> tuple[Float[Tensor, ""], Sums]:
-    """Return the clipped loss and its part of the metrics. With `tis_cap`, importance weights
+    """Return the policy loss and its part of the metrics. With `tis_cap`, importance weights
     correct for tokens that another policy generated.
 
     pi_old is the trainer's policy before the step with `tis_cap`, and the engine's policy without.
     """
     before = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
     old = tokens.inference_logprobs if algorithm.tis_cap is None else before
-    # Set tokens that do not count to zero before any exp: an infinite ratio times weight 0 is NaN.
-    log_ratios = torch.where(tokens.counted, logprobs - old, 0.0)
-    if algorithm.importance_ratio == "sequence":
-        log_ratios = sequence_log_ratios(log_ratios, tokens.counted, tokens.num_tokens)
-    losses = _losses(log_ratios, tokens.advantages, algorithm)
+    found = _losses(_policy_tokens(logprobs, old, tokens), algorithm)
     mismatch = torch.where(tokens.counted, before - tokens.inference_logprobs, 0.0)
-    sums: Sums = {}
-    if algorithm.tis_cap is not None:
-        level, _, beyond_cap = algorithm.tis_mode.partition("_")
-        weights, beyond = importance_weights(
-            mismatch,
-            tokens.counted,
-            tokens.num_tokens,
-            cap=algorithm.tis_cap,
-            level=level,
-            reject=beyond_cap == "mask",
-        )
-        losses = losses * weights
-        sums["actor/tis_mean"] = (weights * tokens.counted).sum()
-        sums["actor/tis_truncated"] = (beyond & tokens.counted).sum().float()
-    loss = (losses * tokens.weights).sum()
+    weights, sums = _importance(mismatch, tokens, algorithm)
+    loss = (found.losses * weights * tokens.weights).sum()
     sums["actor/pg_loss"] = loss.detach()
     with torch.no_grad():
-        sums |= clip_figures(log_ratios, tokens.advantages, tokens.counted, algorithm)
+        sums |= clip_figures(found, tokens.advantages, tokens.counted, algorithm.dual_clip)
         sums |= mismatch_figures(mismatch, tokens.counted)
         if tokens.max_staleness:
-            low, high = clipped_tokens(log_ratios, tokens.advantages, tokens.counted, algorithm)
             stale = torch.where(tokens.counted, tokens.staleness, -1)
-            sums |= staleness_figures(stale, mismatch, low | high, tokens.max_staleness)
+            bounded = found.low | found.high
+            sums |= staleness_figures(stale, mismatch, bounded, tokens.max_staleness)
     return loss, sums
 
 
-def _losses(
-    log_ratios: Float[Tensor, "tokens"],
-    advantages: Float[Tensor, "tokens"],
-    algorithm: AlgorithmConfig,
-) -> Float[Tensor, "tokens"]:
-    own = own_functions(algorithm.file)
-    if own.loss is not None:
-        return own.losses(log_ratios, advantages, algorithm)
-    return clipped_policy_losses(
-        log_ratios,
-        advantages,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        dual_clip=algorithm.dual_clip,
+def _policy_tokens(
+    logprobs: Float[Tensor, "tokens"], old: Float[Tensor, "tokens"], tokens: LossTokens
+) -> PolicyTokens:
+    # Set tokens that do not count to zero before any exp: an infinite ratio times weight 0 is NaN.
+    return PolicyTokens(
+        logprobs=torch.where(tokens.counted, logprobs, 0.0),
+        log_ratios=torch.where(tokens.counted, logprobs - old, 0.0),
+        advantages=tokens.advantages,
+        counted=tokens.counted,
+        num_tokens=tokens.num_tokens,
     )
+
+
+def _losses(tokens: PolicyTokens, algorithm: AlgorithmConfig) -> PolicyLosses:
+    found = OBJECTIVES[algorithm.policy_loss](tokens, algorithm)
+    own = own_functions(algorithm.file)
+    if own.loss is None:
+        return found
+    losses = own.losses(found.log_ratios, tokens.advantages, algorithm)
+    return replace(found, losses=losses)
+
+
+def _importance(
+    mismatch: Float[Tensor, "tokens"], tokens: LossTokens, algorithm: AlgorithmConfig
+) -> tuple[Float[Tensor, "tokens"] | float, Sums]:
+    """Return the weights of the policy losses and their part of the metrics; 1 and nothing without
+    `tis_cap`."""
+    if algorithm.tis_cap is None:
+        return 1.0, {}
+    weights, beyond = importance_weights(
+        mismatch,
+        tokens.counted,
+        tokens.num_tokens,
+        cap=algorithm.tis_cap,
+        floor=algorithm.tis_floor,
+        mode=algorithm.tis_mode,
+    )
+    return weights, {
+        "actor/tis_mean": (weights * tokens.counted).sum(),
+        "actor/tis_truncated": (beyond & tokens.counted).sum().float(),
+    }

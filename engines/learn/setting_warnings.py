@@ -15,7 +15,8 @@ def _inert_clip(config: TrainConfig) -> Iterator[str]:
     """With one update a step, the policy is its own old policy, so the ratio is exactly 1."""
     algorithm = config.algorithm
     num_updates = config.num_minibatches * config.trainer.passes_per_step
-    if num_updates == 1 and algorithm.tis_cap is not None:
+    clips = algorithm.policy_loss != "reinforce"
+    if num_updates == 1 and algorithm.tis_cap is not None and clips:
         yield (
             f"the clip of algorithm.type {algorithm.type} never acts: with one update a step and "
             "algorithm.tis_cap set, the ratio to the old policy is always 1. To make the clip act, "

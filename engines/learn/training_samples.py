@@ -19,6 +19,9 @@ from engines.learn.advantages import (
     overlong_punishments,
     whitened,
 )
+from engines.learn.objectives.maxrl import maxrl_advantage
+from engines.learn.objectives.opo import opo_advantage
+from engines.learn.objectives.reward_kl import kl_rewards
 from engines.learn.own_functions import own_functions
 from engines.learn.rollouts import ScoredRollout
 from schemas.config import TrainConfig
@@ -44,10 +47,14 @@ class TrainingSample:
 
 
 def read_training_samples(
-    rollouts: Sequence[ScoredRollout], config: TrainConfig, policy_version: int
+    rollouts: Sequence[ScoredRollout],
+    config: TrainConfig,
+    policy_version: int,
+    kl_N: Sequence[float] | None = None,
 ) -> tuple[list[TrainingSample], dict[str, float]]:
     """Return the samples of a batch for policy version `policy_version`, with their advantages and
-    masks, and metrics of the whole batch. Rollouts that are left out give neither.
+    masks, and metrics of the whole batch. Rollouts that are left out give neither. `kl_N`: of each
+    rollout the sum of log pi_inference - log pi_ref, for `reward_kl_coefficient`.
 
     Dynamic sampling compares rewards before the overlong punishment, because DAPO compares
     accuracies. A filtered truncated response still counts in its group's mean and deviation; only
@@ -56,7 +63,8 @@ def read_training_samples(
     algorithm = config.algorithm
     for rollout in rollouts:
         check_versions(rollout, policy_version, config.staleness)
-    rollouts = [rollout for rollout in rollouts if not rollout.left_out]
+    kept = [at for at, rollout in enumerate(rollouts) if not rollout.left_out]
+    rollouts = [rollouts[at] for at in kept]
     if not rollouts:
         return [], {}
     varied = [not all_equal(rollout.group_rewards) for rollout in rollouts]
@@ -67,11 +75,17 @@ def read_training_samples(
     ]
     num_tokens = [rollout.num_response_tokens for rollout in rollouts]
     rewards = [_punished(rollout, config) for rollout in rollouts]
-    advantages = _advantages(rewards, np.where(taught, num_tokens, 0), config)
+    metrics = {}
+    if kl_N is not None:
+        kl = [kl_N[at] for at in kept]
+        own, groups = [reward for reward, _ in rewards], [rollout.group for rollout in rollouts]
+        rewards = kl_rewards(own, kl, groups, algorithm.reward_kl_coefficient)
+        metrics["actor/reward_kl_penalty"] = sum(kl) / sum(num_tokens)
+    advantages = _advantages(rollouts, rewards, np.where(taught, num_tokens, 0), config)
     counted = map(np.full, num_tokens, taught)
     staleness = [policy_version - rollout.versions for rollout in rollouts]
     samples = list(map(TrainingSample, rollouts, advantages, counted, staleness))
-    metrics = {"actor/staleness_mean": _mean_staleness(samples)}
+    metrics["actor/staleness_mean"] = _mean_staleness(samples)
     metrics |= _reward_metrics(samples, [reward for reward, _ in rewards])
     if algorithm.dynamic_sampling:
         metrics["actor/filtered_samples"] = 1.0 - float(np.mean(varied))
@@ -114,6 +128,7 @@ def _punished(rollout: ScoredRollout, config: TrainConfig) -> tuple[float, NDArr
 
 
 def _advantages(
+    rollouts: Sequence[ScoredRollout],
     rewards: Sequence[tuple[float, NDArray[np.float64]]],
     num_tokens_N: NDArray[np.int64],
     config: TrainConfig,
@@ -121,18 +136,28 @@ def _advantages(
     """Return the responses' advantages from their own and their groups' rewards. `num_tokens_N`:
     number of tokens of each response that are trained on."""
     algorithm = config.algorithm
-    advantages = [_advantage(*own, config) for own in rewards]
+    pairs = zip(rollouts, rewards, strict=True)
+    advantages = [_advantage(*own, rollout.group_lengths, config) for rollout, own in pairs]
     if algorithm.scale_rewards == "batch":
         return whitened(np.array(advantages), num_tokens_N).tolist()
     return advantages
 
 
-def _advantage(reward: float, rewards_G: NDArray[np.float64], config: TrainConfig) -> float:
+def _advantage(
+    reward: float,
+    rewards_G: NDArray[np.float64],
+    lengths_G: NDArray[np.int32],
+    config: TrainConfig,
+) -> float:
     """Return the advantage of a response before any normalisation over the batch."""
     algorithm = config.algorithm
     own = own_functions(algorithm.file)
     if own.advantage is not None:
         return own.advantage_of(reward, rewards_G)
+    if algorithm.scale_rewards == "mean":
+        return maxrl_advantage(reward, rewards_G)
+    if algorithm.baseline == "length_weighted":
+        return opo_advantage(reward, rewards_G, lengths_G)
     by_group = algorithm.scale_rewards == "group"
     return group_relative_advantage(
         reward, rewards_G, normalise_by_std=by_group, baseline=algorithm.baseline

@@ -123,7 +123,7 @@ def training_of(config: TrainConfig, shape: ModelShape) -> Training:
         micro_batch_tokens=trainer.micro_batch_tokens,
         response_tokens=trainer.micro_batch_tokens,
         gradient_checkpointing=trainer.gradient_checkpointing,
-        has_reference=config.algorithm.kl_coefficient > 0.0 and adapters is None,
+        has_reference=config.algorithm.needs_reference and adapters is None,
         entropy_gradient=config.algorithm.entropy_coefficient > 0.0,
         num_replicas=trainer.num_replicas,
         adapter_params=adapters,

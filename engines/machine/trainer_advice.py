@@ -32,7 +32,7 @@ def trainer_advice(
                 return _num_processes(config, num)
         return None
 
-    choices = _smaller(training, config.max_model_len)
+    choices = _smaller(training, config)
     alone = [name for name, changed in choices.items() if fits(changed)]
     if config.takes_turns and not alone:
         alone = _least([n for n, changed in _lesser(shape, training).items() if fits(changed)])
@@ -47,17 +47,24 @@ def trainer_advice(
     return f"set {' and '.join(changing)}, or take GPUs with more memory or a smaller model"
 
 
-def _smaller(training: Training, max_model_len: int) -> dict[str, Training]:
+def _smaller(training: Training, config: TrainConfig) -> dict[str, Training]:
     """Return variants that need less memory, by the one setting that makes each."""
-    least = min(training.micro_batch_tokens, max_model_len)
+    least = min(training.micro_batch_tokens, config.max_model_len)
     fewer = replace(training, micro_batch_tokens=least, response_tokens=least)
     return {
         "trainer.gradient_checkpointing=true": replace(training, gradient_checkpointing=True),
         f"trainer.micro_batch_tokens={least}": fewer,
-        "algorithm.kl_coefficient=0": replace(training, has_reference=False),
+        _without_kl(config): replace(training, has_reference=False),
         "trainer.num_replicas=1": replace(training, num_replicas=1),
         "trainer.offload_optimizer=true": replace(training, offload_optimizer=True),
     }
+
+
+def _without_kl(config: TrainConfig) -> str:
+    """Return the settings that need no reference model."""
+    names = ("kl_coefficient", "reward_kl_coefficient")
+    used = [name for name in names if getattr(config.algorithm, name) > 0.0]
+    return " and ".join(f"algorithm.{name}=0" for name in used or names[:1])
 
 
 def _all_of(training: Training, choices: Iterable[Training]) -> Training:

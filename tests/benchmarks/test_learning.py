@@ -27,11 +27,15 @@ def row(kind="grpo", mode="sync", seed=0, last=0.6, clipped=0.0) -> dict:
 
 
 def test_runs_cover_algorithms_and_modes_by_seed_once():
-    runs = planned(seeds=3, pipelined_seeds=5)
+    runs = planned(get_args(AlgorithmType), seeds=3, pipelined_seeds=5)
     assert len(runs) == len(set(runs)) == len(get_args(AlgorithmType)) * 3 + 4 * 5 - 3
     for kind in get_args(AlgorithmType):
         assert {(kind, "sync", seed) for seed in range(3)} <= set(runs)
     assert {("grpo", m, s) for m in MODES for s in range(5)} <= set(runs)
+    assert planned(["sapo"], seeds=2, pipelined_seeds=5) == [
+        ("sapo", "sync", 0),
+        ("sapo", "sync", 1),
+    ]
 
 
 def test_figures_are_the_least_rises_and_the_difference_paired_by_seed():
@@ -61,7 +65,7 @@ def test_one_seed_gives_no_conclusion():
 
 
 def test_runs_that_are_whole_are_read_and_not_made_again(tmp_path):
-    runs = planned(seeds=1, pipelined_seeds=1)
+    runs = planned(get_args(AlgorithmType), seeds=1, pipelined_seeds=1)
     for i, (kind, mode, seed) in enumerate(runs):
         directory = tmp_path / f"{kind}-{mode}-{seed}"
         directory.mkdir()

@@ -44,10 +44,15 @@ def advantages_of(rows: Rows, config: TrainConfig) -> list[float]:
         own = punished(row["reward"], len(row["response_token_ids"]))
         if algorithm.baseline == "group_mean":
             own -= fmean(group)
+        elif algorithm.baseline == "length_weighted":
+            tokens = row["group_lengths"]
+            own -= sum(r * n for r, n in zip(group, tokens, strict=True)) / sum(tokens)
         elif algorithm.baseline == "leave_one_out":
             own -= (sum(group) - own) / (len(group) - 1)
         if algorithm.scale_rewards == "group":
             own /= stdev(group) + 1e-6
+        elif algorithm.scale_rewards == "mean" and sum(group):
+            own /= fmean(group)
         found.append(own)
     if algorithm.scale_rewards == "batch":
         of_tokens = [
@@ -71,10 +76,83 @@ def token_loss(log_ratio: Tensor, advantage: float, algorithm: AlgorithmConfig) 
     rho = log_ratio.clamp(-20.0, 20.0).exp()
     low, high = 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high
     if advantage >= 0.0:
-        return -advantage * (rho if rho <= high else torch.tensor(high))
+        return -advantage * (rho if rho <= high else log_ratio.new_tensor(high))
     if algorithm.dual_clip is not None and rho > algorithm.dual_clip:
-        return -advantage * torch.tensor(algorithm.dual_clip)
-    return -advantage * (rho if rho >= low else torch.tensor(low))
+        return -advantage * log_ratio.new_tensor(algorithm.dual_clip)
+    return -advantage * (rho if rho >= low else log_ratio.new_tensor(low))
+
+
+def gate(rho: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
+    """Return SAPO's f(rho), as in its paper, without a sigmoid function."""
+    tau = algorithm.tau_pos if advantage > 0.0 else algorithm.tau_neg
+    return (4.0 / tau) / (1.0 + (-tau * (rho - 1.0)).exp())
+
+
+def geometric_mean(rhos: Sequence[Tensor], advantage: float, algorithm: AlgorithmConfig) -> Tensor:
+    """Return the product of the GMPO paper's objective, to the power of 1 / |o|."""
+    sign = 1 if advantage > 0.0 else -1
+    low, high = 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high
+    bounds = (low, high) if sign > 0 else (1.0 / high, 1.0 / low if low else math.inf)
+    product = torch.ones((), dtype=torch.float64)
+    for rho in rhos:
+        near = (rho**sign).clamp(*bounds)
+        product = product * torch.minimum(rho**sign, near) ** sign
+    return product ** (1.0 / len(rhos))
+
+
+def has_left(new: float, old: float, advantage: float, algorithm: AlgorithmConfig) -> bool:
+    """Return whether DPPO's mask is 0: the token leaves the trust region."""
+    pi, mu = math.exp(new), math.exp(old)
+    if algorithm.divergence == "tv":
+        divergence = abs(pi - mu)
+    else:
+        divergence = mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+    away = pi > mu if advantage > 0.0 else pi < mu and advantage < 0.0
+    return away and divergence > algorithm.max_divergence
+
+
+@dataclass
+class Token:
+    """Loss of one token, the ratio to bound, and whether a lower or an upper bound acts."""
+
+    loss: Tensor
+    ratio: float
+    low: bool = False
+    high: bool = False
+
+
+def response_losses(
+    new: Tensor, old: Tensor, advantage: float, algorithm: AlgorithmConfig
+) -> list[Token]:
+    """Return the loss of each token of a response, all of which count. GMPO's loss of a response
+    stands at each of its tokens, and GSPO's ratio too."""
+    kind, log_ratios = algorithm.policy_loss, new - old
+    rhos = [one.clamp(-20.0, 20.0).exp() for one in log_ratios]
+    if kind == "gspo":
+        log_ratios = log_ratios.mean().detach() + new - new.detach()
+        rhos = [log_ratios[0].exp()] * len(new)
+    found = []
+    for at, rho in enumerate(rhos):
+        ratio = rho.item()
+        low = ratio < 1.0 - algorithm.clip_low and advantage < 0.0
+        high = ratio > 1.0 + algorithm.clip_high and advantage > 0.0
+        if kind == "sapo":
+            found.append(Token(-gate(rho, advantage, algorithm) * advantage, ratio))
+        elif kind == "reinforce":
+            found.append(Token(-advantage * new[at], ratio))
+        elif kind == "dppo":
+            left = has_left(new[at].item(), old[at].item(), advantage, algorithm)
+            loss = 0.0 * new[at] if left else -rho * advantage
+            found.append(Token(loss, ratio, left and advantage < 0.0, left and advantage > 0.0))
+        elif kind == "cispo":
+            weight = max(min(ratio, 1.0 + algorithm.clip_high), 1.0 - algorithm.clip_low)
+            found.append(Token(-weight * advantage * new[at], ratio, low, high))
+        elif kind == "gmpo":
+            loss = -advantage * geometric_mean(rhos, advantage, algorithm)
+            found.append(Token(loss, ratio, low, high))
+        else:
+            found.append(Token(token_loss(log_ratios[at], advantage, algorithm), ratio, low, high))
+    return found
 
 
 def token_kl(new: Tensor, reference: Tensor, estimator: str) -> Tensor:
@@ -91,13 +169,19 @@ def weight_of(
     if cap is None:
         return [1.0] * len(old)
     differences = (old - inference).tolist()
-    if algorithm.tis_mode.startswith("sequence"):
-        total = sum(one for one, counts in zip(differences, counted, strict=True) if counts)
-        differences = [total] * len(differences)
+    level, _, beyond = algorithm.tis_mode.partition("_")
+    if level != "token":
+        own = [one for one, counts in zip(differences, counted, strict=True) if counts]
+        together = sum(own) / (len(own) if level == "geometric" else 1)
+        differences = [together] * len(differences)
     ratios = [math.exp(min(max(one, -20.0), 20.0)) for one in differences]
-    if algorithm.tis_mode.endswith("mask"):
-        return [ratio if 1.0 / cap <= ratio <= cap else 0.0 for ratio in ratios]
-    return [min(ratio, cap) for ratio in ratios]
+    if beyond == "truncate":
+        return [min(ratio, cap) for ratio in ratios]
+    floor = 1.0 / cap if algorithm.tis_floor is None else algorithm.tis_floor
+    kept = [floor <= ratio <= cap for ratio in ratios]
+    if level == "geometric":
+        return [float(keep) for keep in kept]
+    return [ratio if keep else 0.0 for ratio, keep in zip(ratios, kept, strict=True)]
 
 
 @dataclass
@@ -139,21 +223,14 @@ def minibatch_loss(
         with torch.no_grad():
             held = new if reference is None else logprobs_of(reference, row, temperature)[0]
         weights = weight_of(old_logprobs, inference, counts, algorithm)
-        mean = (new - behind)[chosen].mean().detach()
-        for at in chosen:
-            log_ratio = new[at] - behind[at]
-            if algorithm.importance_ratio == "sequence":
-                log_ratio = mean + new[at] - new[at].detach()
-            loss = token_loss(log_ratio, advantage, algorithm)
-            policy = policy + scale * weights[at] * loss
+        tokens = response_losses(new[chosen], behind[chosen], advantage, algorithm)
+        for at, token in zip(chosen, tokens, strict=True):
+            policy = policy + scale * weights[at] * token.loss
             kl = kl + scale * token_kl(new[at], held[at], algorithm.kl_estimator)
             bonus = bonus + scale * entropies[at]
-            ratio = math.exp(log_ratio.item())
-            ratios.append(ratio)
+            ratios.append(token.ratio)
             kls.append((behind[at] - new[at]).item())
-            high = ratio > 1.0 + algorithm.clip_high and advantage > 0
-            low = ratio < 1.0 - algorithm.clip_low and advantage < 0
-            clipped.append((low, high))
+            clipped.append((token.low, token.high))
             mismatches.append((old_logprobs[at] - inference[at]).item())
         entropies_seen += entropies[chosen].tolist()
     loss = policy + algorithm.kl_coefficient * kl - algorithm.entropy_coefficient * bonus

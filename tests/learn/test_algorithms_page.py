@@ -57,7 +57,7 @@ def test_each_type_has_a_section_with_its_paper_and_its_peers(name: str) -> None
 def test_page_names_exactly_the_settings() -> None:
     head, *_ = table("type")
     of_any = [CODE.findall(row[0])[0] for row in table("setting")[1:]]
-    derived = {"minibatches", "importance_ratio", "baseline"}
+    derived = {"minibatches", "policy_loss", "baseline"}
     assert {*head[1:], *of_any} - derived == AlgorithmConfig.model_fields.keys() - {"type"}
 
 
@@ -67,6 +67,7 @@ def test_every_metric_of_a_step_is_described(make_config: Callable[..., TrainCon
         "type": "dapo",
         "overlong_filtering": True,
         "kl_coefficient": 0.1,
+        "reward_kl_coefficient": 0.1,
         "tis_cap": 2.0,
         "dual_clip": 3.0,
     }

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.engine
 
 SLOW = pytest.mark.slow
 ALGORITHMS = (
-    {"kl_coefficient": 0.1, "loss_aggregation": "sequence_mean"},
+    {"kl_coefficient": 0.1, "reward_kl_coefficient": 0.1, "loss_aggregation": "sequence_mean"},
     {"type": "gspo", "clip_low": 0.2, "clip_high": 0.2},
 )
 

@@ -43,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tis": {"tis_cap": 1.2},
     "tis of sequences": {"tis_cap": 1.5, "tis_mode": "sequence_truncate"},
     "rejection": {"tis_cap": 1.3, "tis_mode": "token_mask"},
+    "geometric mask": {"tis_cap": 1.02, "tis_mode": "geometric_mask"},
     "rejection of sequences": {"tis_cap": 4.0, "tis_mode": "sequence_mask"},
     "gspo, clipped": {"type": "gspo", "tis_cap": 1.2, "clip_low": 0.01, "clip_high": 0.02},
     "all at once": {

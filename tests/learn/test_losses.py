@@ -8,20 +8,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.learn.diagnostics import clip_figures
-from engines.learn.losses import (
-    MAX_KL,
-    bounded_ratios,
-    clipped_policy_losses,
-    importance_weights,
-    kl_penalties,
-    sequence_log_ratios,
-    token_weights,
-)
+from engines.learn.diagnostics import Sums, clip_figures
+from engines.learn.objectives.aggregation import token_weights
+from engines.learn.objectives.clipped import clipped, clipped_policy_losses
+from engines.learn.objectives.importance import importance_weights
+from engines.learn.objectives.kl import MAX_KL, kl_penalties
+from engines.learn.objectives.ratios import bounded_ratios, sequence_log_ratios
+from engines.learn.objectives.tokens import PolicyTokens
 from schemas.algorithm import AlgorithmConfig
 
 AGGREGATIONS = ["token_mean", "sequence_mean", "fixed_length"]
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+
+
+def figures_of(
+    log_ratios: torch.Tensor, advantages: torch.Tensor, counted: torch.Tensor, **given: float
+) -> Sums:
+    """Return the clip's metrics of tokens with these log-ratios."""
+    settings = AlgorithmConfig.model_validate(CLIP | given)
+    log_ratios = log_ratios.detach()
+    tokens = PolicyTokens(log_ratios, log_ratios, advantages, counted, [len(log_ratios)])
+    return clip_figures(clipped(tokens, settings), advantages, counted, settings.dual_clip)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -99,9 +106,7 @@ def test_clip_stops_the_gradient_only_where_it_would_go_further(
     assert new.grad is not None
     assert bool(new.grad.abs() > 0) == gradient_flows
     for counts in (True, False):
-        counted = torch.tensor([counts])
-        settings = AlgorithmConfig.model_validate(CLIP)
-        statistics = clip_figures(new.detach() - old, advantages, counted, settings)
+        statistics = figures_of(new - old, advantages, torch.tensor([counts]))
         assert statistics["actor/pg_clipfrac"] == float(counts and not gradient_flows)
         assert bool(statistics["actor/ratio_mean"] > 0) == counts
 
@@ -126,26 +131,34 @@ def test_dual_clip_bounds_only_bad_tokens() -> None:
     assert losses.tolist() == pytest.approx([math.e / 2, 1.5, -0.65])
     assert new.grad is not None
     assert new.grad.tolist() == pytest.approx([math.e / 2, 0.0, 0.0])
-    settings = AlgorithmConfig.model_validate(CLIP | {"dual_clip": 3.0})
-    figures = clip_figures(new.detach(), advantages, torch.ones(3, dtype=torch.bool), settings)
+    figures = figures_of(new, advantages, torch.ones(3, dtype=torch.bool), dual_clip=3.0)
     assert figures["actor/pg_clipfrac_lower"] == 1.0
     assert (figures["actor/clipfrac_low"], figures["actor/clipfrac_high"]) == (0.0, 1.0)
 
 
-def test_weights_of_sequences_and_rejection() -> None:
-    """One response has the ratios 2 and 3. Another has 0.5, 1 and a token that does not count."""
+@pytest.mark.parametrize(
+    ("mode", "bounds", "expected"),
+    [
+        ("token_truncate", {"cap": 2.5}, [2.0, 2.5, 0.5, 1.0, 1.0]),
+        ("sequence_truncate", {"cap": 5.0}, [5.0, 5.0, 0.5, 0.5, 0.5]),
+        ("token_mask", {"cap": 1.9}, [0.0, 0.0, 0.0, 1.0, 1.0]),
+        ("token_mask", {"cap": 2.5, "floor": 0.5}, [2.0, 0.0, 0.5, 1.0, 1.0]),
+        ("token_mask", {"cap": 1.9, "floor": 0.0}, [0.0, 0.0, 0.5, 1.0, 1.0]),
+        ("sequence_mask", {"cap": 3.0}, [0.0, 0.0, 0.5, 0.5, 0.5]),
+        ("geometric_mask", {"cap": 2.5}, [1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("geometric_mask", {"cap": 2.5, "floor": 0.75}, [1.0, 1.0, 0.0, 0.0, 0.0]),
+        ("geometric_mask", {"cap": 2.4}, [0.0, 0.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_weights_by_token_and_sequence(mode: str, bounds: dict, expected: list[float]) -> None:
+    """One response has the ratios 2 and 3, with a geometric mean of 2.45. Another has 0.5, 1 and a
+    token that does not count, and one of 0.71."""
     log_ratios = torch.tensor([2.0, 3.0, 0.5, 1.0, 1.0]).log()
     counted = torch.tensor([True, True, True, True, False])
-
-    def weights(**settings: object) -> list[float]:
-        found, _ = importance_weights(log_ratios, counted, [2, 3], **settings)
-        return found.tolist()
-
-    assert weights(cap=2.5) == pytest.approx([2.0, 2.5, 0.5, 1.0, 1.0])
-    assert weights(cap=5.0, level="sequence") == pytest.approx([5.0, 5.0, 0.5, 0.5, 0.5])
-    assert weights(cap=1.9, reject=True) == pytest.approx([0.0, 0.0, 0.0, 1.0, 1.0])
-    together = weights(cap=3.0, level="sequence", reject=True)
-    assert together == pytest.approx([0.0, 0.0, 0.5, 0.5, 0.5])
+    found, beyond = importance_weights(log_ratios, counted, [2, 3], mode=mode, **bounds)
+    assert found.tolist() == pytest.approx(expected)
+    if mode.endswith("mask"):
+        assert beyond.tolist() == [weight == 0.0 for weight in expected]
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

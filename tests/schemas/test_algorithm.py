@@ -20,15 +20,26 @@ BASELINE = {
     "rloo": ("leave_one_out", "k3"),
     "reinforce_plus_plus": ("none", "k2"),
     "reinforce_plus_plus_baseline": ("group_mean", "k2"),
+    "opo": ("length_weighted", "k3"),
+    "areal": ("none", "k3"),
 }
 EFFECTIVE = {
-    "grpo": (0.2, 0.2, "token", "group", "token_mean", False, None),
-    "dapo": (0.2, 0.28, "token", "group", "token_mean", True, None),
-    "dr_grpo": (0.2, 0.2, "token", "none", "fixed_length", False, None),
-    "gspo": (3e-4, 4e-4, "sequence", "group", "sequence_mean", False, 2.0),
-    "rloo": (0.2, 0.2, "token", "none", "fixed_length", False, None),
-    "reinforce_plus_plus": (0.2, 0.2, "token", "batch", "token_mean", False, None),
-    "reinforce_plus_plus_baseline": (0.2, 0.2, "token", "batch", "token_mean", False, None),
+    "grpo": (0.2, 0.2, "clipped", "group", "token_mean", False, None),
+    "dapo": (0.2, 0.28, "clipped", "group", "token_mean", True, None),
+    "dr_grpo": (0.2, 0.2, "clipped", "none", "fixed_length", False, None),
+    "gspo": (3e-4, 4e-4, "gspo", "group", "sequence_mean", False, 2.0),
+    "rloo": (0.2, 0.2, "clipped", "none", "fixed_length", False, None),
+    "reinforce_plus_plus": (0.2, 0.2, "clipped", "batch", "token_mean", False, None),
+    "reinforce_plus_plus_baseline": (0.2, 0.2, "clipped", "batch", "token_mean", False, None),
+    "cispo": (1.0, 4.0, "cispo", "group", "token_mean", False, None),
+    "sapo": (0.2, 0.2, "sapo", "group", "sequence_mean", False, None),
+    "gmpo": (0.3297, 0.4918, "gmpo", "group", "sequence_mean", False, None),
+    "dppo": (0.2, 0.2, "dppo", "none", "fixed_length", False, None),
+    "maxrl": (0.2, 0.2, "clipped", "mean", "fixed_length", False, None),
+    "reinforce": (0.2, 0.2, "reinforce", "none", "fixed_length", False, None),
+    "opo": (0.2, 0.2, "reinforce", "none", "fixed_length", False, None),
+    "icepop": (0.2, 0.2, "clipped", "group", "sequence_mean", False, 5.0),
+    "areal": (0.2, 0.2, "clipped", "batch", "token_mean", False, 5.0),
 }
 
 
@@ -38,7 +49,7 @@ def test_a_type_has_its_papers_settings(name: str) -> None:
     assert EFFECTIVE[name] == (
         config.clip_low,
         config.clip_high,
-        config.importance_ratio,
+        config.policy_loss,
         config.scale_rewards,
         config.loss_aggregation,
         config.dynamic_sampling,
@@ -50,7 +61,9 @@ def test_a_type_has_its_papers_settings(name: str) -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_given_settings_override_those_of_the_type(name: str) -> None:
-    given = {"clip_high": 0.5, "dynamic_sampling": name != "dapo", "loss_aggregation": "token_mean"}
+    own = {"sapo": {"tau_neg": 2.0}, "dppo": {"max_divergence": 0.2}}
+    given = {"dynamic_sampling": name != "dapo", "loss_aggregation": "token_mean"}
+    given |= own.get(name, {} if name in ("reinforce", "opo") else {"clip_high": 0.5})
     config = AlgorithmConfig.model_validate({"type": name} | given)
     assert {field: getattr(config, field) for field in given} == given
 
@@ -125,3 +138,33 @@ def test_validations_have_a_sampling_of_their_own_where_one_is_given() -> None:
 def test_another_algorithm_is_refused(type_: object) -> None:
     with pytest.raises(ValidationError, match="'grpo', 'dapo', 'dr_grpo', 'gspo', 'rloo'"):
         train_config(algorithm={"type": type_})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"type": "sapo", "clip_high": 0.3}, "clip_high does nothing with algorithm.type=sapo"),
+        ({"type": "cispo", "dual_clip": 3.0}, "dual_clip does nothing with algorithm.type=cispo"),
+        ({"tau_pos": 2.0}, r"tau_pos does nothing with algorithm.type=grpo: .*\(sapo\)"),
+        ({"max_divergence": 0.1}, r"max_divergence does nothing .*\(dppo\)"),
+        ({"type": "dppo", "tis_cap": 2.0}, "tis_cap: dppo measures"),
+        ({"tis_floor": 0.5}, "tis_floor: only the masks"),
+        ({"tis_floor": 0.5, "tis_cap": 2.0}, "tis_floor: only the masks"),
+        ({"type": "icepop", "tis_floor": 6.0}, r"tis_floor \(6.0\) is not below tis_cap"),
+        ({"tis_cap": 0.9, "tis_mode": "token_mask"}, r"tis_cap \(0.9\) is not above 1"),
+        ({"type": "maxrl", "overlong_buffer_tokens": 9}, "make rewards negative"),
+        ({"type": "maxrl", "reward_kl_coefficient": 0.1}, "make rewards negative"),
+        ({"type": "rloo", "scale_rewards": "mean"}, "another baseline than the group's mean"),
+        ({"type": "opo", "scale_rewards": "group"}, "opo has no deviation of the group"),
+    ],
+)
+def test_settings_that_cannot_act_together_are_refused(given: dict, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        AlgorithmConfig.model_validate(given)
+
+
+def test_a_kl_in_the_rewards_needs_whole_groups() -> None:
+    algorithm = {"reward_kl_coefficient": 0.1}
+    assert train_config(algorithm=algorithm).algorithm.needs_reference
+    with pytest.raises(ValidationError, match="reward_kl_coefficient needs whole groups"):
+        train_config(algorithm=algorithm, staleness=1)

@@ -208,7 +208,9 @@ def with_and_without(tmp_path_factory: pytest.TempPathFactory) -> list[list[Scor
     without the groups of which less than two are left."""
     random = Random(0)
     whole = {
-        f"{at:02}": indexed(*(random.gauss() if random.random() < 0.4 else None for _ in range(4)))
+        f"{at:02}": indexed(
+            *(abs(random.gauss()) if random.random() < 0.4 else None for _ in range(4))
+        )
         for at in range(12)
     }
     kept = {key: {i: r for i, r in own.items() if r is not None} for key, own in whole.items()}
