@@ -40,8 +40,12 @@ def save(head: DraftHead, directory: Path, *, vocab_size: int, window: int) -> N
     `vocab_size`: that of the policy. `window`: see `HeadSettings`. Raise OSError if writing fails.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    sizes = {"hidden_size": head.hidden_size, "inner_size": head.inner_size}
-    settings = HeadSettings(**sizes, vocab_size=vocab_size, window=window)
+    settings = HeadSettings(
+        hidden_size=head.hidden_size,
+        inner_size=head.inner_size,
+        vocab_size=vocab_size,
+        window=window,
+    )
     state = head.state_dict().items()
     with replacing(directory / WEIGHTS) as file:
         save_file({name: one.detach().float().cpu().contiguous() for name, one in state}, file)
