@@ -70,5 +70,5 @@ def test_what_is_no_head_is_refused(saved, damage, message):
 
 @pytest.mark.parametrize("other", [{"hidden_size": 16}, {"vocab_size": 40}])
 def test_a_head_of_another_model_is_refused(saved, other):
-    with pytest.raises(ValueError, match="8 and 36 token ids, but this model has .*: make a head"):
+    with pytest.raises(ValueError, match=r"8 and 36 token ids, but this model has .*: make a head"):
         load(saved[1], **SIZES | other)
