@@ -92,7 +92,7 @@ def _named_apart(models: tuple[DraftModel, ...]) -> tuple[DraftModel, ...]:
     taken = (HISTORY, HEAD, *TEXT_DRAFTERS)
     if len({*taken, *names}) < len(taken) + len(names):
         raise ValueError(
-            f"{', '.join(names)}: each needs a name of its own, other than {' and '.join(taken)}"
+            f"{', '.join(names)}: each needs a name of its own, other than {', '.join(taken)}"
         )
     return models
 

@@ -178,7 +178,7 @@ def test_a_drafter_of_another_vocabulary_or_context_is_refused(tmp_path):
     [
         ({"drafter": "large"}, "there is no 'large'; it is one of histospec, ngram, small"),
         ({"draft_models": [MODEL, MODEL]}, "each needs a name of its own"),
-        ({"draft_models": [MODEL | {"name": "ngram"}]}, "other than histospec and ngram"),
+        ({"draft_models": [MODEL | {"name": "ngram"}]}, "other than histospec, head, ngram"),
     ],
 )
 def test_names_that_mean_nothing_are_refused(specactor, message):
