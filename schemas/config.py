@@ -14,7 +14,6 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from schemas.algorithm import MINIBATCHES, AlgorithmConfig
 from schemas.base import Frozen, UnitInterval, refuse_unusable
 from schemas.drafting import (
-    HISTORY,
     DrafterConfig,
     DraftingConfig,
     DraftingSection,
@@ -157,8 +156,7 @@ class EngineConfig(Frozen):
     @property
     def speculates(self) -> bool:
         """Whether the engine may verify drafts."""
-        specactor = self.specactor
-        return self.drafting.enabled or bool(specactor.draft_models) or specactor.drafter != HISTORY
+        return self.drafting.enabled or self.specactor.drafts
 
     @property
     def moves_kv(self) -> bool:
@@ -363,11 +361,16 @@ class TrainConfig(Frozen):
                 "sample must fit; raise the first or lower the others"
             )
         specactor = self.specactor
-        only_history = not specactor.draft_models and specactor.drafter == HISTORY
-        if self.rollout.model_runner == "v2" and not only_history:
+        if self.rollout.model_runner == "v2" and specactor.drafts:
             raise ValueError(
-                "rollout.model_runner: v2 drafts from history only: remove specactor.draft_models "
-                "and specactor.drafter, or set model_runner: v1"
+                "rollout.model_runner: v2 drafts from history only: remove specactor.draft_models, "
+                "specactor.drafter and specactor.head, or set model_runner: v1"
+            )
+        if specactor.head and self.tp_degrees != (1,):
+            raise ValueError(
+                "specactor.head drafts on one rank, but rollout.tp_degree and pat.tp_degrees are "
+                f"{', '.join(map(str, self.tp_degrees))}: set tp_degree to 1 and pat.tp_degrees to "
+                "[], or remove specactor.head"
             )
         queued = self.staleness and self.sample_placement == "queue" and not self.pat.tp_degrees
         if self.rollout.weight_update == "in_flight" and not queued:

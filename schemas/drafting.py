@@ -11,6 +11,8 @@ HISTORY = "histospec"
 """Drafter that every run has: the earlier responses of a prompt."""
 NGRAM = "ngram"
 """Drafter that looks up the last tokens earlier in the same text."""
+HEAD = "head"
+"""Drafter of `specactor.head`, with history beside it."""
 TEXT_DRAFTERS = (NGRAM,)
 """Drafters that need only the text of a request (`engines.specactor.text_drafters`)."""
 
@@ -87,10 +89,10 @@ class DraftModel(Frozen):
 
 def _named_apart(models: tuple[DraftModel, ...]) -> tuple[DraftModel, ...]:
     names = [model.name for model in models]
-    taken = (HISTORY, *TEXT_DRAFTERS)
+    taken = (HISTORY, HEAD, *TEXT_DRAFTERS)
     if len({*taken, *names}) < len(taken) + len(names):
         raise ValueError(
-            f"{', '.join(names)}: each needs a name of its own, other than {' and '.join(taken)}"
+            f"{', '.join(names)}: each needs a name of its own, other than {', '.join(taken)}"
         )
     return models
 
@@ -110,12 +112,16 @@ class SpecActorConfig(Frozen):
     draft_models: DraftModels = ()
     """Draft models, for example `[{name: small, path: /models/Qwen3-0.6B, num_engines: 2}]`. Its
     `num_engines` processes (default 1) take a GPU each. Add one if first epochs are slow and GPUs
-    are free. Empty: only `drafter` has an effect in this section."""
+    are free. Empty: only `drafter` and `head` have an effect in this section."""
     drafter: str = HISTORY
     """Drafter of new responses: `histospec` (history), `ngram` or the name of one of
     `draft_models`. Choose a model if most prompts have no history. With `histospec`, a `profile`
     and draft models, each step begins with the fastest drafter by the profile, at the acceptance of
     the last steps."""
+    head: Path | None = None
+    """Directory of a draft head, for example `/files/head`, made by `refrain drafter train`. The
+    engines draft with it where history knows less, from the first epoch on. Set it if first epochs
+    are slow. It needs `rollout.tp_degree: 1` and `model_runner: v1`. Default: no head."""
     window: int = Field(default=4, ge=1, le=64)
     """Draft tokens per verification, w, for example `6`. A draft model is at most 2w - 1 tokens
     ahead. Raise it if nearly all drafts are accepted. With a profile of the draft model, responses
@@ -134,6 +140,11 @@ class SpecActorConfig(Frozen):
     def drafters(self) -> tuple[str, ...]:
         """Names of all drafters other than history."""
         return (*TEXT_DRAFTERS, *(model.name for model in self.draft_models))
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is a drafter besides history."""
+        return bool(self.draft_models or self.head) or self.drafter != HISTORY
 
     @property
     def races(self) -> bool:

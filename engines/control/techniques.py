@@ -32,7 +32,7 @@ from engines.specactor.best_of_n import BestOfN, TokensToCome
 from engines.specactor.ladder import Ladder, token_acceptance
 from engines.specactor.reconfigure import Reconfiguration
 from schemas.config import TrainConfig
-from schemas.drafting import HISTORY, NGRAM
+from schemas.drafting import HEAD, HISTORY, NGRAM
 from schemas.layout import Pool
 from schemas.rollout import DraftSetting, LengthHistory
 from schemas.step import StepPlan
@@ -155,10 +155,12 @@ def tokens_to_come(
 def draft_setting(
     config: TrainConfig, drafter: str, window: int | None = None
 ) -> DraftSetting | None:
-    """Return the drafter's setting for a request. None for history, which has its own windows."""
+    """Return the drafter's setting for a request. None for history, which has its own windows. With
+    a draft head, the head drafts beside it."""
     specactor = config.specactor
-    if drafter == HISTORY:
+    if drafter == HISTORY and specactor.head is None:
         return None
+    drafter = HEAD if drafter == HISTORY else drafter
     is_model = drafter in {model.name for model in specactor.draft_models}
     window = min(window or specactor.window, config.engine.max_draft)
     return DraftSetting(drafter, window, coupled=not is_model)

@@ -148,6 +148,20 @@ def check_draft_models(
             )
 
 
+def check_draft_head(directory: Path | None, policy: ModelConfig) -> None:
+    """Raise ValueError when the draft head in a directory does not fit the policy."""
+    if directory is None:
+        return
+    # Imported here, because torch takes seconds to load.
+    from engines.draft_head.files import load
+
+    model = text_config(policy)
+    try:
+        load(directory, hidden_size=model.hidden_size, vocab_size=model.vocab_size)
+    except ValueError as error:
+        raise ValueError(f"specactor.head: {error}") from error
+
+
 def _vocabulary(model: ModelConfig) -> Vocabulary:
     num_rows = text_config(model).vocab_size
     return read_vocabulary(model.path, num_rows, trust_remote_code=model.trust_remote_code)

@@ -212,7 +212,7 @@ def _step_times(run: Run, last: RolloutBatch) -> Latency | None:
     either, and when it lacks the time of a drafter."""
     models = {model.name for model in run.config.specactor.draft_models}
     profiled = run.inputs.latency
-    if profiled is None:
+    if profiled is None or run.config.specactor.head:  # No profile has a head.
         return None if models else measured_by(last.shares)
     drafters = {NGRAM, *models} if run.config.engine.speculates else models
     return profiled if drafters <= set(profiled.drafters) else None

@@ -30,6 +30,7 @@ from schemas.secret import fill_in, secrets_of
 from tasks.run.environments import read_environment
 from tasks.run.model_inputs import (
     check_against_transformers,
+    check_draft_head,
     check_draft_models,
     check_lora,
     check_model,
@@ -149,6 +150,7 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     unseen += check_against_transformers(config.model, config.max_model_len)
     unseen += check_lora(config.model, config.trainer.lora)
     check_ways_of_weights(config)
+    check_draft_head(config.specactor.head, config.model)
     check_draft_models(
         config.specactor.draft_models,
         config.model,

@@ -180,6 +180,7 @@ def settings_at_odds(place: Workplace) -> Malformed:
             ("pat.tp_degrees=[0]", "pat.tp_degrees"),
             ("algorithm.overlong_buffer_tokens=256", "algorithm.overlong_buffer_tokens"),
             ("specactor.drafter=nobody", "specactor.drafter"),
+            ("specactor.head=nowhere", "specactor.head"),
             ("specactor.draft_models=[{name: ngram, path: x}]", "specactor.draft_models"),
             ("specactor.draft_models=[{name: small, path: nowhere}]", "specactor.draft_models"),
             ("{validate_every_steps: 1, data.validation: []}", "has no '='"),

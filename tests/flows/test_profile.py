@@ -58,7 +58,10 @@ def refused(*args: str | Path) -> str:
         (["--draft-model", "=models/small"], "'=models/small' is not NAME=PATH"),
         (["--draft-model", "small=nowhere"], "draft_models: nowhere does not exist"),
         (["--draft-model", "a b=nowhere"], "draft_models.0.name: String should match"),
-        (["--draft-model", "ngram=nowhere"], "a name of its own, other than histospec and ngram"),
+        (
+            ["--draft-model", "ngram=nowhere"],
+            "a name of its own, other than histospec, head, ngram",
+        ),
         (["--draft-model", "histospec=nowhere"], "draft_models: Value error, histospec: each"),
         (["--draft-model", "a=b", "--draft-model", "a=c"], "a, a: each needs a name of its own"),
         (["--draft-model", "a=b", "--windows", ""], "draft_models need windows to draft"),

@@ -12,6 +12,7 @@ from engines.inference.engine.ray_engine import RayEngine
 from engines.learn.learner import Learner
 from schemas.drafting import DraftingConfig, SpecActorConfig
 from schemas.rollout import RequestId, Rollout, RolloutRequest
+from tests.inference.heads import random_head
 from tests.inference.pace import PacedEngine
 from tests.inference.real import CONFIG, requests, roll_out, weights_of
 from tests.inference.switching import BLOCK, double_requests, engine_of, generate, longest
@@ -35,18 +36,25 @@ def history_dir(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("history")
 
 
+@pytest.fixture(scope="package")
+def head_dir(tmp_path_factory) -> Path:
+    """Return a directory with a draft head that is nearly always wrong."""
+    return random_head(tmp_path_factory.mktemp("head"))
+
+
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
-async def engines(ray_cluster, history_dir):
+async def engines(ray_cluster, history_dir, head_dir):
     """Engine 0 never drafts. Engine 1 drafts from history (empty at first), or as the request asks.
 
     Both can save and load keys and values.
     """
     assert ray_cluster.is_initialized()
     off = {"drafting": DraftingConfig(enabled=False), "specactor": SpecActorConfig()}
+    with_head = CONFIG.specactor.model_copy(update={"head": head_dir})
     pooled = CONFIG.engine.model_copy(update={"pooled": True, "race_kv_tokens": 0})
     configs = [
         pooled.model_copy(update=off),
-        pooled.model_copy(update={"history_dir": history_dir}),
+        pooled.model_copy(update={"history_dir": history_dir, "specactor": with_head}),
     ]
     engines = [
         RayEngine(i, config, num_gpus=0, engine_class=PacedEngine)

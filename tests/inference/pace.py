@@ -15,6 +15,16 @@ class PacedEngine(VLLMEngine):
     async def set_pace(self, step_s: float) -> None:
         await self._llm.collective_rpc("set_pace", args=(step_s,))
 
+    async def dial(self, temperature: float, gate: bool) -> None:
+        """Sample at `temperature` from now on, with drafters that have learnt nothing yet."""
+        rollout = self._config.rollout.model_copy(update={"temperature": temperature})
+        drafting = self._config.drafting.model_copy(update={"gate": gate})
+        changes = {"rollout": rollout, "drafting": drafting}
+        self._config = self._config.model_copy(update=changes)
+        if self._config.speculates:
+            given = self._config.model_dump_json(), self._setup.model_dump_json(), self.index
+            await self.call_drafting("begin_drafting", *given)
+
     async def count_steps(self) -> None:
         await self._llm.collective_rpc("count_steps")
 

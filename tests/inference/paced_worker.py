@@ -21,6 +21,15 @@ class PacedWorker(WorkerExtension):
 
         runner.execute_model = wait_and_execute
 
+    def set_draft_noise(self, is_own: bool) -> None:
+        """Draft from the head with a sample's own noise, or with that of other positions."""
+        sampler, shift = self.model_runner.sampler, 0 if is_own else 10**6
+
+        def foresee(logits: Any, requests: Any, positions: Any) -> Any:
+            return type(sampler).foresee(sampler, logits, requests, positions + shift)
+
+        sampler.foresee = foresee
+
     def count_steps(self) -> None:
         """Count from now on how much of the scheduling vLLM does. It runs in this process."""
         self._counts: Counter[str] = Counter()

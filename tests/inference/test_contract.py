@@ -17,6 +17,7 @@ from tests.inference.vllm_source import (
     CONNECTOR,
     IPC,
     LLM,
+    MODEL,
     RUNNER,
     SCHEDULER,
     TRANSFER,
@@ -59,6 +60,7 @@ ATTRIBUTES = {
         "num_prompt_tokens",
         "num_tokens_no_spec",
         "token_ids_cpu",
+        "sampling_metadata",
     },
     "v1/worker/gpu_input_batch.py:CachedRequestState": {
         "sampling_params",
@@ -67,7 +69,7 @@ ATTRIBUTES = {
     },
     LLM: {"output_processor", "input_processor", "engine_core", "vllm_config"},
     "v1/engine/output_processor.py:OutputProcessor": {"request_states"},
-    "config/model.py:ModelConfig": {"has_inner_state", "head_dtype", "get_vocab_size"},
+    "config/model.py:ModelConfig": {"has_inner_state", "head_dtype", "dtype"},
     "config/kernel.py:KernelConfig": {"enable_jit_warmup"},
     "engine/arg_utils.py:EngineArgs": {
         "model",
@@ -148,7 +150,21 @@ FUNCTIONS = {
     RUNNER: {
         "_update_states": ["self", "scheduler_output"],
         "_prepare_inputs": ["self", "scheduler_output", "num_scheduled_tokens"],
+        "get_model": ["self"],
+        "propose_draft_token_ids": [
+            "self",
+            "scheduler_output",
+            "sampled_token_ids",
+            "sampling_metadata",
+            "hidden_states",
+            "sample_hidden_states",
+            "aux_hidden_states",
+            "spec_decode_metadata",
+        ],
     },
+    f"{MODEL}:VllmModel": {"embed_input_ids": ["self", "input_ids"]},
+    f"{MODEL}:VllmModelForTextGeneration": {"compute_logits": ["self", "hidden_states"]},
+    "config/model.py:ModelConfig": {"get_vocab_size": ["self"], "get_hidden_size": ["self"]},
     BATCH: {"req_ids": ["self"], "num_reqs": ["self"]},
     LLM: {
         "generate": ["self", "prompt", "sampling_params", "request_id"],

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from engines.histospec.acceptance import Acceptance
 from engines.histospec.budget import keep_likeliest
+from engines.histospec.gate import Gate
 from engines.inference.drafting.draft_link import decode_feedback, encode
 from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
 from engines.specactor.streams import Drafted, DraftStream
@@ -473,6 +474,44 @@ def test_a_small_budget_goes_to_the_likeliest_token():
             text += [1, 2, 3]
     assert drafting.progress() == {"long": (144, 72, 36), "short": (36, 20, 16)}
     assert {id: len(draft) for id, draft in keep(1).items()} == {"long": 1, "short": 0}
+
+
+class Head:
+    """A drafter of rows that counts up from the last token. `costly`: verification never pays."""
+
+    def __init__(self, costly: bool) -> None:
+        self.gate = Gate(Costly() if costly else None)
+
+    def propose(self, rows, windows):
+        assert all(row.num_sampled or not window for row, window in zip(rows, windows, strict=True))
+        lasts = [int(row.text[-1]) for row in rows]
+        return [
+            list(range(last + 1, last + 1 + window))
+            for last, window in zip(lasts, windows, strict=True)
+        ]
+
+
+class Costly:
+    """Step times at which a draft token takes as long as ten steps."""
+
+    def step_s(self, *given):
+        return 1.0 + 10.0 * np.asarray(given[-1])
+
+
+@pytest.mark.parametrize("costly", [False, True])
+def test_a_head_drafts_where_it_pays(costly: bool):
+    """It learns from its drafts in any case."""
+    drafting = RequestDrafting(0, VOCAB_SIZE, Acceptance(), Head(costly))
+    for id in "ab":
+        drafting.begin(id, DraftSetting("head", 3), sample_key=1, max_tokens=60)
+    text = np.array([1, 2, 3], np.int32)
+    rows = [DraftedRow(0, "a", 1, text), DraftedRow(1, "b", 0, text)]
+    assert proposed(drafting, rows, ANY) == [[] if costly else [4, 5, 6], []]
+    before = drafting._requests["a"].record.share
+    text = np.array([1, 2, 3, 4, 5], np.int32)
+    proposed(drafting, [DraftedRow(0, "a", 2, text), rows[1]], ANY)
+    assert drafting._requests["a"].record.share > before
+    assert drafting.progress()["a"] == ((0, 0, 0) if costly else (3, 1, 1))
 
 
 class Constant:

@@ -43,7 +43,9 @@ def test_a_cpu_is_refused():
 
 
 @pytest.mark.parametrize(
-    "specactor", [{"drafter": "ngram"}, {"draft_models": [{"name": "a", "path": "/a"}]}], ids=str
+    "specactor",
+    [{"drafter": "ngram"}, {"head": "/a"}, {"draft_models": [{"name": "a", "path": "/a"}]}],
+    ids=str,
 )
 def test_drafters_that_run_on_v1_alone_are_refused(specactor):
     given = CONFIG.model_dump(mode="json") | {"specactor": specactor}

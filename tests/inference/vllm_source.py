@@ -13,6 +13,7 @@ assert SPEC.origin
 VLLM = Path(SPEC.origin).parent
 RUNNER = "v1/worker/gpu_model_runner.py:GPUModelRunner"
 BATCH = "v1/worker/gpu_input_batch.py:InputBatch"
+MODEL = "model_executor/models/interfaces_base.py"
 LLM = "v1/engine/async_llm.py:AsyncLLM"
 TRANSFER = "distributed/weight_transfer/base.py"
 IPC = "distributed/weight_transfer/ipc_engine.py"

@@ -10,6 +10,7 @@ from engines.specactor.health import DrafterHealth
 from engines.specactor.ladder import Ladder
 from engines.specactor.reconfigure import Reconfiguration
 from schemas.config import TrainConfig
+from schemas.drafting import DraftingConfig
 from schemas.rollout import DraftSetting, Split
 from schemas.step import PromptGroup, StepPlan
 from tasks.run.model_inputs import check_draft_models
@@ -177,9 +178,25 @@ def test_a_drafter_of_another_vocabulary_or_context_is_refused(tmp_path):
     [
         ({"drafter": "large"}, "there is no 'large'; it is one of histospec, ngram, small"),
         ({"draft_models": [MODEL, MODEL]}, "each needs a name of its own"),
-        ({"draft_models": [MODEL | {"name": "ngram"}]}, "other than histospec and ngram"),
+        ({"draft_models": [MODEL | {"name": "ngram"}]}, "other than histospec, head, ngram"),
     ],
 )
 def test_names_that_mean_nothing_are_refused(specactor, message):
     with pytest.raises(ValueError, match=message):
         config(**specactor)
+
+
+def test_a_head_drafts_beside_history():
+    run = run_of(draft_models=[], head="/head")
+    assert drafting_of(run) == DraftSetting("head", 4)
+    assert drafting_of(run_of(draft_models=[], head="/head", drafter="ngram")).drafter == "ngram"
+    assert run.config.engine.model_copy(
+        update={"drafting": DraftingConfig(enabled=False)}
+    ).speculates
+
+
+@pytest.mark.parametrize("other", [{"rollout": {"tp_degree": 2}}, {"pat": {"tp_degrees": [2]}}])
+def test_a_head_needs_engines_of_one_rank(other):
+    given = config(draft_models=[], head="/head").model_dump(mode="json", exclude_defaults=True)
+    with pytest.raises(ValueError, match=r"specactor\.head drafts on one rank, but .* are 2|1, 2:"):
+        TrainConfig.model_validate(given | other)

@@ -1,7 +1,7 @@
 """Drafting inside a vLLM worker. The proposer replaces vLLM's speculator (vLLM 0.32, V1 runner).
 
     row without a draft setting, or with `histospec`   HistoryDrafter
-    row with another draft setting                     both; the better draft is verified
+    row with another draft setting, `head` too         both; the better draft is verified
 
 vLLM calls `propose` without request ids, so the proposer reads them from the runner. Other facts
 about a request travel in `SamplingParams.extra_args`. Import this module only after vLLM has
@@ -22,10 +22,12 @@ import numpy as np
 from engines.histospec.budget import max_draft_tokens
 from engines.histospec.drafter import DraftedRequest, HistoryDrafter
 from engines.histospec.drafting import NO_KEY
+from engines.histospec.gate import Gate
 from engines.histospec.siblings import SiblingIndex
 from engines.histospec.step_times import pass_content
 from engines.histospec.window import window_policy
 from engines.inference.drafting.gating import max_step_tokens, times_and_gate
+from engines.inference.drafting.head_drafter import HeadDrafter
 from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
 from engines.inference.engine.extra_args import DRAFTING, PROMPT_KEY, SAMPLE_KEY, TURN_START
 from engines.inference.engine.process import submitted_as
@@ -58,7 +60,9 @@ class Proposer:
             shares=drafting.shared_tokens > 0,
         )
         vocab_size = runner.model_config.get_vocab_size()
-        self._own = RequestDrafting(engine, vocab_size, self._history.acceptance)
+        head = config.specactor.head
+        self._head = HeadDrafter(runner, head, Gate(gate.times)) if head else None
+        self._own = RequestDrafting(engine, vocab_size, self._history.acceptance, self._head)
         """Drafting for requests that have their own draft setting."""
         self._draft_s = 0.0
         self._ids: list[str] = []
@@ -76,6 +80,11 @@ class Proposer:
         counts["learnt"] = self._learnt()
         self._draft_s = 0.0
         return counts
+
+    def load_head(self, directory: Path) -> None:
+        """Draft with another head from now on. Raise ValueError if it does not fit the policy."""
+        assert self._head is not None, "this engine has no draft head"
+        self._head.load(directory)
 
     def connect(self, addresses: Mapping[str, str]) -> None:
         self._own.connect(addresses)

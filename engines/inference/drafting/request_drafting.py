@@ -1,6 +1,7 @@
 """Drafting between two steps of an engine, for requests that have their own draft setting.
 
     a text drafter   drafts come from the request's own tokens, for example by `ngram`
+    a head           drafts come from the policy's last hidden state; the engine computes them
     a draft model    drafts come from a drafter process that runs ahead; we verify what has arrived
 
 After each step we send the emitted tokens to each drafter, read the drafts that it has sent, and
@@ -12,19 +13,22 @@ drafters guess tokens of the same response, so the draft model receives the acce
 guessed them. We compare its unused drafts with them too, to know how often it is right.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from engines.histospec.acceptance import PRIOR_WEIGHT, Acceptance, record_evidence
 from engines.histospec.drafter import Drafts
+from engines.histospec.gate import Gate
 from engines.histospec.siblings import NO_SLOT
 from engines.inference.drafting.draft_link import DraftLink
 from engines.specactor.streams import Opened, Verified, VerifyStream, agreeing
 from engines.specactor.text_drafters import TEXT_DRAFTERS, TextDrafter
+from schemas.drafting import HEAD
 from schemas.rollout import DraftSetting
 
 _RECORD_TOKENS = 64
@@ -40,6 +44,18 @@ class DraftedRow(NamedTuple):
     """Tokens that the step emitted; 0 while it computes the prompt."""
     text: np.ndarray
     """int32 [any]: tokens of the prompt and the response so far."""
+
+
+class RowDrafter(Protocol):
+    """Drafter that knows the running batch (`head_drafter`)."""
+
+    gate: Gate
+    """Decides when it pays."""
+
+    def propose(self, rows: Sequence[DraftedRow], windows: Sequence[int]) -> list[list[int]]:
+        """Return a draft of each row. `windows`: most tokens of each, at least one above 0; 0 where
+        the step emitted none."""
+        ...
 
 
 @dataclass(slots=True)
@@ -62,7 +78,7 @@ class _Request:
     """Most tokens of prompt and response together."""
     record: _Record
     slot: int = NO_SLOT
-    """Slot of its text drafter; `NO_SLOT` with a draft model."""
+    """Slot of its text drafter; `NO_SLOT` with other drafters."""
     stream: VerifyStream | None = None
     """Verifier's end of its stream; None while no connected drafter knows the request."""
     draft: list[int] = field(default_factory=list)
@@ -87,7 +103,15 @@ Pair = tuple[DraftedRow, _Request]
 class RequestDrafting:
     """Drafting for the requests of one engine that have their own draft setting."""
 
-    def __init__(self, engine: int, vocab_size: int, acceptance: Acceptance) -> None:
+    def __init__(
+        self,
+        engine: int,
+        vocab_size: int,
+        acceptance: Acceptance,
+        head: RowDrafter | None = None,
+    ) -> None:
+        """`head`: drafts for requests whose drafter is `HEAD`."""
+        self._head = head
         self._engine, self._vocab_size, self._acceptance = engine, vocab_size, acceptance
         self._text_drafters = {name: make() for name, make in TEXT_DRAFTERS.items()}
         self._links: dict[str, DraftLink] = {}
@@ -145,6 +169,8 @@ class RequestDrafting:
         drafted: dict[str, list[int]] = {}
         for name in by_drafter.keys() & self._text_drafters.keys():
             drafted |= _from_text(self._text_drafters[name], by_drafter.pop(name))
+        of_head = by_drafter.pop(HEAD, [])
+        drafted |= self._from_head(of_head, num_rows)
         drafted |= self._from_streams([pair for pairs in by_drafter.values() for pair in pairs])
         drafts = Drafts.none(num_rows, max(map(len, drafted.values()), default=0))
         for row, request in pairs:
@@ -152,6 +178,7 @@ class RequestDrafting:
             drafts.num[row.row] = len(draft)
             drafts.tokens[row.row, : len(draft)] = draft
             drafts.evidence[row.row] = record_evidence(np.array(request.record.share))
+        self._keep_paying(of_head, drafts)
         return drafts
 
     def verify(self, rows: Sequence[DraftedRow], drafts: Sequence[Sequence[int]]) -> None:
@@ -179,6 +206,31 @@ class RequestDrafting:
                 record.add(right, right + (right < tested))
         evidence = np.tile(record_evidence(shares)[:, None], num_tested.max())
         self._acceptance.observe(evidence, num_tested, num_right)
+
+    def _from_head(self, pairs: Sequence[Pair], num_rows: int) -> dict[str, list[int]]:
+        """Return the head's drafts by request id. They are empty in a step in which drafting does
+        not pay."""
+        if not pairs:
+            return {}
+        assert self._head is not None, "this engine has no draft head"
+        rows, started_s = [row for row, _ in pairs], time.perf_counter()
+        windows = [request.room(len(row.text)) if row.num_sampled else 0 for row, request in pairs]
+        drafts: list[list[int]] = [[] for _ in rows]
+        if any(windows) and self._head.gate.looks(num_rows):
+            drafts = self._head.propose(rows, windows)
+            self._head.gate.proposed(num_rows, time.perf_counter() - started_s)
+        return dict(zip((row.id for row in rows), drafts, strict=True))
+
+    def _keep_paying(self, pairs: Sequence[Pair], drafts: Drafts) -> None:
+        """Leave out the head's draft tokens whose verification takes longer than it saves."""
+        rows = [row.row for row, request in pairs if request.draft]
+        if not rows or self._head is None:
+            return
+        num = np.zeros_like(drafts.num)
+        num[rows] = drafts.num[rows]
+        probabilities = self._acceptance.of_drafts(drafts.evidence, num)
+        known = float(sum(len(row.text) for row, _ in pairs)), self._acceptance.num_observed
+        drafts.num[rows] = self._head.gate.keep(probabilities, num, *known)[rows]
 
     def _from_streams(self, pairs: Sequence[Pair]) -> dict[str, list[int]]:
         """Send the verified tokens to the drafters. Return the pending drafts by request id."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -111,7 +112,7 @@ class RayEngine:
             raise
         self._started = True
         if self._drafters:
-            await self._call("connect_drafters", dict(self._drafters))
+            await self._call("call_drafting", "connect_drafters", dict(self._drafters))
 
     async def kill(self) -> None:
         actor, self._actor = self._actor, None
@@ -165,7 +166,15 @@ class RayEngine:
         """Connect to draft models, now and after each restart. `addresses`: name -> address."""
         self._drafters.update(addresses)
         if self._started:
-            await self._call("connect_drafters", dict(addresses))
+            await self._call("call_drafting", "connect_drafters", dict(addresses))
+
+    async def load_draft_head(self, directory: Path) -> None:
+        """Draft with the head in this directory, now and after each restart. No token changes, so
+        requests may be running. The engine's node must see the directory."""
+        specactor = self._config.specactor.model_copy(update={"head": directory})
+        self._config = self._config.model_copy(update={"specactor": specactor})
+        if self._started:
+            await self._call("call_drafting", "load_draft_head", str(directory))
 
     async def load_weights(self, weights: PolicyWeights) -> float:
         return await self._call("load_weights", weights)

@@ -240,9 +240,9 @@ class VLLMEngine:
             named = {str(id): astuple(setting) for id, setting in here.items()}
             await self._llm.collective_rpc("redraft", args=(named,))
 
-    async def connect_drafters(self, addresses: Mapping[str, str]) -> None:
-        """Connect to draft models. `addresses`: name -> address."""
-        await self._llm.collective_rpc("connect_drafters", args=(dict(addresses),))
+    async def call_drafting(self, method: str, *args: Any) -> None:
+        """Call a method of `WorkerExtension`, between two steps."""
+        await self._llm.collective_rpc(method, args=args)
 
     async def load_weights(self, weights: PolicyWeights) -> float:
         assert not self._running, "weights change only between rollouts"

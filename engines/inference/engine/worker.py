@@ -105,6 +105,11 @@ class WorkerExtension:
         if self._drafts:
             self.model_runner.drafter.connect(addresses)
 
+    def load_draft_head(self, directory: str) -> None:
+        """Draft with the head in this directory from now on."""
+        if self._drafts:
+            self.model_runner.drafter.load_head(Path(directory))
+
     def expect_requests(self, prompt_keys: list[str]) -> None:
         """Prepare for requests for these prompts, which are on their way."""
         if self.use_v2_model_runner:

@@ -141,10 +141,14 @@ _OUT = (torch.int32, torch.float32, torch.float32)
 _NO_ENDS, _NO_TEMPERATURES = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
-def sample(logits: Tensor, drawn_from: Tensor, rows: StepRows) -> tuple[Tensor, Tensor]:
-    """See `step_rows.Sample`."""
-    num_rows = len(logits)
-    sampled, scales, chosen = (torch.empty(num_rows, dtype=d) for d in _OUT)
+def foresee(drawn_from: Tensor, rows: StepRows) -> Tensor:
+    """See `step_rows.Foresee`."""
+    return _drawn(drawn_from, rows)[0]
+
+
+def _drawn(drawn_from: Tensor, rows: StepRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each row's token, inverse temperature and the token's scaled logit."""
+    sampled, scales, chosen = (torch.empty(len(drawn_from), dtype=d) for d in _OUT)
     ends = rows.ends.int().numpy() if rows.ends is not None else _NO_ENDS
     temperatures = rows.temperatures.numpy() if rows.temperatures is not None else _NO_TEMPERATURES
     _draw(
@@ -159,9 +163,17 @@ def sample(logits: Tensor, drawn_from: Tensor, rows: StepRows) -> tuple[Tensor, 
         scales.numpy(),
         chosen.numpy(),
     )
+    return sampled, scales, chosen
+
+
+def sample(logits: Tensor, drawn_from: Tensor, rows: StepRows) -> tuple[Tensor, Tensor]:
+    """See `step_rows.Sample`."""
+    sampled, scales, chosen = _drawn(drawn_from, rows)
     logprobs = chosen - torch.logsumexp(logits.float() * scales[:, None], dim=-1)
     if rows.drafts is None:
         return sampled[:, None], logprobs[:, None]
+    assert rows.ends is not None
+    ends = rows.ends.int().numpy()
     shape = (len(ends), rows.width)
     tokens, token_logprobs = torch.empty(shape, dtype=torch.int32), torch.empty(shape)
     _accept(

@@ -19,7 +19,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from engines.inference.engine.extra_args import SAMPLE_KEY
-from engines.inference.sampling.step_rows import GREEDY_BELOW, Sample, StepRows
+from engines.inference.sampling.step_rows import GREEDY_BELOW, Foresee, Sample, StepRows
 
 
 class Drawing:
@@ -30,6 +30,7 @@ class Drawing:
         backend = "cpu" if torch.device(device).type == "cpu" else "gpu"
         self._backend = import_module(f"engines.inference.sampling.{backend}")
         self._sample: Sample = self._backend.sample
+        self._foresee: Foresee = self._backend.foresee
         self._device = device
         self._ranks = torch.zeros(0, dtype=torch.int64, device=device)
         """Placeholder zeros for the token ranks that vLLM's data structure requires."""
@@ -51,6 +52,12 @@ class Drawing:
         drawn_from = _truncated(logits, rows, top_k, top_p)
         tokens, logprobs = self._sample(logits, drawn_from, rows)
         return tokens, self.logprobs_tensors(tokens.flatten(), logprobs.flatten())
+
+    def foresee(
+        self, logits: Tensor, rows: StepRows, top_k: Tensor | None, top_p: Tensor | None
+    ) -> Tensor:
+        """Return the tokens that `draw` returns for rows without drafts, int32 [rows]."""
+        return self._foresee(_truncated(logits, rows, top_k, top_p), rows)
 
     def logprobs_tensors(self, tokens: Tensor, logprobs: Tensor) -> LogprobsTensors:
         if len(self._ranks) < len(tokens):

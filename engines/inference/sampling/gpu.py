@@ -59,6 +59,11 @@ def _check(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
+def foresee(drawn_from: Tensor, rows: StepRows) -> Tensor:
+    """See `step_rows.Foresee`."""
+    return sample(drawn_from, drawn_from, rows)[0][:, 0]
+
+
 def sample(
     logits: Tensor,
     drawn_from: Tensor,

@@ -53,6 +53,28 @@ class ExactSampler(Sampler):
         tokens, logprobs = self.drawing.draw(logits, rows, *cuts)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
 
+    def foresee(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Tensor:
+        """Return the token that each of these requests draws from its row of `logits`, int32
+        [rows], with the noise of its own sample.
+
+        `requests`: int64 [rows], row of each request in the batch. `positions`: int64 [rows],
+        position of each request's last token before the drawn one.
+        """
+        metadata = self.runner.input_batch.sampling_metadata
+
+        def of_rows(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[requests]
+
+        rows = StepRows(
+            positions=positions,
+            input_rows=torch.arange(len(requests), dtype=torch.int32, device=requests.device),
+            after=0,
+            keys=self._sample_keys()[requests],
+            temperatures=None if metadata.all_greedy else of_rows(metadata.temperature),
+        )
+        cuts = of_rows(metadata.top_k), of_rows(metadata.top_p)
+        return self.drawing.foresee(logits, rows, *cuts)
+
     def gather_logprobs(
         self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor
     ) -> LogprobsTensors:

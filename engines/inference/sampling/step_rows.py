@@ -37,6 +37,9 @@ class StepRows:
     """Largest number of rows of a request."""
 
 
+Foresee = Callable[[Tensor, StepRows], Tensor]
+"""Function that returns the token that each row draws, int32 [rows]. It takes the logits to draw
+from, float [rows, vocab], and rows without drafts."""
 Sample = Callable[[Tensor, Tensor, StepRows], tuple[Tensor, Tensor]]
 """Function that draws the tokens of a step.
 

@@ -1,0 +1,54 @@
+"""Draft heads for tests, and a policy that one of them always drafts right."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engines.draft_head.files import save
+from engines.draft_head.model import DraftHead
+from engines.learn.learner import Learner
+from tests.inference.real import CONFIG
+
+LEAVES = ("o_proj.weight", "down_proj.weight")
+"""Matrices through which a layer adds to the residual stream."""
+NORM = "model.norm.weight"
+
+
+def random_head(directory: Path) -> Path:
+    """Write a head that is sure of the wrong tokens. Return its directory."""
+    torch.manual_seed(0)
+    head = DraftHead(128)
+    with torch.no_grad():
+        head.mix.weight.normal_()
+        head.scale.fill_(3.0)
+    save(head, directory, vocab_size=36, window=4)
+    return directory
+
+
+def right_head(directory: Path, scale: Tensor) -> Path:
+    """Write a head whose output is the last token's embedding, normed and scaled as the policy of
+    `memoryless` does it. Return its directory."""
+    head = DraftHead(len(scale))
+    with torch.no_grad():
+        head.mix.weight.copy_(torch.eye(len(scale), 2 * len(scale)).roll(len(scale), dims=1))
+        head.scale.copy_(scale)
+    save(head, directory, vocab_size=36, window=4)
+    return directory
+
+
+def memoryless() -> tuple[Learner, Tensor]:
+    """Return a learner whose policy sees the last token alone, and the weights of its last norm.
+
+    Every layer adds nothing, so the last norm gets the token's embedding. The small norm makes the
+    distribution flat.
+    """
+    learner = Learner(CONFIG)
+    learner.restore(None)
+    own = dict(learner._policy.model.named_parameters())
+    with torch.no_grad():
+        for name, one in own.items():
+            if name.endswith(LEAVES):
+                one.zero_()
+        own[NORM].fill_(0.3)
+    return learner, own[NORM].detach().clone()

@@ -1,0 +1,97 @@
+"""A draft head in a real engine changes no token, and drafts right where it knows the policy."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from engines.inference.engine.ray_engine import RayEngine
+from schemas.drafting import HEAD
+from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest
+from schemas.weights import PolicyWeights
+from tests.inference.heads import memoryless, right_head
+from tests.inference.real import requests, weights_of
+from tests.inference.switching import assert_as_before, generate
+from tests.inference.test_engine import drafts_of, history_of
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="package"),
+]
+
+DRAFTING = DraftSetting(HEAD, 4)
+
+
+def drafted(todo: list[RolloutRequest]) -> list[RolloutRequest]:
+    return [replace(request, drafting=DRAFTING) for request in todo]
+
+
+async def dial(engines: list[RayEngine], temperature: float, *, gate: bool = False) -> None:
+    for engine in engines:
+        await engine.actor.dial.remote(temperature, gate)
+
+
+def accepted_share(finished: Mapping[RequestId, Rollout]) -> float:
+    _, num_drafted, num_accepted = drafts_of(dict(finished))
+    assert num_drafted > 100
+    return num_accepted / num_drafted
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def forgetful(engines, learner, prompts, tmp_path_factory):
+    """Give both engines a policy that sees the last token alone, and yield a right head for it."""
+    policy, scale = memoryless()
+    for engine in engines:
+        await engine.load_weights(weights_of(policy, prompts))
+    yield right_head(tmp_path_factory.mktemp("right"), scale)
+    await dial(engines, 1.0, gate=True)
+    for engine in engines:
+        await engine.load_weights(weights_of(learner, prompts))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+async def test_right_and_wrong_heads_change_no_token(
+    engines: list[RayEngine], forgetful: Path, head_dir: Path, prompts, temperature: float
+):
+    """Negative control: the right head drafts wrong tokens with the noise of other positions."""
+    todo = [replace(one, max_response_tokens=64) for one in requests(prompts[:4])]
+    await dial(engines, temperature)
+    expected = await generate(engines[0], todo)
+    shares = {}
+    for name, head, is_own in [("right", forgetful, True), ("wrong", head_dir, True),
+                               ("other noise", forgetful, False)]:  # fmt: skip
+        await engines[1].load_draft_head(head)
+        await engines[1].actor.set_draft_noise.remote(is_own)
+        finished = await generate(engines[1], drafted(todo))
+        assert_as_before(finished, expected)
+        shares[name] = accepted_share(finished)
+    await engines[1].actor.set_draft_noise.remote(True)
+    assert shares["right"] > 0.9
+    assert shares["wrong"] < 0.5
+    if temperature:
+        assert shares["other noise"] < 0.7
+
+
+async def test_a_head_and_history_together_change_no_token(
+    engines: list[RayEngine], learner, prompts, on_one_engine, history_dir: Path
+):
+    """A new engine drafts from a head at once, from history where it knows more."""
+    await history_of(engines[0], learner, prompts[:8], history_dir)
+    await dial(engines, 1.0)
+    weights: PolicyWeights = weights_of(learner, prompts)
+    await engines[1].load_weights(weights)
+    todo = requests(prompts[:16])
+    by_history = await generate(engines[1], todo)
+    by_both = await generate(engines[1], drafted(todo))
+    for path in history_dir.glob("*.index"):
+        path.unlink()
+    await dial(engines, 1.0, gate=True)
+    for finished in (by_history, by_both):
+        assert_as_before(finished, {id: on_one_engine[id] for id in finished})
+    without = [one for one in by_both.values() if not by_history[one.id].generated.num_draft_tokens]
+    assert without
+    assert all(one.generated.num_draft_tokens for one in without)
+    assert drafts_of(by_history)[2] > 0
