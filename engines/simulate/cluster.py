@@ -53,6 +53,8 @@ class PolicySet:
     name: str = "baseline"
     placement: Placement = even
     """Assigns prompts to engines; ignored with `histopipe`."""
+    apart: bool = False
+    """Whether samples go to engines round-robin, one by one, and not with their prompt."""
     policies: tuple[Policy, ...] = ()
     report_s: float | None = None
     """Interval at which policies run between finished rollouts; None: only when one finishes."""
@@ -129,6 +131,8 @@ def simulate_step(
     about = (step, requests, history or {}, known or {})
     groups, policies = _decide(policy_set, cluster, latency, *about)
     placed = [(g.engine, request) for g in groups for request in requests[g.prompt_key]]
+    if policy_set.apart:
+        placed = [(i % cluster.num_engines, request) for i, (_, request) in enumerate(placed)]
     decided = replace(policy_set, policies=policies)
     rollouts, outcome = run_virtual(roll_out(engines, decided, placed))
     ends_s = [rollout.finished_s for rollout in rollouts]
