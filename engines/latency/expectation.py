@@ -30,7 +30,7 @@ and the wait for the drafter.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -43,10 +43,11 @@ _MAX_STEPS = 1000
 _ROUNDING = 1e-9
 _PACES = 16
 """Distinct paces for each drafted token per step."""
+_VARIES = 1 / 32
+"""Drafted tokens by which steps differ: half of a pace's rounding."""
 _NUM_PHASES = 8
 _PHASES = (0.0, *((n + 0.5) / _NUM_PHASES for n in range(_NUM_PHASES)))
 """Shares of D until the drafter's step ends, evenly spread. 0: the drafter rests."""
-_EVENLY = np.array([0.0] + [1.0 / _NUM_PHASES] * _NUM_PHASES)
 
 
 @lru_cache(1 << 14)
@@ -80,43 +81,57 @@ def streamed_step(
         raise ValueError(f"window {window} must be >= 1 and acceptance {acceptance} in [0, 1]")
     # Beyond filling both windows within a step, a faster drafter changes nothing.
     pace = min(drafts_per_step, 2 * window)
-    streams = [_stream(window, acceptance, pace, phase, alone) for phase in _PHASES]
-    weights = _stationary(np.array([next for _, next in streams])) if alone else _EVENLY
-    steps, *sums = weights @ np.array([sums for sums, _ in streams])
-    return StreamedStep(*(float(one / steps) for one in sums))
+    if not alone:
+        sums = [_stream(window, acceptance, pace, phase, False)[0] for phase in _PHASES[1:]]
+        steps, *means = np.mean(sums, axis=0)
+    else:
+        # At a whole number of tokens, a little more or less decides how many a step finds.
+        paces = max(0.0, pace - _VARIES), pace + _VARIES
+        streams = [
+            [_stream(window, acceptance, one, phase, True) for one in paces] for phase in _PHASES
+        ]
+        chances = [np.mean([_next_phases(ends) for _, ends in each], axis=0) for each in streams]
+        sums = np.mean([[sums for sums, _ in each] for each in streams], axis=1)
+        steps, *means = _stationary(np.array(chances)) @ sums
+    return StreamedStep(*(float(mean / steps) for mean in means))
 
 
 def _stream(
     window: int, acceptance: float, pace: float, phase: float, alone: bool
-) -> tuple[list[float], np.ndarray]:
-    """Return sums from one mismatch to the next, and the chances of each phase at the next.
+) -> tuple[list[float], list[tuple[float, float]]]:
+    """Return sums from one mismatch to the next, and where that next one finds the drafter.
 
-    The sums are steps, and then those of a `StreamedStep`. `phase`: that of the first mismatch.
+    The sums are steps, and then those of a `StreamedStep`. `phase`: that of the first mismatch. The
+    ends are phases with their chances.
     """
     prefix = list(accumulate(acceptance**m for m in range(window + 1)))
-    sums, next_phases = [0.0] * 5, np.zeros(len(_PHASES))
+    steps = tokens = verified = verifying = rejecting = 0.0
+    ends: list[tuple[float, float]] = []
     survival, left = 1.0, phase
     for num_verified, left in _course(window, pace, phase, alone):
-        rejecting = 1.0 - acceptance**num_verified
-        row = 1.0, prefix[num_verified], num_verified, num_verified > 0, rejecting
-        sums = [total + survival * one for total, one in zip(sums, row, strict=True)]
+        steps += survival
+        tokens += survival * prefix[num_verified]
+        verified += survival * num_verified
+        verifying += survival * (num_verified > 0)
+        rejecting += survival * (1.0 - acceptance**num_verified)
         goes_on = survival * acceptance ** (num_verified + 1)
-        if alone:
-            next_phases += (survival - goes_on) * _near(left)
+        ends.append((left, survival - goes_on))
         survival = goes_on
         if survival < _LEAST_SURVIVAL:
             break
     # Here the drafter has fallen behind the verifier, and catches up as after a mismatch.
-    return sums, next_phases + survival * _near(left)
+    ends.append((left, survival))
+    return [steps, tokens, verified, verifying, rejecting], ends
 
 
-def _near(phase: float) -> np.ndarray:
-    """Return a share for each of `_PHASES`: those within a quarter. V and D vary from step to
-    step."""
-    if not phase:
-        return np.eye(len(_PHASES))[0]
-    apart = np.abs((np.array(_PHASES[1:]) - phase + 0.5) % 1.0 - 0.5) * _NUM_PHASES
-    return np.concatenate(([0.0], np.maximum(0.0, 2.0 - apart) / 4.0))
+def _next_phases(ends: Sequence[tuple[float, float]]) -> np.ndarray:
+    """Return the chance of each of `_PHASES`. An end counts for those within a quarter, because V
+    and D vary from step to step."""
+    phases, chances = np.array(ends).T
+    rests = phases == 0.0
+    apart = np.abs((np.array(_PHASES[1:]) - phases[:, None] + 0.5) % 1.0 - 0.5) * _NUM_PHASES
+    near = np.maximum(0.0, 2.0 - apart) / 4.0
+    return np.concatenate(([chances[rests].sum()], chances[~rests] @ near[~rests]))
 
 
 def _stationary(chances: np.ndarray) -> np.ndarray:

@@ -53,8 +53,6 @@ class PolicySet:
     name: str = "baseline"
     placement: Placement = even
     """Assigns prompts to engines; ignored with `histopipe`."""
-    apart: bool = False
-    """Whether samples go to engines round-robin, one by one, and not with their prompt."""
     policies: tuple[Policy, ...] = ()
     report_s: float | None = None
     """Interval at which policies run between finished rollouts; None: only when one finishes."""
@@ -64,6 +62,8 @@ class PolicySet:
     """Settings of drafting from history (`engines.simulate.history`); None: no such drafting."""
     histopipe: HistoPipeConfig | None = None
     """Settings of a pipelined run, whose placement and policies are used; None: no such run."""
+    apart: bool = False
+    """Whether samples go to engines round-robin, one by one, and not with their prompt."""
 
     @property
     def setting(self) -> DraftSetting | None:

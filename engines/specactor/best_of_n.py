@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from engines.rollout.moves import Concede, Race, RolloutView
-from engines.specactor.contenders import Contender, Contenders, TokensToCome
+from engines.specactor.contenders import Contender, Contenders, Raced, TokensToCome
 from schemas.rollout import DraftSetting, RequestId
 
 LEAD_TOKENS = 512
@@ -161,14 +161,13 @@ class BestOfN:
         racers = self._racers(view)
         if all(racer.load >= self._max_batch for racer in racers):
             return []
-        order = self._contenders.order(
-            {
-                id: self._conceded.get(id, {}) | {engine: d for d, engine in races.items()}
-                for id, races in self._races.items()
-            }
-        )
+        order = self._contenders.order({id: self._raced(id) for id in self._races})
         first, lacked = partial(order.first, among=among), order.lacked(self._settings)
         return assign_races(first, lacked, racers, self._settings, self._max_batch)
+
+    def _raced(self, id: RequestId) -> Raced:
+        copies = {engine: drafter for drafter, engine in self._races[id].items()}
+        return Raced(copies, self._conceded.get(id, {}).values())
 
     def note(self, races: Iterable[Race]) -> None:
         """Record that these races are made."""

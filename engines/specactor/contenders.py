@@ -30,8 +30,6 @@ from schemas.rollout import DraftProgress, RequestId
 
 TokensToCome = Callable[[Mapping[RequestId, int]], Mapping[RequestId, float]]
 """Maps response tokens so far, by request, to the expected tokens to come."""
-Drafters = Mapping[int, str | None]
-"""Drafter of a raced request on each engine that it races on, or that it has left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,15 @@ class Contender:
     """Nodes of these engines."""
     steps_to_come: float = 0.0
     """Expected verifications until it ends. 0 for all requests if no lengths are known."""
+
+
+class Raced(NamedTuple):
+    """The races of a request."""
+
+    copies: Mapping[int, str] = {}
+    """Drafter on each engine that it races on."""
+    left: Collection[str | None] = ()
+    """Drafters on the engines that it has left."""
 
 
 class Rank(NamedTuple):
@@ -166,8 +173,8 @@ class Contenders:
             return self._initial
         return told.setting.drafter if told.setting else None
 
-    def order(self, raced: Mapping[RequestId, Drafters]) -> "Order":
-        """Return the order of all requests. `raced`: drafters of those that race."""
+    def order(self, raced: Mapping[RequestId, Raced]) -> "Order":
+        """Return the order of all requests. `raced`: those that race."""
         several = self._shared.union(id for id in raced if id in self._holders)
         ranked = self._all_ranked()
         return Order(
@@ -175,7 +182,7 @@ class Contenders:
             several,
             self._merged(several, raced),
             self._plain_drafters(ranked, several),
-            lambda id: self._contender(id, {}, 0.0),
+            lambda id: self._contender(id, Raced(), 0.0),
         )
 
     def _hold(self, index: int, ids: Collection[RequestId]) -> None:
@@ -227,29 +234,31 @@ class Contenders:
             total.subtract(self.drafter(view, id) for view in self.holders(id).values())
         return {drafter for drafter, num in total.items() if num > 0}
 
-    def _merged(
-        self, several: Set[RequestId], raced: Mapping[RequestId, Drafters]
-    ) -> list[Contender]:
+    def _merged(self, several: Set[RequestId], raced: Mapping[RequestId, Raced]) -> list[Contender]:
         """Return these requests, each with the tokens of its longest copy."""
         generated = {
             id: max(view.progress[id] for view in self.holders(id).values()) for id in several
         }
         to_come = self._tokens_to_come(generated)
-        return [self._contender(id, raced.get(id, {}), to_come[id]) for id in several]
+        return [self._contender(id, raced.get(id, Raced()), to_come[id]) for id in several]
 
-    def _contender(self, id: RequestId, raced: Drafters, num_tokens: float) -> Contender:
+    def _contender(self, id: RequestId, raced: Raced, num_tokens: float) -> Contender:
         """Return a request. `num_tokens`: expected tokens to come."""
         holders = self.holders(id)
         told = [view.drafting.get(id) for view in holders.values()]
         acceptances = [a for p in told if (a := request_acceptance(p)) is not None]
         drafters = {
-            raced[index] if index in raced and id not in view.drafting else self.drafter(view, id)
+            raced.copies.get(index)
+            if id not in view.drafting and index in raced.copies
+            else self.drafter(view, id)
             for index, view in holders.items()
         }
         return Contender(
             id,
             max(acceptances, default=None),
-            frozenset(d for d in drafters.union(raced.values()) if d is not None),
+            frozenset(
+                d for d in drafters.union(raced.copies.values(), raced.left) if d is not None
+            ),
             frozenset(holders),
             frozenset(view.node_id for view in holders.values()),
             num_tokens / max(map(_tokens_per_step, told)),

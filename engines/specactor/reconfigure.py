@@ -132,7 +132,7 @@ class Reconfiguration:
         """Return the best setting of the drafter, or None, if that is worth a change."""
         at = acceptance, batch, context
         best = self._best(drafter, *at)
-        speeds = {setting: self._pace(setting, *at).tokens_per_s for setting in (best, None)}
+        speeds = {setting: self._pace(setting, *at).tokens_per_s for setting in (None, best)}
         found = max(speeds, key=speeds.__getitem__)
         before = self._pace(present, *at).tokens_per_s
         return found if speeds[found] >= LEAST_GAIN * before else present
