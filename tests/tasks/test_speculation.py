@@ -1,6 +1,7 @@
 """A step's drafter is chosen by the draft ladder and by the acceptance of earlier steps."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,7 @@ from tasks.run.policies import (
     known_acceptances,
     settings_of,
 )
-from tasks.run.preflight import Inputs
+from tasks.run.preflight import Inputs, _ladder
 from tests.conftest import DEMO
 from tests.flows.commands import altered_model
 from tests.specactor.latencies import AffineLatency
@@ -100,6 +101,18 @@ def test_with_a_ladder_it_is_the_best_of_the_last_steps():
     assert drafting_of(run) is None, "drafts after the acceptance has collapsed"
     run.saw(1, "ngram", 0.9)
     assert drafting_of(run).drafter == "ngram"
+
+
+def test_the_ladder_knows_how_the_run_drafts():
+    """Three engines share two processes of the model. N-grams and history draft in turn."""
+    run = config(draft_models=[MODEL | {"num_engines": 2}]).model_copy(
+        update={"rollout": config().rollout.model_copy(update={"num_engines": 3})}
+    )
+    ladder = _ladder(run, SimpleNamespace(drafters=("ngram", "small")))
+    assert ladder.ahead == {"small": 2}
+    assert ladder.max_drafted == run.rollout.max_num_seqs
+    in_turn = {drafter for drafter in ladder.drafters if ladder.setting(drafter, 4).coupled}
+    assert in_turn == {"histospec", "ngram"}
 
 
 def test_the_history_is_on_the_ladder_and_drafts_in_its_own_way():
