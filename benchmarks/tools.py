@@ -50,9 +50,9 @@ from benchmarks.talks import (
 from benchmarks.temperature_engines import AS_IT_IS
 from benchmarks.turn_engine import TurnEngine
 from engines.bounded import wait_for
-from engines.environment.client import EnvironmentClient
+from engines.environment.client import EnvironmentClient, answered
 from engines.gpus.placement import Wanted
-from engines.inference.engine.conversations import NOTHING, answered, with_turn
+from engines.inference.engine.conversations import NOTHING, with_turn
 from engines.inference.engine.ray_engine import RayEngine
 from engines.reports.tables import plain_table
 from engines.rollout.coordinator import Coordinator

@@ -39,7 +39,7 @@ class Format:
     fix: str
     """Advice for the user of a damaged store; `{directory}` stands for its directory."""
     added: str = ""
-    """SQL that adds columns which older stores of this version lack."""
+    """SQL that adds columns and tables which older stores of this version lack."""
 
     def damaged(self, path: Path, why: str) -> ValueError:
         """Return the error for a damaged file, with advice."""

@@ -91,8 +91,11 @@ def task_of(config: TrainConfig, id: RequestId, prompt: Prompt) -> EnvironmentTa
     )
 
 
-async def start_environments(config: TrainConfig, stack: AsyncExitStack) -> None:
-    """Start the actor that answers turns, if the run has environments. It ends with the stack."""
+async def start_environments(config: TrainConfig, stack: AsyncExitStack, store: Any = None) -> None:
+    """Start the actor that answers turns, if the run has environments. It ends with the stack.
+
+    `store`: handle of the store's actor, which gets the journal. None: without a journal.
+    """
     if config.environment is None:
         return
     import ray
@@ -102,6 +105,7 @@ async def start_environments(config: TrainConfig, stack: AsyncExitStack) -> None
         EnvironmentActor,
         config,
         open_parser,
+        store,
         node_id=ray.get_runtime_context().get_node_id(),
         max_concurrency=MAX_CONCURRENCY,
         max_restarts=3,

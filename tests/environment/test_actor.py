@@ -10,9 +10,10 @@ from engines.environment.client import TurnAnswer
 from engines.inference.tool_parsers import open_parser
 from schemas.config import TrainConfig
 from schemas.environment import EnvironmentTask
-from schemas.rollout import Turn
+from schemas.rollout import Generated, RequestId, Split, Turn
 from tests.conftest import DEMO
 
+ID = RequestId(Split.TRAIN, 1, "a", 0)
 TASK = EnvironmentTask("a", "mine", None, {}, 7)
 UNSTABLE = """
 from pathlib import Path
@@ -31,9 +32,6 @@ class Unstable:
     def end(self, reason):
         raise OSError("it cannot end")
 """
-
-Talk = tuple[list[int], tuple[Turn, ...]]
-"""Tokens of a conversation and its turns, the last without an answer."""
 
 
 def run(directory: Path, steps: Callable[[Any], Any]) -> Any:
@@ -64,7 +62,9 @@ def run(directory: Path, steps: Callable[[Any], Any]) -> Any:
     return asyncio.run(go())
 
 
-def said(actor: EnvironmentActor, *sampled: str, observed: Sequence[Sequence[int]] = ()) -> Talk:
+def said(
+    actor: EnvironmentActor, *sampled: str, observed: Sequence[Sequence[int]] = ()
+) -> Generated:
     """Return a conversation with these turns, and the answers to all but the last."""
     tokens: list[int] = []
     turns: list[Turn] = []
@@ -73,14 +73,14 @@ def said(actor: EnvironmentActor, *sampled: str, observed: Sequence[Sequence[int
         answer = list(observed[at]) if at < len(observed) else None
         tokens += [*own, *(answer or ())]
         turns.append(Turn(len(own), None if answer is None else len(answer)))
-    return tokens, tuple(turns)
+    return Generated(tokens, [], (), turns=tuple(turns))
 
 
-async def ask(actor: EnvironmentActor, talk: Talk) -> TurnAnswer:
-    return await actor.answer("sample", TASK, *talk)
+async def ask(actor: EnvironmentActor, talk: Generated) -> TurnAnswer:
+    return await actor.answer(ID, TASK, talk)
 
 
-async def tokens_of(actor: EnvironmentActor, talk: Talk) -> Sequence[int]:
+async def tokens_of(actor: EnvironmentActor, talk: Generated) -> Sequence[int]:
     answer = await ask(actor, talk)
     assert answer.observed is not None
     return answer.observed
@@ -119,8 +119,8 @@ def test_an_answer_belongs_to_the_tokens_of_its_turn(tmp_path: Path) -> None:
 def test_an_environment_that_cannot_end_a_conversation_has_failed(tmp_path: Path) -> None:
     async def steps(make: Any) -> None:
         actor = make()
-        answer = await actor.end("sample", TASK, *said(actor, "1"), "turns")
+        answer = await actor.end(ID, TASK, said(actor, "1"), "turns")
         assert (answer.failed, answer.score) == (True, None)
-        assert "it cannot end" in (await actor.failures())["sample"]
+        assert "it cannot end" in (await actor.failures())[str(ID)]
 
     run(tmp_path, steps)
