@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -23,6 +24,8 @@ from benchmarks.chaos.run_traces import (
     undelivered,
 )
 from benchmarks.chaos.small_run import (
+    ANSWERED,
+    GROUP_SIZE,
     NUM_EPOCHS,
     NUM_PROMPTS,
     PROMPTS_PER_STEP,
@@ -30,6 +33,7 @@ from benchmarks.chaos.small_run import (
     SmallRun,
     small_run,
 )
+from benchmarks.chaos.turns import lost_turns, num_taken_over
 from benchmarks.laps import Row
 from benchmarks.overhead import free_port
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint
@@ -81,18 +85,35 @@ def carry_out(strikes: Sequence[Strike], reference: RunTraces, directory: Path) 
         for strike, after in zip(strikes, [*strikes[1:], None], strict=True):
             began_s, step = time.monotonic(), max(step + 1, first_step(strike))
             struck, found = _strike(run, strike, step, mlflow)
+            # After other faults, the environment has answered some turns twice: in replays.
+            lost = _lost_turns(run, strike) if not rows else {}
+            found += [complaint] if (complaint := lost.pop("complaint", "")) else []
             then = (after.moment, max(step + 1, first_step(after))) if after else None
             ends, said = see_through(run, then)
             seconds = round(time.monotonic() - began_s, 1)
             row = {"run": strikes[0].number, "struck": struck, "ends": ends, "seconds": seconds}
-            rows.append(strike.model_dump(mode="json") | row | {"complaints": [*found, *said]})
+            row |= lost | {"complaints": [*found, *said]}
+            rows.append(strike.model_dump(mode="json") | row)
         if rows[-1]["ends"][-1:] == [0] and mlflow and undelivered(run.run_dir):
             mlflow.wait()
             run.start(resume=True)
             rows[-1]["ends"].append(run.wait(END_TIMEOUT_S))
         found = _complaints_of_end(run, reference)
+        for row in rows:
+            if "turns_lost" in row:
+                row["turns_taken_over"] = num_taken_over(run.run_dir, NUM_STEPS)
         last = run.last_lines() if found or any(row["complaints"] for row in rows) else ""
     return [row | {"complaints": [*row["complaints"], *found], "last_lines": last} for row in rows]
+
+
+def _lost_turns(run: SmallRun, strike: Strike) -> dict[str, Any]:
+    """Return how many turns a killed driver loses, and a complaint if those are too many."""
+    if (strike.mode, strike.target) != (RunMode.TURNS, Target.DRIVER):
+        return {}
+    _left_running(run)
+    answered = run.directory / ANSWERED
+    number, complaint = lost_turns(run.run_dir, answered, NUM_STEPS, GROUP_SIZE)
+    return {"turns_lost": number, "complaint": complaint}
 
 
 def _complaints_of_end(run: SmallRun, reference: RunTraces) -> list[str]:

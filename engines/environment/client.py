@@ -65,6 +65,10 @@ class EnvironmentClient:
         """Return why conversations failed since the last call, by sample."""
         return await self._there().call("failures", timeout_s=MORE_S)
 
+    async def journal_s(self) -> float:
+        """Return the seconds that the store has spent on the journal."""
+        return await self._there().call("journal_s", timeout_s=MORE_S)
+
     async def finished(self, ids: Iterable[RequestId]) -> None:
         """Close the conversations of these samples. Nobody will ask for them again."""
         samples = [str(id.origin) for id in ids]

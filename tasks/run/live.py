@@ -178,8 +178,7 @@ async def _start_actors(
     stack: AsyncExitStack,
 ) -> LiveRun:
     config, inputs = plan.located, plan.inputs
-    store_actor = start_store(plan.addresses.store, STORE)
-    store = StoreClient(store_actor)
+    store = StoreClient(start_store(plan.addresses.store, STORE))
     version = await go_back(checkpoint, inputs.loader, store, config.staleness)
     learnt: dict[int, str] = await store.call("learnt")
     engines = await make_generation(
@@ -206,7 +205,7 @@ async def _start_actors(
         history.start(inputs.loader.steps_per_epoch, anew=checkpoint is None)
     scorers = ScorerPool(config, SCORER)
     stack.push_async_callback(scorers.shutdown)
-    await start_environments(config, stack, store_actor)
+    await start_environments(config, stack, store)
     if gpus:  # Start the engines first, because they need empty GPUs.
         await asyncio.gather(engines.start(), scorers.start())
         await trainer.start(checkpoint)

@@ -5,9 +5,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from benchmarks.timed_stubs import LocalStore
 from engines.environment.actor import EnvironmentActor
 from engines.environment.client import TurnAnswer
 from engines.inference.tool_parsers import open_parser
+from engines.store.actor import StoreClient
+from engines.store.turns import by_sample
 from schemas.config import TrainConfig
 from schemas.environment import EnvironmentTask
 from schemas.rollout import Generated, RequestId, Split, Turn
@@ -34,22 +39,29 @@ class Unstable:
 """
 
 
-def run(directory: Path, steps: Callable[[Any], Any]) -> Any:
+def run(
+    directory: Path,
+    steps: Callable[[Any], Any],
+    store: StoreClient | None = None,
+    *,
+    retries: int = 3,
+    source: str = UNSTABLE,
+) -> Any:
     """Run `steps` with a function that makes actors of one unstable environment."""
-    (directory / "mine.py").write_text(UNSTABLE)
+    (directory / "mine.py").write_text(source)
     (directory / "note").write_text("")
     environment = {"path": str(directory / "mine.py"), "kwargs": {"note": str(directory / "note")}}
     config = TrainConfig.model_validate(
         {
             "model": {"path": str(DEMO / "model")},
             "data": {"train": ["unused"]},
-            "environment": environment | {"processes": 1, "retries": 3},
+            "environment": environment | {"processes": 1, "retries": retries},
         }
     )
     actors: list[EnvironmentActor] = []
 
     def make() -> EnvironmentActor:
-        actors.append(EnvironmentActor(config, open_parser))
+        actors.append(EnvironmentActor(config, open_parser, store))
         return actors[-1]
 
     async def go() -> Any:
@@ -124,3 +136,26 @@ def test_an_environment_that_cannot_end_a_conversation_has_failed(tmp_path: Path
         assert "it cannot end" in (await actor.failures())[str(ID)]
 
     run(tmp_path, steps)
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_a_recorded_conversation_that_cannot_go_on_begins_anew(
+    tmp_path: Path, *, replays: bool
+) -> None:
+    """Without a retry: the user may have changed the environment before --resume."""
+
+    async def steps(make: Any) -> None:
+        before = make()
+        first = await tokens_of(before, said(before, "1"))
+        await before.shutdown()
+        recorded = by_sample(await store.call("open_turns"))
+        assert [len(turns) for turns in recorded.values()] == ([1] if replays else [])
+        actor = make()
+        if replays:
+            assert await tokens_of(actor, said(actor, "1")) == first
+            assert (await ask(actor, said(actor, "1", "2", observed=[first]))).restarts
+        assert await tokens_of(actor, said(actor, "1")) != first
+
+    store = LocalStore(tmp_path / "run.duckdb")
+    source = UNSTABLE.replace("def __init__", f"replays = {replays}\n\n    def __init__", 1)
+    run(tmp_path, steps, store, retries=0, source=source)

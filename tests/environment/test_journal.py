@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.timed_stubs import LocalStore
 from engines.environment import journal
 from engines.environment.actor import EnvironmentActor
 from engines.environment.client import answered
@@ -99,8 +99,9 @@ class Driver:
     """Events until its death."""
 
     def __post_init__(self) -> None:
-        self.store = Store(self.path)
-        self.actor = EnvironmentActor(self.config, open_parser, _handle(self.store))
+        self.client = LocalStore(self.path)
+        self.store = self.client._store
+        self.actor = EnvironmentActor(self.config, open_parser, self.client)
         self.drawn: Counter[tuple[RequestId, int]] = Counter()
         """Turns that were drawn, by sample and number."""
 
@@ -149,7 +150,7 @@ class Driver:
             generated = answered(generated, answer)
             if answer.observed is None:
                 rollout = Rollout(request, generated, FinishReason.STOP, 0, 1.0, 2.0)
-                await asyncio.to_thread(self.store.add_rollouts, rollout_rows([rollout]), 0)
+                await self.client.call("add_rollouts", rollout_rows([rollout]), 0)
                 return
 
     async def _drawn(self, id: RequestId, before: Generated) -> Generated:
@@ -170,15 +171,6 @@ class Driver:
                 spans=(VersionSpan(0, num_sampled),),
             )
         )
-
-
-def _handle(store: Store) -> Any:
-    """Return a store in this process with the interface of its actor."""
-
-    def remote(method: str, *args: Any) -> asyncio.Future[Any]:
-        return asyncio.ensure_future(asyncio.to_thread(getattr(store, method), *args))
-
-    return SimpleNamespace(call=SimpleNamespace(remote=remote))
 
 
 def _request(sample: int) -> RolloutRequest:
