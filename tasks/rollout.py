@@ -280,7 +280,7 @@ async def _with_turns(
 
     `policy_version`: that of the stage.
     """
-    if run.config.environment is None:
+    if (setup := run.inputs.environment) is None or not setup.goes_on:
         return requests
     recorded: dict[RequestId, list[RecordedTurn]] = {}
     for split, step in {(each.origin.split, each.origin_step) for _, each in requests}:

@@ -91,7 +91,7 @@ class EnvironmentActor:
             if self._renderer is None:
                 setup = await self._pool.start()
                 tools = setup.tools
-                if setup.has_class and not setup.replays:
+                if not setup.goes_on:
                     self._journal = None
                 if self._journal is not None:
                     self._restore(await self._journal.conversations())
