@@ -17,6 +17,7 @@ from benchmarks.chaos.checks import RunTraces, complaints
 from benchmarks.chaos.faults import Fault, Moment, RunMode, Strike, Target, first_step
 from benchmarks.chaos.memory import run_out_of_memory
 from benchmarks.chaos.run_traces import (
+    LOCK_TIMEOUT_S,
     described,
     held_by_nobody,
     live_by_record,
@@ -37,10 +38,11 @@ from benchmarks.chaos.turns import lost_turns, num_taken_over
 from benchmarks.laps import Row
 from benchmarks.overhead import free_port
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint
+from engines.store.store import Store
 from engines.tracking.progress_file import PROGRESS_FILE, STEPS_FILE
 from flows.auth import MLFLOW_ASKED
 from flows.ui import HOST, mlflow_command, service, wait_for
-from tasks.run.run_dir import read_config
+from tasks.run.run_dir import STORE_FILE, read_config
 
 NUM_STEPS = NUM_EPOCHS * NUM_PROMPTS // PROMPTS_PER_STEP
 MOMENT_TIMEOUT_S = 400.0
@@ -99,9 +101,9 @@ def carry_out(strikes: Sequence[Strike], reference: RunTraces, directory: Path) 
             run.start(resume=True)
             rows[-1]["ends"].append(run.wait(END_TIMEOUT_S))
         found = _complaints_of_end(run, reference)
-        for row in rows:
-            if "turns_lost" in row:
-                row["turns_taken_over"] = num_taken_over(run.run_dir, NUM_STEPS)
+        if "turns_lost" in rows[0]:
+            with _store(run) as store:
+                rows[0]["turns_taken_over"] = num_taken_over(store, NUM_STEPS)
         last = run.last_lines() if found or any(row["complaints"] for row in rows) else ""
     return [row | {"complaints": [*row["complaints"], *found], "last_lines": last} for row in rows]
 
@@ -111,9 +113,16 @@ def _lost_turns(run: SmallRun, strike: Strike) -> dict[str, Any]:
     if (strike.mode, strike.target) != (RunMode.TURNS, Target.DRIVER):
         return {}
     _left_running(run)
-    answered = run.directory / ANSWERED
-    number, complaint = lost_turns(run.run_dir, answered, NUM_STEPS, GROUP_SIZE)
+    answered, seed = run.directory / ANSWERED, read_config(run.run_dir).seed
+    with _store(run) as store:
+        number, complaint = lost_turns(
+            store, answered.read_text().split(), seed, NUM_STEPS, GROUP_SIZE
+        )
     return {"turns_lost": number, "complaint": complaint}
+
+
+def _store(run: SmallRun) -> Store:
+    return Store(run.run_dir / STORE_FILE, read_only=True, lock_timeout_s=LOCK_TIMEOUT_S)
 
 
 def _complaints_of_end(run: SmallRun, reference: RunTraces) -> list[str]:
