@@ -15,7 +15,7 @@ _TURNS = (
 )
 """Type of a conversation's turns (`schemas.rollout.Turn`)."""
 
-_OPEN_TURNS = f"""
+OPEN_TURNS = f"""
 CREATE TABLE IF NOT EXISTS open_turns (      -- answered turns of unfinished conversations
     split VARCHAR NOT NULL,
     origin_step INTEGER NOT NULL,            -- whose plan drew the sample
@@ -33,6 +33,7 @@ CREATE TABLE IF NOT EXISTS open_turns (      -- answered turns of unfinished con
     answer VARCHAR NOT NULL                  -- schemas.environment.EnvironmentAnswer, as JSON
 );
 """
+"""Table that older stores of this version lack."""
 
 CREATE = f"""
 CREATE TABLE rollouts (
@@ -139,7 +140,7 @@ CREATE TABLE archived_drafts (               -- of the last policy versions ther
     accepted BIGINT NOT NULL,
     rejections BIGINT                        -- verifications that rejected one
 );
-{_OPEN_TURNS}"""
+"""
 
 ADDED = f"""
 ALTER TABLE archived_groups ADD COLUMN IF NOT EXISTS passes INTEGER[];
@@ -152,8 +153,8 @@ ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS environment_score DOUBLE;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns.element.ended_s DOUBLE;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns.element.num_draft_tokens INTEGER;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns.element.num_accepted_tokens INTEGER;
-{_OPEN_TURNS}"""
-"""Columns and tables that older stores of this version lack."""
+"""
+"""Columns that older stores of this version lack."""
 
 ABSENT_ROLLOUTS = f"""
 SELECT NULL::{_TURNS} AS turns, NULL::INTEGER AS observed_tokens, NULL::DOUBLE AS environment_score

@@ -75,7 +75,7 @@ def test_turns_go_with_their_rollout_and_late_ones_are_left_out(store: Store) ->
     deferred = replace(deferred, request=deferred.request.deferred())
     add_rollouts(store, finished, deferred)
     assert [*known(store)] == [(1, 2)]
-    add(store, turn(1), turn(1, sample=1), turn(1, sample=2))
+    add(store, turn(0), turn(0, sample=1), turn(1, sample=2))
     assert {key: len(turns) for key, turns in known(store).items()} == {(1, 2): 2}
 
 
