@@ -23,6 +23,8 @@ better than whole responses do, so a lap with tools is compared with the better 
                           KV cache has room for all conversations
     cached_share_half     the same if it has room for half of them
     answers_per_s         answers of one actor to turns whose tool returns at once
+    journal_share         share of its time that the store spends on the journal, at its most in a
+                          lap with turns
 """
 
 import asyncio
@@ -33,6 +35,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
@@ -50,12 +53,13 @@ from benchmarks.talks import (
 from benchmarks.temperature_engines import AS_IT_IS
 from benchmarks.turn_engine import TurnEngine
 from engines.bounded import wait_for
-from engines.environment.client import EnvironmentClient
+from engines.environment.client import EnvironmentClient, answered
 from engines.gpus.placement import Wanted
-from engines.inference.engine.conversations import NOTHING, answered, with_turn
+from engines.inference.engine.conversations import NOTHING, with_turn
 from engines.inference.engine.ray_engine import RayEngine
 from engines.reports.tables import plain_table
 from engines.rollout.coordinator import Coordinator
+from engines.store.actor import StoreClient, start_store
 from flows.config_file import load_config
 from schemas.bench import BenchReport
 from schemas.config import TrainConfig
@@ -144,6 +148,8 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         groups = [_compared(*group) for group in zip(*laps, strict=True)]
         found |= {f"{name}_{number}": median(one[name] for one in groups) for name in groups[0]}
     tools = rows_with(rows, kind="tools")
+    talking = [*rows_with(rows, kind="instant"), *tools]
+    found["journal_share"] = max(row["journal_s"] / row["seconds"] for row in talking)
     found["identical"] = min(row["identical"] for row in tools)
     for end in dict.fromkeys(row["kv"] for row in tools):
         own = rows_with(tools, kv=end)
@@ -188,7 +194,9 @@ async def _measure(
     with ray_cluster("tools", [wanted]) as placement:
         num_gpus = config.rollout.tp_degree if placement.num_gpus else 0
         async with AsyncExitStack() as stack:
-            await start_environments(config, stack)
+            directory = Path(stack.enter_context(TemporaryDirectory()))
+            store = StoreClient(start_store(directory / "tools.duckdb"))
+            await start_environments(config, stack, store)
             rows = [await _answers(config, talks, args.answers)]
             for end, share in KV_SHARES.items():
                 num_tokens = kv_tokens(talks, share, config.max_model_len)
@@ -217,15 +225,17 @@ class _Conversing:
 
     async def laps(self, talks: Sequence[Talk], wait_over_turn: float) -> list[Row]:
         """Return the rows of one lap of each kind."""
-        without = await self._lap(talks, None)
-        instant = await self._lap(talks, 0.0)
-        tools = await self._lap(talks, wait_over_turn * instant.turn_s / MEAN_TOOL_S)
-        found = dict(zip(KINDS, (without, instant, tools), strict=True))
-        rows = [{"kind": kind, **lap.row()} for kind, lap in found.items()]
-        rows[-1]["identical"] = tools.share_identical(instant)
+        without, instant = await self._lap(talks, None), await self._lap(talks, 0.0)
+        tools = await self._lap(talks, wait_over_turn * instant[0].turn_s / MEAN_TOOL_S)
+        found = zip(KINDS, (without, instant, tools), strict=True)
+        rows = [{"kind": kind, **lap.row(), "journal_s": s} for kind, (lap, s) in found]
+        rows[-1]["identical"] = tools[0].share_identical(instant[0])
         return rows
 
-    async def _lap(self, talks: Sequence[Talk], scale: float | None) -> TalkLap:
+    async def _lap(self, talks: Sequence[Talk], scale: float | None) -> tuple[TalkLap, float]:
+        """Return a lap, and the seconds that the store spent on the journal in it."""
+        client = _client(self.config)
+        before_s = await client.journal_s()
         requests = [talk.request(self.config, scale) for talk in talks]
         await wait_for(self.engine.actor.converse.remote(scale is not None), CALL_S)
         await wait_for(self.engine.actor.take_usage.remote(), CALL_S)
@@ -236,8 +246,9 @@ class _Conversing:
             lap.rollouts, {request.id: talk for request, talk in zip(requests, talks, strict=True)}
         )
         if scale is not None:
-            await _client(self.config).finished([request.id for request in requests])
-        return TalkLap(lap.rollouts, usage, self.config.rollout.max_num_seqs)
+            await client.finished([request.id for request in requests])
+        journal_s = await client.journal_s() - before_s
+        return TalkLap(lap.rollouts, usage, self.config.rollout.max_num_seqs), journal_s
 
 
 def _check(rollouts: Sequence[Rollout], talks: dict[RequestId, Talk]) -> None:

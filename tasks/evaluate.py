@@ -72,12 +72,13 @@ async def open_evaluation(plan: RunPlan, policy_version: int) -> AsyncGenerator[
         stack.push_async_callback(engines.coordinator.shutdown)
         scorers = ScorerPool(config, SCORER)
         stack.push_async_callback(scorers.shutdown)
-        await start_environments(with_absolute_paths(config), stack)
+        store = StoreClient(start_store(plan.addresses.store, STORE))
+        await start_environments(with_absolute_paths(config), stack, store)
         run = Run(
             make_ref(config, policy_version),
             config,
             plan.inputs,
-            StoreClient(start_store(plan.addresses.store, STORE)),
+            store,
             TrainerGroup(config),
             scorers,
             HistoryWorkers(config.history_dir, config.engine.drafting, progress.phase),

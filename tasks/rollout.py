@@ -3,14 +3,17 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engines.accounting.metrics import SUMMARISED_COLUMNS, summarise_rollouts
 from engines.control.stage_end import StageEnd
-from engines.environment.client import EnvironmentClient
+from engines.environment.client import EnvironmentClient, without_last_answer
+from engines.environment.journal import joined
 from engines.histopipe.sample_queue import SampleQueue
 from engines.rollout.moves import RolloutView
-from engines.rollout.stage import Outcome, joined
+from engines.rollout.stage import Outcome
+from engines.rollout.stage import joined as joined_outcomes
+from engines.store.turns import RecordedTurn, by_sample
 from schemas.keys import sample_key, stage_name
 from schemas.progress import Rolling
 from schemas.rollout import DraftSetting, FinishedRollout, RequestId, RolloutRequest, Split
@@ -97,7 +100,7 @@ class _Generation:
             plan = plan.refilled(batch)
             await self.run.store("add_plan", plan)
             outcomes.append(await self._batch(batch))
-        outcome = joined(outcomes)
+        outcome = joined_outcomes(outcomes)
         timeline = self.engines.timeline(outcome, since_s)
         self.run.tracker.log_plan(plan)
         return plan, outcome, timeline
@@ -147,6 +150,7 @@ class _Generation:
         planned = await asyncio.to_thread(_planned, run, plan, queued=queued)
         requests = [*carried, *planned]
         left = _left(requests, self.done)
+        left = await _with_turns(run, left, self.weights.policy_version)
         about = f"{plan.split} step {plan.step}: rollouts finished, in %"
         page = ProgressPage(run.config.name, about, run.failures)
         watch = _Watch(run, engines, plan, page, len(requests) - len(left), wake_scorer)
@@ -269,9 +273,44 @@ def _left(
     return [(engine, request) for engine, request in requests if request.id not in done]
 
 
+async def _with_turns(
+    run: Run, requests: Sequence[tuple[int | None, RolloutRequest]], policy_version: int
+) -> Sequence[tuple[int | None, RolloutRequest]]:
+    """Return a stage's requests with the turns that an earlier process of the run has recorded.
+
+    `policy_version`: that of the stage.
+    """
+    if (setup := run.inputs.environment) is None or not setup.goes_on:
+        return requests
+    recorded: dict[RequestId, list[RecordedTurn]] = {}
+    for split, step in {(each.origin.split, each.origin_step) for _, each in requests}:
+        recorded |= by_sample(await run.store("open_turns", split, step))
+    mixes = run.config.rollout.weight_update == "in_flight"
+    return [
+        (engine, _continued(each, recorded.get(each.origin, ()), policy_version, mixes=mixes))
+        for engine, each in requests
+    ]
+
+
+def _continued(
+    request: RolloutRequest, turns: Sequence[RecordedTurn], policy_version: int, *, mixes: bool
+) -> RolloutRequest:
+    """Return the request with its recorded turns. The last one is answered again: by the record.
+
+    A request has tokens of an older version only if it was deferred to this stage, or if `mixes`:
+    stages of this run have requests of several versions. Otherwise it starts from the beginning.
+    """
+    versions = {span.policy_version for turn in turns for span in turn.part.spans}
+    allowed = versions == {policy_version} or mixes or request.deferred_from is not None
+    if not (versions and allowed):
+        return request
+    return replace(request, generated=without_last_answer(joined([turn.part for turn in turns])))
+
+
 async def _carried_over(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequest]]:
     """Return the requests that an earlier process deferred to this process's first step. They start
-    from the beginning. For later steps, the engines keep deferred requests themselves."""
+    from the beginning, or after their recorded turns. For later steps, the engines keep deferred
+    requests themselves."""
     if plan.split is Split.VALIDATION or plan.step != run.ref.first_version + 1:
         return []
     step, num_engines = plan.step - 1, run.config.rollout.num_engines

@@ -135,6 +135,11 @@ def figures(rows: Sequence[Row]) -> dict[str, int | float]:
         "pairs_drawn": len({(row["target"], row["fault"]) for row in rows}),
         "runs": len({row["run"] for row in rows}),
         "resumes": sum(map(_resumes, rows)),
+        **{
+            name: sum(row[name] for row in rows if name in row)
+            for name in ("turns_lost", "turns_taken_over")
+            if any(name in row for row in rows)
+        },
     }
 
 

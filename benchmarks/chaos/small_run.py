@@ -55,17 +55,23 @@ SIGNS = {
     Target.ENVIRONMENT_GUARD: r"guard\.py \d+ .* environment \d+$",
 }
 """Pattern of each process's command line."""
-WAITING = """
+ANSWERED = "answered"
+"""File with a line for each turn that the environment has answered: the seed of its task."""
+WAITING = f"""
 import asyncio, random
+from pathlib import Path
 
 class Waiting:
     def reset(self, task):
+        self.seed = task.seed
         self.random = random.Random(task.seed)
         self.num_turns = 0
 
     async def step(self, turn):
         self.num_turns += 1
         await asyncio.sleep(self.random.uniform(0.1, 1.0))
+        with Path(__file__).with_name("{ANSWERED}").open("a") as file:
+            file.write(f"{{self.seed}}\\n")
         return "?" if self.num_turns < 3 else None
 """
 """Environment that asks again, twice, after a while."""

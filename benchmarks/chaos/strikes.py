@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -16,6 +17,7 @@ from benchmarks.chaos.checks import RunTraces, complaints
 from benchmarks.chaos.faults import Fault, Moment, RunMode, Strike, Target, first_step
 from benchmarks.chaos.memory import run_out_of_memory
 from benchmarks.chaos.run_traces import (
+    LOCK_TIMEOUT_S,
     described,
     held_by_nobody,
     live_by_record,
@@ -23,6 +25,8 @@ from benchmarks.chaos.run_traces import (
     undelivered,
 )
 from benchmarks.chaos.small_run import (
+    ANSWERED,
+    GROUP_SIZE,
     NUM_EPOCHS,
     NUM_PROMPTS,
     PROMPTS_PER_STEP,
@@ -30,13 +34,15 @@ from benchmarks.chaos.small_run import (
     SmallRun,
     small_run,
 )
+from benchmarks.chaos.turns import lost_turns, num_taken_over
 from benchmarks.laps import Row
 from benchmarks.overhead import free_port
 from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint
+from engines.store.store import Store
 from engines.tracking.progress_file import PROGRESS_FILE, STEPS_FILE
 from flows.auth import MLFLOW_ASKED
 from flows.ui import HOST, mlflow_command, service, wait_for
-from tasks.run.run_dir import read_config
+from tasks.run.run_dir import STORE_FILE, read_config
 
 NUM_STEPS = NUM_EPOCHS * NUM_PROMPTS // PROMPTS_PER_STEP
 MOMENT_TIMEOUT_S = 400.0
@@ -81,18 +87,42 @@ def carry_out(strikes: Sequence[Strike], reference: RunTraces, directory: Path) 
         for strike, after in zip(strikes, [*strikes[1:], None], strict=True):
             began_s, step = time.monotonic(), max(step + 1, first_step(strike))
             struck, found = _strike(run, strike, step, mlflow)
+            # After other faults, the environment has answered some turns twice: in replays.
+            lost = _lost_turns(run, strike) if not rows else {}
+            found += [complaint] if (complaint := lost.pop("complaint", "")) else []
             then = (after.moment, max(step + 1, first_step(after))) if after else None
             ends, said = see_through(run, then)
             seconds = round(time.monotonic() - began_s, 1)
             row = {"run": strikes[0].number, "struck": struck, "ends": ends, "seconds": seconds}
-            rows.append(strike.model_dump(mode="json") | row | {"complaints": [*found, *said]})
+            row |= lost | {"complaints": [*found, *said]}
+            rows.append(strike.model_dump(mode="json") | row)
         if rows[-1]["ends"][-1:] == [0] and mlflow and undelivered(run.run_dir):
             mlflow.wait()
             run.start(resume=True)
             rows[-1]["ends"].append(run.wait(END_TIMEOUT_S))
         found = _complaints_of_end(run, reference)
+        if "turns_lost" in rows[0]:
+            with _store(run) as store:
+                rows[0]["turns_taken_over"] = num_taken_over(store, NUM_STEPS)
         last = run.last_lines() if found or any(row["complaints"] for row in rows) else ""
     return [row | {"complaints": [*row["complaints"], *found], "last_lines": last} for row in rows]
+
+
+def _lost_turns(run: SmallRun, strike: Strike) -> dict[str, Any]:
+    """Return how many turns a killed driver loses, and a complaint if those are too many."""
+    if (strike.mode, strike.target) != (RunMode.TURNS, Target.DRIVER):
+        return {}
+    _left_running(run)
+    answered, seed = run.directory / ANSWERED, read_config(run.run_dir).seed
+    with _store(run) as store:
+        number, complaint = lost_turns(
+            store, answered.read_text().split(), seed, NUM_STEPS, GROUP_SIZE
+        )
+    return {"turns_lost": number, "complaint": complaint}
+
+
+def _store(run: SmallRun) -> Store:
+    return Store(run.run_dir / STORE_FILE, read_only=True, lock_timeout_s=LOCK_TIMEOUT_S)
 
 
 def _complaints_of_end(run: SmallRun, reference: RunTraces) -> list[str]:

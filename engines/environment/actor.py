@@ -5,8 +5,9 @@
        └── observed tokens, or the end ◄── rendered messages ◄────────┘
 
 An engine may ask again, and another engine may ask: the same turn gets the same answer. The actor
-keeps the answers of a sample's turns. If it dies with them, it replays the turns that the engine
-still has. A replay with other tokens starts the conversation anew.
+keeps the answers of a sample's turns. If it dies with them, it has them from the journal, and
+replays the turns that the engine still has. A replay with other tokens starts the conversation
+anew.
 """
 
 import asyncio
@@ -22,14 +23,18 @@ from typing import Any
 
 from engines.data.tokenizer import open_tokenizer
 from engines.environment.client import TurnAnswer
+from engines.environment.client import answered as with_answer
 from engines.environment.hermes import HERMES, Parser
+from engines.environment.journal import Journal, answer_of
 from engines.environment.pool import Diverged, EnvironmentFailed, EnvironmentPool
 from engines.environment.rendering import TurnRenderer
 from engines.garbage import freeze_garbage
+from engines.store.actor import StoreClient
+from engines.store.turns import RecordedTurn
 from engines.user_files import read_json_object
 from schemas.config import TrainConfig
 from schemas.environment import EnvironmentAnswer, EnvironmentTask, TurnText
-from schemas.rollout import Turn
+from schemas.rollout import Generated, RequestId, Turn
 
 
 @dataclass(slots=True)
@@ -41,6 +46,7 @@ class _Answered:
     answer: EnvironmentAnswer
     observed: bytes | None = None
     """Digest of the answer's tokens. None: not rendered yet."""
+    in_journal: bool = False
 
 
 class EnvironmentActor:
@@ -50,9 +56,11 @@ class EnvironmentActor:
         self,
         config: TrainConfig,
         open_parser: Callable[[str, Any, Sequence[Mapping[str, Any]]], Parser],
+        store: StoreClient | None = None,
     ) -> None:
         """`config`: with absolute paths and a local model. `open_parser`: returns another parser
-        than `hermes` for its name, the tokenizer and the tools."""
+        than `hermes` for its name, the tokenizer and the tools. `store`: keeps the journal. None:
+        without a journal."""
         assert config.environment is not None
         self._config = config.environment
         self._data = config.data
@@ -71,6 +79,7 @@ class EnvironmentActor:
         self._renderer: TurnRenderer | None = None
         self._open_parser = open_parser
         self._parser = HERMES
+        self._journal = Journal(store) if store is not None else None
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
@@ -80,7 +89,12 @@ class EnvironmentActor:
         """
         async with self._starting:
             if self._renderer is None:
-                tools = (await self._pool.start()).tools
+                setup = await self._pool.start()
+                tools = setup.tools
+                if not setup.goes_on:
+                    self._journal = None
+                if self._journal is not None:
+                    self._restore(await self._journal.conversations())
                 if (name := self._config.parser) != "hermes":
                     self._parser = await asyncio.to_thread(
                         self._open_parser, name, self._tokenizer, tools
@@ -89,12 +103,12 @@ class EnvironmentActor:
                 self._renderer = TurnRenderer(self._tokenizer, arguments, tools, self._data.date)
 
     async def answer(
-        self, sample: str, task: EnvironmentTask, token_ids: Sequence[int], turns: Sequence[Turn]
+        self, id: RequestId, task: EnvironmentTask, generated: Generated
     ) -> TurnAnswer:
-        """Return the answer to the last turn. `token_ids`: all tokens after the prompt."""
-        began_s = time.monotonic()
+        """Return the answer to the last turn. `id`: of the sample in the step that drew it."""
+        began_s, sample = time.monotonic(), str(id)
         await self.start()
-        parts = split_turns(token_ids, turns)
+        parts = split_turns(generated.token_ids, generated.turns)
         try:
             await self._replay(sample, task, parts[:-1])
             answered = await self._answer_to(sample, task, parts)
@@ -108,26 +122,24 @@ class EnvironmentActor:
             return self._failed(sample, str(error), began_s)
         except (EnvironmentFailed, ValueError) as error:
             return self._failed(sample, str(error), began_s)
-        return TurnAnswer(
+        reply = TurnAnswer(
             observed,
             answer.score,
             answer.num_calls,
             answer.num_failed_calls,
             time.monotonic() - began_s,
         )
+        if observed is not None:
+            self._note(id, answered, with_answer(generated, reply))
+        return reply
 
     async def end(
-        self,
-        sample: str,
-        task: EnvironmentTask,
-        token_ids: Sequence[int],
-        turns: Sequence[Turn],
-        reason: str,
+        self, id: RequestId, task: EnvironmentTask, generated: Generated, reason: str
     ) -> TurnAnswer:
         """End a conversation that was cut. Return its score, and whether the environment failed."""
         await self.start()
-        began_s = time.monotonic()
-        parts = split_turns(token_ids, turns)
+        began_s, sample = time.monotonic(), str(id)
+        parts = split_turns(generated.token_ids, generated.turns)
         try:
             await self._replay(sample, task, parts[:-1])
             known = _answers(self._known(sample, parts))
@@ -148,8 +160,35 @@ class EnvironmentActor:
             self._num_restarts.pop(sample, None)
             self._failures.pop(sample, None)
 
+    async def journal_s(self) -> float:
+        """Return the seconds that the store has spent on the journal."""
+        return self._journal.store_s if self._journal else 0.0
+
     async def shutdown(self) -> None:
-        await self._pool.close()
+        try:
+            if self._journal is not None:
+                await self._journal.close()
+        finally:
+            await self._pool.close()
+
+    def _restore(self, conversations: Mapping[RequestId, Sequence[RecordedTurn]]) -> None:
+        """Know the answers that an earlier process gave to these conversations."""
+        for id, turns in conversations.items():
+            self._answers[str(id)] = [_restored(turn) for turn in turns]
+            # The user may have changed the environment since. To begin anew costs no retry then.
+            self._num_restarts[str(id)] = -1
+
+    def _note(self, id: RequestId, last: _Answered, generated: Generated) -> None:
+        """Put the turns into the journal that it lacks. `last`: the last one."""
+        num_turns = len(generated.turns)
+        known = self._answers.get(str(id), [])[:num_turns]
+        forgotten = known[num_turns - 1 :] != [last]
+        if self._journal is None or last.in_journal or forgotten:
+            return
+        first = next(number for number, one in enumerate(known) if not one.in_journal)
+        self._journal.note(id, generated, _answers(known), first)
+        for one in known:
+            one.in_journal = True
 
     async def _forget(self, samples: Sequence[str]) -> None:
         for sample in samples:
@@ -217,6 +256,11 @@ class EnvironmentActor:
 
 def digest(token_ids: Sequence[int]) -> bytes:
     return blake2b(array("i", token_ids), digest_size=16).digest()
+
+
+def _restored(turn: RecordedTurn) -> _Answered:
+    ((sampled, observed),) = split_turns(turn.part.token_ids, turn.part.turns)
+    return _Answered(digest(sampled), answer_of(turn), digest(observed), in_journal=True)
 
 
 def _answers(known: Sequence[_Answered]) -> list[EnvironmentAnswer]:

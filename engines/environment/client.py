@@ -1,12 +1,13 @@
 """An engine's connection to the environments of its run."""
 
+from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from engines.actors import RemoteActor
 from schemas.environment import EnvironmentConfig
-from schemas.rollout import FinishReason, RequestId, RolloutRequest
+from schemas.rollout import FinishReason, Generated, RequestId, RolloutRequest
 
 ENVIRONMENT = "environment"
 """Name of a run's environment actor."""
@@ -64,15 +65,18 @@ class EnvironmentClient:
         """Return why conversations failed since the last call, by sample."""
         return await self._there().call("failures", timeout_s=MORE_S)
 
+    async def journal_s(self) -> float:
+        """Return the seconds that the store has spent on the journal."""
+        return await self._there().call("journal_s", timeout_s=MORE_S)
+
     async def finished(self, ids: Iterable[RequestId]) -> None:
         """Close the conversations of these samples. Nobody will ask for them again."""
         samples = [str(id.origin) for id in ids]
         await self._there().call("finished", samples, timeout_s=MORE_S)
 
     async def _call(self, method: str, request: RolloutRequest, *args: Any) -> Any:
-        generated = request.generated
-        assert generated, "no turn has ended"
-        given = (str(request.id.origin), request.task, list(generated.token_ids), generated.turns)
+        assert request.generated, "no turn has ended"
+        given = (request.origin, request.task, request.generated)
         return await self._there().call(method, *given, *args, timeout_s=self._timeout_s)
 
     def _there(self) -> RemoteActor:
@@ -81,3 +85,31 @@ class EnvironmentClient:
 
             self._actor = RemoteActor.of("the environments", ray.get_actor(ENVIRONMENT))
         return self._actor
+
+
+def answered(generated: Generated, answer: TurnAnswer) -> Generated:
+    """Return the tokens with the answer to their last turn. An answer that ends the conversation
+    adds no tokens."""
+    observed = answer.observed
+    turn = replace(
+        generated.turns[-1],
+        num_observed=None if observed is None else len(observed),
+        waited_s=answer.waited_s,
+        score=answer.score,
+        num_calls=answer.num_calls,
+        num_failed_calls=answer.num_failed_calls,
+    )
+    return replace(
+        generated,
+        token_ids=array("i", [*generated.token_ids, *(observed or ())]),
+        turns=(*generated.turns[:-1], turn),
+        score=answer.score if observed is None else None,
+    )
+
+
+def without_last_answer(generated: Generated) -> Generated:
+    """Return the tokens without those that were observed last, which no turn will follow."""
+    last = generated.turns[-1]
+    token_ids = generated.token_ids[: len(generated.token_ids) - (last.num_observed or 0)]
+    turns = (*generated.turns[:-1], replace(last, num_observed=None))
+    return replace(generated, token_ids=token_ids, turns=turns)

@@ -74,6 +74,11 @@ class EnvironmentSetup(BaseModel):
     replays: bool
     """Whether the same turns rebuild the state of a conversation."""
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether a conversation can go on in another process. Tools alone keep no state."""
+        return self.replays or not self.has_class
+
 
 class WorkerReply(BaseModel):
     """A line that the worker wrote."""

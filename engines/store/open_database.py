@@ -10,7 +10,7 @@ from pathlib import Path
 import duckdb
 
 from engines.durable import is_disk_full
-from engines.store.tables import ADDED, CREATE, SCHEMA_VERSION
+from engines.store.tables import ADDED, CREATE, OPEN_TURNS, SCHEMA_VERSION
 
 OPTIONS: dict[str, str | bool | int | float | list[str]] = {
     "autoinstall_known_extensions": False,
@@ -39,7 +39,7 @@ class Format:
     fix: str
     """Advice for the user of a damaged store; `{directory}` stands for its directory."""
     added: str = ""
-    """SQL that adds columns which older stores of this version lack."""
+    """SQL that adds columns and tables which older stores of this version lack."""
 
     def damaged(self, path: Path, why: str) -> ValueError:
         """Return the error for a damaged file, with advice."""
@@ -57,7 +57,7 @@ _MEND = (
     "with an older copy or with an empty store. It renames damaged files and deletes nothing. Old "
     "rollouts stay in refrain.archive/*/rollouts.parquet, reports of steps in steps.jsonl"
 )
-RUN = Format("refrain store", SCHEMA_VERSION, CREATE, _MEND, ADDED)
+RUN = Format("refrain store", SCHEMA_VERSION, CREATE + OPEN_TURNS, _MEND, ADDED + OPEN_TURNS)
 
 
 def connect(

@@ -207,6 +207,37 @@ WHERE step > $step AND (
 """The condition says which rollouts stay. It is IS NOT TRUE because without a policy version the
 condition is NULL, and then no rollout stays. A deferred rollout goes with the plan that drew it."""
 
+_OF_SAMPLE = """t.split = r.split AND t.origin_step = r.origin_step AND t.prompt_key = r.prompt_key
+    AND t.sample_index = greatest(r.sample_index, -1 - r.sample_index)
+"""
+"""Whether an open turn t belongs to the sample of a rollout r, which may have been deferred."""
+
+ADD_TURNS = f"""
+INSERT INTO open_turns BY NAME
+FROM new_turns AS t WHERE NOT EXISTS (FROM rollouts AS r WHERE {_OF_SAMPLE})
+"""
+
+CLOSE_TURNS = f"DELETE FROM open_turns AS t USING finished AS r WHERE {_OF_SAMPLE}"
+
+OPEN_TURNS = """
+FROM open_turns
+WHERE coalesce(split = $split AND origin_step = $step, true)
+ORDER BY rowid
+"""
+
+FORGET_TURNS = """
+DELETE FROM open_turns
+WHERE (
+    list_max([span.policy_version for span in version_spans]) <= $policy_version
+    AND (
+        origin_step <= $step
+        OR split = 'train' AND origin_step - 1 - $max_staleness
+            <= list_min([span.policy_version for span in version_spans])
+    )
+) IS NOT TRUE
+"""
+"""The same condition as for rollouts. A conversation whose first turn goes is drawn anew."""
+
 SHOWN_ROLLOUTS = """
 SELECT prompt_key, sample_index, prompt_token_ids, response_token_ids, reward, response_tokens,
     finish_reason

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ import pyarrow as pa
 from engines.store.tables import SPANS, TURNS
 from schemas.drafting import HISTORY
 from schemas.rollout import Generated, Rollout
+
+COUNTS = ("num_draft_tokens", "num_accepted_tokens", "num_verifications", "num_rejections")
+"""Counts of a response in `Generated`, and columns of the same names."""
 
 
 def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
@@ -31,26 +35,35 @@ def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
         "prompt_key": column(lambda r: r.request.id.prompt_key, pa.string()),
         "sample_index": column(lambda r: r.request.id.sample_index, pa.int32()),
         "prompt_token_ids": _lists([r.prompt_token_ids for r in requests], np.int32),
-        "response_token_ids": _lists([g.token_ids for g in generated], np.int32),
-        "inference_logprobs": _lists([g.inference_logprobs for g in generated], np.float32),
+        **generated_columns(generated),
         "response_tokens": column(lambda r: r.num_tokens, pa.int32()),
         "finish_reason": column(lambda r: str(r.finish_reason), pa.string()),
         "engine": column(lambda r: r.engine, pa.int32()),
         "drafter": column(_drafter, pa.string()),
         "policy_version": column(lambda r: min(_versions(r)), pa.int32()),
         "last_policy_version": column(lambda r: max(_versions(r)), pa.int32()),
-        "version_spans": column(_spans, SPANS),
-        "num_draft_tokens": column(lambda r: r.generated.num_draft_tokens, pa.int32()),
-        "num_accepted_tokens": column(lambda r: r.generated.num_accepted_tokens, pa.int32()),
-        "num_verifications": column(lambda r: r.generated.num_verifications, pa.int32()),
-        "num_rejections": column(lambda r: r.generated.num_rejections, pa.int32()),
         "started_s": column(lambda r: r.started_s, pa.float64()),
         "finished_s": column(lambda r: r.finished_s, pa.float64()),
-        "turns": column(lambda r: list(map(asdict, r.generated.turns)), TURNS),
         "observed_tokens": column(lambda r: r.generated.num_observed, pa.int32()),
         "environment_score": column(lambda r: r.generated.score, pa.float64()),
     }
     return pa.table(columns)
+
+
+def generated_columns(generated: Sequence[Generated]) -> dict[str, pa.Array]:
+    """Return the columns of responses, or of parts of them, that the tables of rollouts and of open
+    turns share."""
+
+    def column(value: Callable[[Generated], Any], kind: pa.DataType) -> pa.Array:
+        return pa.array(map(value, generated), kind, size=len(generated))
+
+    return {
+        "response_token_ids": _lists([g.token_ids for g in generated], np.int32),
+        "inference_logprobs": _lists([g.inference_logprobs for g in generated], np.float32),
+        "version_spans": column(lambda g: list(map(asdict, g.spans)), SPANS),
+        "turns": column(lambda g: list(map(asdict, g.turns)), TURNS),
+        **{name: column(attrgetter(name), pa.int32()) for name in COUNTS},
+    }
 
 
 def _check(rollout: Rollout) -> None:
@@ -82,13 +95,6 @@ def _drafter(rollout: Rollout) -> str:
 
 def _versions(rollout: Rollout) -> list[int]:
     return [span.policy_version for span in rollout.generated.spans]
-
-
-def _spans(rollout: Rollout) -> list[dict[str, int]]:
-    return [
-        {"policy_version": span.policy_version, "num_tokens": span.num_tokens}
-        for span in rollout.generated.spans
-    ]
 
 
 def _lists(rows: Sequence[Sequence[float]], dtype: type[np.number]) -> pa.ListArray:

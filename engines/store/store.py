@@ -13,6 +13,7 @@ Invariants:
 """
 
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,7 +49,24 @@ class Store(StepRecords):
             con.register("rows", rows.select(["prompt_key", "prompt_token_ids"]))
             con.execute("INSERT INTO prompts FROM rows ON CONFLICT DO NOTHING")
             rows = rows.drop_columns(["prompt_token_ids"])
+            if any(len(chunk.flatten()) for chunk in rows["turns"].chunks):
+                con.register("finished", rows)
+                con.execute(queries.CLOSE_TURNS)
             return self._archive.insert_new(con, "rollouts", rows, epoch=epoch)
+
+    def add_turns(self, rows: pa.Table) -> float:
+        """Add the rows of `turns.turn_rows`, without those of conversations whose rollout the store
+        has. Return the seconds that it took, without waiting for other writers."""
+        with self._transaction() as con:
+            began_s = time.perf_counter()
+            con.register("new_turns", rows)
+            con.execute(queries.ADD_TURNS)
+        return time.perf_counter() - began_s
+
+    def open_turns(self, split: Split | None = None, step: int | None = None) -> pa.Table:
+        """Return the turns of unfinished conversations, for `turns.by_sample`. `split`, `step`:
+        only of samples that this step has drawn."""
+        return self._table(queries.OPEN_TURNS, split=split and str(split), step=step)
 
     def finished_ids(self, split: Split, step: int, versions: Sequence[int]) -> set[RequestId]:
         """Return the rollouts of this step that need not be generated again.
@@ -209,7 +227,8 @@ class Store(StepRecords):
 
         Training rollouts stay if they can still be trained on: no token is newer than
         `policy_version`, and none is more than `max_staleness` versions behind its step. Their
-        rewards are deleted. With `policy_version` None, no rollout stays.
+        rewards are deleted. With `policy_version` None, no rollout stays. The same holds for the
+        turns of open conversations.
         """
         where = {
             "step": step,
@@ -220,6 +239,7 @@ class Store(StepRecords):
             # Rollouts of later steps are too stale to stay.
             taken_back = self._archive.take_back(con, step, step + 2 + max_staleness)
             con.execute(queries.FORGET_ROLLOUTS, where)
+            con.execute(queries.FORGET_TURNS, where)
             for table in ("rewards", "plans", "outcomes", "stages", "learnt", "steps"):
                 con.execute(f"DELETE FROM {table} WHERE step > ?", [step])
         for chunk in taken_back:

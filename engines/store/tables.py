@@ -15,6 +15,26 @@ _TURNS = (
 )
 """Type of a conversation's turns (`schemas.rollout.Turn`)."""
 
+OPEN_TURNS = f"""
+CREATE TABLE IF NOT EXISTS open_turns (      -- answered turns of unfinished conversations
+    split VARCHAR NOT NULL,
+    origin_step INTEGER NOT NULL,            -- whose plan drew the sample
+    prompt_key VARCHAR NOT NULL,
+    sample_index INTEGER NOT NULL,           -- in that step, so never negative
+    number INTEGER NOT NULL,                 -- from 0; replaces earlier rows from this number on
+    response_token_ids INTEGER[] NOT NULL,   -- of this turn: sampled, then observed
+    inference_logprobs FLOAT[] NOT NULL,
+    version_spans STRUCT(policy_version INTEGER, num_tokens INTEGER)[] NOT NULL,
+    turns {_TURNS} NOT NULL,                 -- this one
+    num_draft_tokens INTEGER NOT NULL,       -- of all turns so far, as the next three
+    num_accepted_tokens INTEGER NOT NULL,
+    num_verifications INTEGER NOT NULL,
+    num_rejections INTEGER NOT NULL,
+    answer VARCHAR NOT NULL                  -- schemas.environment.EnvironmentAnswer, as JSON
+);
+"""
+"""Table that older stores of this version lack."""
+
 CREATE = f"""
 CREATE TABLE rollouts (
     split VARCHAR NOT NULL,

@@ -16,6 +16,7 @@ from engines.environment.pool import EnvironmentPool
 from engines.environment.process import EnvironmentSetup
 from engines.environment.rendering import TurnRenderer, check
 from engines.inference.tool_parsers import check_parser, open_parser
+from engines.store.actor import StoreClient
 from schemas.config import TrainConfig
 from schemas.data import Prompt
 from schemas.environment import EnvironmentConfig, EnvironmentTask
@@ -91,8 +92,13 @@ def task_of(config: TrainConfig, id: RequestId, prompt: Prompt) -> EnvironmentTa
     )
 
 
-async def start_environments(config: TrainConfig, stack: AsyncExitStack) -> None:
-    """Start the actor that answers turns, if the run has environments. It ends with the stack."""
+async def start_environments(
+    config: TrainConfig, stack: AsyncExitStack, store: StoreClient | None = None
+) -> None:
+    """Start the actor that answers turns, if the run has environments. It ends with the stack.
+
+    `store`: keeps the journal. None: without a journal.
+    """
     if config.environment is None:
         return
     import ray
@@ -102,6 +108,7 @@ async def start_environments(config: TrainConfig, stack: AsyncExitStack) -> None
         EnvironmentActor,
         config,
         open_parser,
+        store,
         node_id=ray.get_runtime_context().get_node_id(),
         max_concurrency=MAX_CONCURRENCY,
         max_restarts=3,

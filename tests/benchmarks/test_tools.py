@@ -91,6 +91,7 @@ def test_one_different_token_is_found() -> None:
 def row(kind: str, number: int, end: str = "", **values: float) -> dict[str, Any]:
     about = {"kind": kind, "conversations": number, "kv": end, "kv_bytes": 7, "turn_s": 2.0}
     about |= {"in_use": 0.8, "seconds": 10.0, "tool_s": 1.0, "num_cached": 1, "num_full": 2}
+    about |= {"journal_s": 0.25}
     return about | ({"identical": 1.0} if kind == "tools" else {}) | values
 
 
@@ -103,7 +104,7 @@ def test_figures_are_medians_of_ratios() -> None:
         *(row("tools", 1, in_use=one, seconds=12.0) for one in (0.2, 0.4, 0.8)),
         row("without", 4),
         row("instant", 4),
-        row("tools", 4, tool_s=0.5, num_cached=19, num_full=20, identical=0.75),
+        row("tools", 4, tool_s=0.5, num_cached=19, num_full=20, identical=0.75, journal_s=0.4),
         row("without", 4, "_half"),
         row("instant", 4, "_half"),
         row("tools", 4, "_half"),
@@ -113,6 +114,7 @@ def test_figures_are_medians_of_ratios() -> None:
     expected |= {"slots_in_use_4": 1.0, "seconds_4": 1.0, "instant_seconds_4": 1.0}
     expected |= {"cached_share": 0.95, "cached_share_half": 0.5}
     expected |= {"kv_bytes": 7, "kv_bytes_half": 7, "identical": 0.75, "answers_per_s": 300.0}
+    expected |= {"journal_share": 0.04}
     assert figures(rows) == pytest.approx(expected)
 
 

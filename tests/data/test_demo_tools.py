@@ -27,7 +27,7 @@ from infra.demo_tools.task import SolverTurn, SumOfProducts, draw_problems, solv
 from infra.small_model import IGNORED
 from infra.splits import split_of
 from schemas.environment import EnvironmentTask
-from schemas.rollout import Turn
+from schemas.rollout import Generated, RequestId, Split, Turn
 from tests.conftest import REPOSITORY
 
 FOLDER = REPOSITORY / "infra" / "demo_tools"
@@ -79,7 +79,8 @@ async def converse(
     while len(turns) < MAX_TURNS:
         sampled = next_turn(ids)
         ids, turns = [*ids, *sampled], [*turns, Turn(len(sampled))]
-        answer = await actor.answer(sample, TASK, ids, turns)
+        talk = Generated(ids, [], (), turns=tuple(turns))
+        answer = await actor.answer(RequestId(Split.TRAIN, 1, sample, 0), TASK, talk)
         assert not answer.failed
         if answer.observed is None:
             break

@@ -5,14 +5,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from benchmarks.timed_stubs import LocalStore
 from engines.environment.actor import EnvironmentActor
 from engines.environment.client import TurnAnswer
 from engines.inference.tool_parsers import open_parser
+from engines.store.actor import StoreClient
+from engines.store.turns import by_sample
 from schemas.config import TrainConfig
 from schemas.environment import EnvironmentTask
-from schemas.rollout import Turn
+from schemas.rollout import Generated, RequestId, Split, Turn
 from tests.conftest import DEMO
 
+ID = RequestId(Split.TRAIN, 1, "a", 0)
 TASK = EnvironmentTask("a", "mine", None, {}, 7)
 UNSTABLE = """
 from pathlib import Path
@@ -32,26 +38,30 @@ class Unstable:
         raise OSError("it cannot end")
 """
 
-Talk = tuple[list[int], tuple[Turn, ...]]
-"""Tokens of a conversation and its turns, the last without an answer."""
 
-
-def run(directory: Path, steps: Callable[[Any], Any]) -> Any:
+def run(
+    directory: Path,
+    steps: Callable[[Any], Any],
+    store: StoreClient | None = None,
+    *,
+    retries: int = 3,
+    source: str = UNSTABLE,
+) -> Any:
     """Run `steps` with a function that makes actors of one unstable environment."""
-    (directory / "mine.py").write_text(UNSTABLE)
+    (directory / "mine.py").write_text(source)
     (directory / "note").write_text("")
     environment = {"path": str(directory / "mine.py"), "kwargs": {"note": str(directory / "note")}}
     config = TrainConfig.model_validate(
         {
             "model": {"path": str(DEMO / "model")},
             "data": {"train": ["unused"]},
-            "environment": environment | {"processes": 1, "retries": 3},
+            "environment": environment | {"processes": 1, "retries": retries},
         }
     )
     actors: list[EnvironmentActor] = []
 
     def make() -> EnvironmentActor:
-        actors.append(EnvironmentActor(config, open_parser))
+        actors.append(EnvironmentActor(config, open_parser, store))
         return actors[-1]
 
     async def go() -> Any:
@@ -64,7 +74,9 @@ def run(directory: Path, steps: Callable[[Any], Any]) -> Any:
     return asyncio.run(go())
 
 
-def said(actor: EnvironmentActor, *sampled: str, observed: Sequence[Sequence[int]] = ()) -> Talk:
+def said(
+    actor: EnvironmentActor, *sampled: str, observed: Sequence[Sequence[int]] = ()
+) -> Generated:
     """Return a conversation with these turns, and the answers to all but the last."""
     tokens: list[int] = []
     turns: list[Turn] = []
@@ -73,14 +85,14 @@ def said(actor: EnvironmentActor, *sampled: str, observed: Sequence[Sequence[int
         answer = list(observed[at]) if at < len(observed) else None
         tokens += [*own, *(answer or ())]
         turns.append(Turn(len(own), None if answer is None else len(answer)))
-    return tokens, tuple(turns)
+    return Generated(tokens, [], (), turns=tuple(turns))
 
 
-async def ask(actor: EnvironmentActor, talk: Talk) -> TurnAnswer:
-    return await actor.answer("sample", TASK, *talk)
+async def ask(actor: EnvironmentActor, talk: Generated) -> TurnAnswer:
+    return await actor.answer(ID, TASK, talk)
 
 
-async def tokens_of(actor: EnvironmentActor, talk: Talk) -> Sequence[int]:
+async def tokens_of(actor: EnvironmentActor, talk: Generated) -> Sequence[int]:
     answer = await ask(actor, talk)
     assert answer.observed is not None
     return answer.observed
@@ -119,8 +131,31 @@ def test_an_answer_belongs_to_the_tokens_of_its_turn(tmp_path: Path) -> None:
 def test_an_environment_that_cannot_end_a_conversation_has_failed(tmp_path: Path) -> None:
     async def steps(make: Any) -> None:
         actor = make()
-        answer = await actor.end("sample", TASK, *said(actor, "1"), "turns")
+        answer = await actor.end(ID, TASK, said(actor, "1"), "turns")
         assert (answer.failed, answer.score) == (True, None)
-        assert "it cannot end" in (await actor.failures())["sample"]
+        assert "it cannot end" in (await actor.failures())[str(ID)]
 
     run(tmp_path, steps)
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_a_recorded_conversation_that_cannot_go_on_begins_anew(
+    tmp_path: Path, *, replays: bool
+) -> None:
+    """Without a retry: the user may have changed the environment before --resume."""
+
+    async def steps(make: Any) -> None:
+        before = make()
+        first = await tokens_of(before, said(before, "1"))
+        await before.shutdown()
+        recorded = by_sample(await store.call("open_turns"))
+        assert [len(turns) for turns in recorded.values()] == ([1] if replays else [])
+        actor = make()
+        if replays:
+            assert await tokens_of(actor, said(actor, "1")) == first
+            assert (await ask(actor, said(actor, "1", "2", observed=[first]))).restarts
+        assert await tokens_of(actor, said(actor, "1")) != first
+
+    store = LocalStore(tmp_path / "run.duckdb")
+    source = UNSTABLE.replace("def __init__", f"replays = {replays}\n\n    def __init__", 1)
+    run(tmp_path, steps, store, retries=0, source=source)

@@ -10,9 +10,10 @@ import pytest
 from engines.environment.client import EnvironmentClient
 from engines.failures import Failures
 from engines.rollout.moves import EngineView, RolloutView
+from engines.store.turns import RecordedTurn
 from schemas.environment import EnvironmentConfig
-from schemas.rollout import FinishedRollout, FinishReason
-from tasks.rollout import _left, _Watch
+from schemas.rollout import FinishedRollout, FinishReason, Generated, Turn, VersionSpan
+from tasks.rollout import _continued, _left, _Watch
 from tests.rollout.fakes import request
 
 
@@ -22,6 +23,31 @@ def test_stored_rollouts_are_not_generated_again():
     done = {requests[0][1].id, requests[3][1].id}
     assert _left(requests, done) == requests[1:3]
     assert _left(requests, set()) == requests
+
+
+def test_recorded_turns_of_the_stages_version_go_on() -> None:
+    """Of another version, only those of a deferred request, or if the run mixes versions."""
+    planned = request("p", 3)
+    deferred = planned.deferred()
+    turns = [
+        RecordedTurn(
+            planned.id,
+            number,
+            Generated([number, 9], [-0.5], (VersionSpan(2, 1),), turns=(Turn(1, 1, ended_s=1e9),)),
+            "{}",
+        )
+        for number in range(2)
+    ]
+    for given, version, mixes in ((planned, 2, False), (planned, 3, True), (deferred, 3, False)):
+        generated = _continued(given, turns, version, mixes=mixes).generated
+        assert generated is not None
+        # The last turn is answered again: by the record.
+        assert list(generated.token_ids) == [0, 9, 1]
+        assert [turn.num_observed for turn in generated.turns] == [1, None]
+        assert [turn.ended_s for turn in generated.turns] == [None, None]
+        assert generated.spans == (VersionSpan(2, 2),)
+    assert _continued(planned, turns, 3, mixes=False) is planned
+    assert _continued(planned, [], 2, mixes=False) is planned
 
 
 @pytest.mark.parametrize("on_error", ["stop", "zero", "leave_out"])

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engines.environment.client import Environments, TurnAnswer
+from engines.environment.client import Environments, answered, without_last_answer
 from schemas.rollout import FinishReason, Generated, RequestId, RolloutRequest, Turn
 
 
@@ -175,31 +175,3 @@ def with_turn(generated: Generated) -> Generated:
         - sum(t.num_accepted_tokens for t in earlier),
     )
     return replace(generated, turns=(*generated.turns, turn))
-
-
-def answered(generated: Generated, answer: TurnAnswer) -> Generated:
-    """Return the tokens with the answer to their last turn. An answer that ends the conversation
-    adds no tokens."""
-    observed = answer.observed
-    turn = replace(
-        generated.turns[-1],
-        num_observed=None if observed is None else len(observed),
-        waited_s=answer.waited_s,
-        score=answer.score,
-        num_calls=answer.num_calls,
-        num_failed_calls=answer.num_failed_calls,
-    )
-    return replace(
-        generated,
-        token_ids=array("i", [*generated.token_ids, *(observed or ())]),
-        turns=(*generated.turns[:-1], turn),
-        score=answer.score if observed is None else None,
-    )
-
-
-def without_last_answer(generated: Generated) -> Generated:
-    """Return the tokens without those that were observed last, which no turn will follow."""
-    last = generated.turns[-1]
-    token_ids = generated.token_ids[: len(generated.token_ids) - (last.num_observed or 0)]
-    turns = (*generated.turns[:-1], replace(last, num_observed=None))
-    return replace(generated, token_ids=token_ids, turns=turns)
