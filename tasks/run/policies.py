@@ -15,6 +15,7 @@ from engines.control.techniques import (
     tokens_to_come,
 )
 from engines.histopipe.group_lengths import GroupLengths
+from engines.histopipe.ranking import context_rates
 from engines.histopipe.sample_queue import SampleQueue
 from engines.latency.interface import Latency
 from engines.latency.measured import measured_by
@@ -103,6 +104,7 @@ async def step_policies(run: Run, engines: Engines, plan: StepPlan) -> tuple[Pol
         ladder=run.inputs.ladder,
         acceptances=await known_acceptances(run, plan, known_before(run, plan.step)),
         prompt_tokens=run.inputs.mean_prompt_tokens,
+        context_rates=context_rates(list(lengths), lengths),
         to_come=tokens_to_come(run.config, lengths),
         move_model=await _move_model(run, engines, plan, latency, lengths) if latency else None,
         queue=await _queue(run, engines, plan),
@@ -182,11 +184,13 @@ async def predict_end(run: Run, plan: StepPlan) -> StageEnd | None:
     if last is None or latency is None:
         return None
     acceptances = await known_acceptances(run, plan, known_before(run, plan.step))
+    lengths = await _lengths(run, plan)
+    rates = context_rates(list(lengths), lengths)
     outlook = stage_outlook(
         run.config,
-        StepInputs(plan=plan, acceptances=acceptances),
+        StepInputs(plan=plan, acceptances=acceptances, context_rates=rates),
         latency,
-        expected_lengths(run.config, await _lengths(run, plan)),
+        expected_lengths(run.config, lengths),
         _prompt_tokens(run),
         last.speculation,
     )
