@@ -344,6 +344,7 @@ def bench(name: str | None, args: tuple[str, ...], listed: bool) -> None:
 for command in (
     cli_inputs.data,
     cli_inputs.config,
+    cli_inputs.drafter,
     cli_records.samples,
     cli_records.sql,
     cli_records.report,
