@@ -43,7 +43,7 @@ async def engines(ray_cluster, history_dir):
     """
     assert ray_cluster.is_initialized()
     off = {"drafting": DraftingConfig(enabled=False), "specactor": SpecActorConfig()}
-    pooled = CONFIG.engine.model_copy(update={"pooled": True, "race_kv_tokens": 0})
+    pooled = CONFIG.engine.model_copy(update={"pooled": True})
     configs = [
         pooled.model_copy(update=off),
         pooled.model_copy(update={"history_dir": history_dir}),
