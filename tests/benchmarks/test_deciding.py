@@ -15,7 +15,7 @@ def test_every_pool_is_looked_at_in_a_round(monkeypatch):
 
     def decides(self, view):
         moves = decide(self, view)
-        looked_at.append((len(view.engines), dict(self._looked_at)))
+        looked_at.append((len(view.engines), dict(self._ends_s)))
         return moves
 
     monkeypatch.setattr(Controller, "decide", decides)
