@@ -138,11 +138,14 @@ class PoolLook:
     state: StepState
 
     def best(self) -> tuple[float, Switched] | None:
-        """Return the best switch and its value, if it pays and now is the best moment for it."""
-        value, made = min(self._switched(), key=lambda at: at[0], default=(math.inf, None))
-        if made is None or value >= self.stays or any(later < value for later in self._laters()):
-            return None
-        return (value, made) if self._knows(*self.sources, *made.targets) else None
+        """Return the best switch with known latencies and its value, if it pays and now is the best
+        moment for it."""
+        for value, made in sorted(self._switched(), key=lambda at: at[0]):
+            if value >= self.stays or any(later < value for later in self._laters()):
+                return None
+            if self._knows(*self.sources, *made.targets):
+                return value, made
+        return None
 
     def gain(self, tp_degree: int, *, move_kv: bool) -> float:
         """Return how much less the value is with this switch. 0 if no request would be left."""

@@ -132,7 +132,7 @@ def sample_queue(
     )
 
 
-def expected_lengths(config: TrainConfig, lengths: Mapping[str, LengthHistory]) -> Remaining:
+def expected_lengths(config: TrainConfig, lengths: Mapping[str, LengthHistory]) -> FromHistory:
     """Return the estimate of remaining tokens. `lengths`: last epoch's lengths, by prompt."""
     max_tokens = config.data.max_response_tokens
     return FromHistory(lengths, max_tokens, group_size=config.rollout.group_size)
@@ -142,10 +142,7 @@ def tokens_to_come(
     config: TrainConfig, lengths: Mapping[str, LengthHistory]
 ) -> TokensToCome | None:
     """Return the estimate for single responses, or None without `lengths` (as above)."""
-    if not lengths:
-        return None
-    max_tokens = config.data.max_response_tokens
-    return FromHistory(lengths, max_tokens, group_size=config.rollout.group_size).medians
+    return expected_lengths(config, lengths).medians if lengths else None
 
 
 def draft_setting(
