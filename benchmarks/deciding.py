@@ -1,23 +1,24 @@
-"""Time one decision on all moves, with many engines in the middle of a step.
+"""Time one decision on TP switches, with many engines in the middle of a step.
 
     64 engines of 32 requests    wanted: below 50 ms
     512 engines of 8             within the time between two looks at an engine's events
 
-The controller is a run's: tensor parallelism of 2, 4 and 8 on nodes of 8 GPUs, races with two draft
-models, expected lengths from history with their scenarios. Requests are made up, one engine in 16
-is idle, and latencies are those of SpecActor's setting. No engine runs. A round looks at every
-pool, in as many decisions as that takes. It decides on moves but does not make them. The bench
-times a decision by the clock and by CPU time of its thread, without garbage collection of imported
-modules. The first round of each size fills caches and does not count.
+The controller is a run's: tensor parallelism of 2, 4 and 8 on nodes of 8 GPUs, beside races with
+two draft models, expected lengths from history with their scenarios. Requests are made up, one
+engine in 16 is idle, and latencies are those of SpecActor's setting. No engine runs. A round looks
+at every pool, in as many decisions as that takes. It decides on moves but does not make them. The
+bench times a decision by the clock and by CPU time of its thread, without garbage collection of
+imported modules. The first round of each size fills caches and does not count.
 """
 
 import gc
 import math
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -28,8 +29,7 @@ from benchmarks.papers.pat import switch_costs
 from benchmarks.papers.real_run import bare_plan
 from benchmarks.papers.settings import LinearLatency
 from engines.control.controller import Controller
-from engines.control.effects import Effects
-from engines.control.proposal import Proposal
+from engines.control.outlook import Outlook
 from engines.control.state import StepState
 from engines.control.techniques import (
     MoveModel,
@@ -43,8 +43,9 @@ from engines.latency.hardware import H100
 from engines.latency.interface import Latency
 from engines.latency.model_shape import SHAPES, ModelShape
 from engines.pat.layouts import plan_pools
+from engines.pat.remaining import Remaining
 from engines.reports.tables import plain_table
-from engines.rollout.moves import EngineView, Move, Policy, RolloutView
+from engines.rollout.moves import EngineView, Policy, RolloutView
 from engines.simulate.run_config import run_config
 from schemas.bench import BenchReport
 from schemas.rollout import DraftProgress, DraftSetting, LengthHistory, RequestId, Split
@@ -143,32 +144,28 @@ def _reshard(
     )
 
 
+@dataclass
 class _Seen:
-    """A technique that notes which engines the controller looks at, and proposes nothing."""
+    """An outlook that notes which engines the controller looks at."""
 
-    def __init__(self) -> None:
-        self.engines: set[int] = set()
+    outlook: Outlook
+    engines: set[int] = field(default_factory=set)
 
-    def propose(self, view: RolloutView, state: StepState, effects: Effects) -> Sequence[Proposal]:
-        del view, effects
-        self.engines |= set(state.engines)
-        return ()
+    @property
+    def remaining(self) -> Remaining:
+        return self.outlook.remaining
 
-    def note(self, proposal: Proposal) -> None:
-        """Do nothing, as it never proposes."""
-
-    def follow(self, view: RolloutView) -> Sequence[Move]:
-        """Return no moves."""
-        del view
-        return ()
+    def forecast(self, view: RolloutView, scenario: float = 0.0) -> StepState:
+        self.engines |= {engine.engine for engine in view.engines}
+        return self.outlook.forecast(view, scenario)
 
 
 def _round(num_engines: int, each: int, seed: int) -> Iterator[Row]:
     view, history = _stage(num_engines, each, seed)
     policies = _policies(num_engines, history)
     (controller,) = (policy for policy in policies if isinstance(policy, Controller))
-    seen = _Seen()
-    controller.techniques = [*controller.techniques, seen]
+    seen: Any = _Seen(controller.outlook)
+    controller.outlook = seen
     at_work = {engine.engine for engine in view.engines if engine.progress}
     while not at_work <= seen.engines:
         began_s, cpu_s = time.perf_counter(), time.thread_time()

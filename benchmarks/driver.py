@@ -14,7 +14,12 @@ finish rollouts faster than the driver can store them. Figures of this run end i
     rollouts_per_s          finished and stored rollouts a second
     driver_cpu_ms           CPU time of the event loop's thread for each of them
 
-On a busy machine, longest_block_ms includes the time in which the loop waits for a core.
+Then half of 64 engines race the requests of the other half, all by one decision
+(`benchmarks.driver_races`). Figure of this run:
+
+    races_longest_hold_up_ms    the longest time that the events of an engine waited for the driver
+
+On a busy machine, times include those in which the loop waits for a core.
 """
 
 import asyncio
@@ -31,6 +36,7 @@ from typing import Any
 import pyarrow as pa
 from rich.console import Console
 
+from benchmarks.driver_races import race_at_once
 from benchmarks.laps import Measured, Row
 from benchmarks.one_step import step_requests
 from benchmarks.stand_ins import (
@@ -204,6 +210,7 @@ def measure(args: Namespace, console: Console) -> Measured:
         f"driver_cpu_ms_{MANY_ENGINES}_engines": 1e3 * many["cpu_s"] / many["rollouts"],
         f"longest_block_ms_{MANY_ENGINES}_engines": many["longest_block_ms"],
         f"longest_block_cpu_ms_{MANY_ENGINES}_engines": many["longest_block_cpu_ms"],
+        "races_longest_hold_up_ms": 1e3 * asyncio.run(race_at_once()),
     }
     return figures, rows
 
@@ -219,6 +226,8 @@ def show(report: BenchReport, console: Console) -> None:
     console.print(table)
     per_token = report.figures["driver_bytes_per_token"]
     console.print(f"{per_token:.3f} bytes of the driver's memory for each further token")
+    hold_up_ms = report.figures["races_longest_hold_up_ms"]
+    console.print(f"events wait for at most {hold_up_ms:.0f} ms while races begin")
 
 
 async def _measure(args: Namespace, directory: Path, console: Console) -> list[Row]:

@@ -92,7 +92,6 @@ def _config(config: TrainConfig) -> EngineConfig:
         max_model_len=config.max_model_len,
         seed=config.seed,
         specactor=SpecActorConfig(draft_models=(drafter,)),
-        race_kv_tokens=0,
     )
 
 

@@ -127,10 +127,6 @@ class RolloutConfig(Frozen):
         return (self.validation if split is Split.VALIDATION else None) or self
 
 
-RACE_KV_TOKENS = 2048
-"""The engine that has the KV cache pauses to save it, so a shorter one is computed again."""
-
-
 class EngineConfig(Frozen):
     """Settings of one rollout engine: its model, sampling, drafting and use of GPUs. What it starts
     with besides is a `schemas.engine.EngineSetup`."""
@@ -150,8 +146,8 @@ class EngineConfig(Frozen):
     """Environment that answers its turns. None: every response is a single turn."""
     history_dir: Path = Path()
     """Directory of the index files."""
-    race_kv_tokens: int | None = RACE_KV_TOKENS
-    """Fewest tokens of a request that takes its KV cache along to a race. None: no request does."""
+    races_with_kv: bool = True
+    """Whether requests can take their KV cache along to a race."""
 
     @property
     def speculates(self) -> bool:
@@ -161,12 +157,7 @@ class EngineConfig(Frozen):
     @property
     def moves_kv(self) -> bool:
         """Whether requests bring and take their KV cache when they move to another engine."""
-        return self.pooled or (self.specactor.races and self.races_with_kv(self.max_model_len))
-
-    def races_with_kv(self, num_tokens: int) -> bool:
-        """Whether a request with this many tokens takes its KV cache along to a race."""
-        least = self.race_kv_tokens
-        return least is not None and num_tokens >= least
+        return self.pooled or (self.specactor.races and self.races_with_kv)
 
     @property
     def max_draft(self) -> int:

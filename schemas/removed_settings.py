@@ -113,7 +113,7 @@ REMOVED: dict[str, Removed] = {
     "specactor.fuse": Removed(True, "the draft with more expected accepted tokens is verified"),
     "specactor.reconfigure_tokens": Removed(1000, "windows are chosen every 1000 tokens"),
     "specactor.max_race_batch": Removed(8, "an engine races 8 responses at the same time"),
-    "specactor.race_kv_tokens": Removed(2048, "the KV cache is copied from 2048 tokens on"),
+    "specactor.race_kv_tokens": Removed(2048, "the KV cache is copied where that is faster"),
     "specactor.gpu_memory_share": Removed(0.9, "a drafter uses 0.9 of its own GPU"),
     "specactor.max_restarts": Removed(3, "a drafter is restarted 3 times"),
     "histopipe.two_tier": Removed(

@@ -28,7 +28,13 @@ from tasks.run.artifacts import ProgressPage
 from tasks.run.attach import Run, attach
 from tasks.run.engines import Engines
 from tasks.run.environments import refuse_failed, task_of
-from tasks.run.policies import predict_end, settings_of, step_policies, tell_collapses
+from tasks.run.policies import (
+    kv_rule,
+    predict_end,
+    settings_of,
+    step_policies,
+    tell_collapses,
+)
 from tasks.run.refill import next_batch, refills
 
 _SHOW_EVERY_S = 0.2
@@ -163,6 +169,7 @@ class _Generation:
             policies=policies,
             min_rollouts=_min_rollouts(run, plan, len(carried), len(self.done)),
             in_flight=queued and first and run.config.rollout.weight_update == "in_flight",
+            moves_kv=await kv_rule(run, engines, plan),
             label=f"{plan.split}/{plan.step}",
         )
         if first and plan.split is Split.TRAIN:

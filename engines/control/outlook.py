@@ -12,13 +12,13 @@ verified; its prompt's, for drafts from history; its drafter's mean in the view;
 expected acceptance.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from engines.control.state import EngineState, Forecaster, PlacedRequest, StepState
 from engines.pat.remaining import Remaining
-from engines.rollout.moves import EngineView, Move, Race, RolloutView
+from engines.rollout.moves import EngineView, RolloutView
 from engines.specactor.ladder import request_acceptance
 from schemas.drafting import HISTORY
 from schemas.rollout import DraftProgress, DraftSetting, RequestId
@@ -51,8 +51,6 @@ class Outlook:
     """Response tokens of each request in the last view that knew them."""
     _settings: dict[RequestId, DraftSetting | None] = field(default_factory=dict)
     """Last reported setting of each request."""
-    _asked: dict[tuple[int, RequestId], DraftSetting] = field(default_factory=dict)
-    """Settings of races that the engine has not reported yet, by engine and request."""
     _rates: dict[tuple[RequestId, str], float] = field(default_factory=dict)
     """Last known acceptance, by request and drafter."""
 
@@ -64,7 +62,7 @@ class Outlook:
         lengths = {id: num + to_come[id] for id, num in generated.items()}
         rows = {id: row for row, id in enumerate(generated)}
         engines = (self._engine(engine, rows, lengths) for engine in view.engines)
-        return StepState.of(self.forecaster, rows, engines)
+        return StepState.of(self.forecaster, engines)
 
     def _look(self, view: RolloutView) -> None:
         """Read the view. Several scenarios share one view, so read each view once."""
@@ -72,12 +70,6 @@ class Outlook:
             self._seen, self._generated = view, self._count(view)
             self._receive(view)
             self.acceptances = {**self.expected_acceptance, **_means(view)}
-
-    def note(self, moves: Iterable[Move]) -> None:
-        """Remember the races that were ordered. Engines report them only later."""
-        for move in moves:
-            if isinstance(move, Race):
-                self._asked[move.to_engine, move.id] = move.drafting
 
     def _count(self, view: RolloutView) -> dict[RequestId, int]:
         """Return the response tokens of every unfinished request."""
@@ -90,10 +82,7 @@ class Outlook:
     def _receive(self, view: RolloutView) -> None:
         for engine in view.engines:
             for id, told in engine.drafting.items():
-                if told.setting and self._asked.get((engine.engine, id)) == told.setting:
-                    del self._asked[engine.engine, id]
-                if (engine.engine, id) not in self._asked:
-                    self._settings[id] = told.setting
+                self._settings[id] = told.setting
                 rate = _acceptance(told)
                 if told.setting and rate is not None:
                     self._rates[id, told.setting.drafter] = rate
@@ -113,8 +102,6 @@ class Outlook:
         return EngineState(engine.engine, engine.tp_degree, tuple(copies))
 
     def _setting(self, engine: EngineView, id: RequestId) -> DraftSetting | None:
-        if asked := self._asked.get((engine.engine, id)):
-            return asked
         told = engine.drafting.get(id)
         return told.setting if told else self._settings.get(id, self.default_drafting)
 

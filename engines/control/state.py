@@ -1,7 +1,6 @@
 """The predicted state of a generation stage: where each request is, and when it ends. Pure.
 
-    RolloutView ─outlook─► StepState ─effects─► predicted StepState after some moves
-                               └─ engine by engine ─forecast─► when each request ends
+    RolloutView ─outlook─► StepState ─ engine by engine ─forecast─► when each request ends
 
 A raced request ends with the first of its copies. The step ends with its last request. Times are
 seconds from the moment of the view.
@@ -14,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -65,11 +64,6 @@ class EngineState:
     engine: int
     tp_degree: int
     copies: tuple[PlacedRequest, ...]
-    delay_s: float = 0.0
-    """Seconds until the engine decodes, because it wakes or prefills first."""
-
-    def find(self, row: int) -> PlacedRequest | None:
-        return next((copy for copy in self.copies if copy.row == row), None)
 
     @property
     def context_tokens(self) -> float:
@@ -82,22 +76,21 @@ class EngineForecast:
 
     engine: EngineState
     _batch: BatchForecast | None
-    """Forecast from the moment the engine decodes. None: it has no requests."""
+    """None: the engine has no requests."""
     _later: dict[float, EngineState] = field(default_factory=dict, compare=False)
     """Cache of later states, by seconds from now. Several switches start from the same one."""
 
     @property
     def end_s(self) -> float:
         """Seconds until the engine runs out of requests."""
-        return self._batch.finish_s + self.engine.delay_s if self._batch else 0.0
+        return self._batch.finish_s if self._batch else 0.0
 
     @property
     def times_s(self) -> Times:
         """Seconds until each request ends, by row."""
         if self._batch is None:
             return {}
-        ends_s = (self._batch.ends_s + self.engine.delay_s).tolist()
-        copies = self.engine.copies
+        ends_s, copies = self._batch.ends_s.tolist(), self.engine.copies
         return {copies[i].row: end_s for i, end_s in zip(self._batch.order, ends_s, strict=True)}
 
     def later(self, wait_s: float) -> EngineState:
@@ -106,9 +99,8 @@ class EngineForecast:
         if batch is None:
             return engine
         if wait_s not in self._later:
-            copies = tuple(batch.after(engine.copies, max(0.0, wait_s - engine.delay_s)))
-            delay_s = max(0.0, engine.delay_s - wait_s)
-            self._later[wait_s] = replace(engine, copies=copies, delay_s=delay_s)
+            copies = tuple(batch.after(engine.copies, wait_s))
+            self._later[wait_s] = replace(engine, copies=copies)
         return self._later[wait_s]
 
 
@@ -120,11 +112,7 @@ class Forecaster:
     max_num_seqs: int = 256
     """Most requests that an engine decodes at once."""
 
-    def times_s(self, engine: EngineState) -> Times:
-        """Return the seconds until each request ends, by row."""
-        return self.forecast(engine).times_s
-
-    def forecast(self, engine: EngineState) -> "EngineForecast":
+    def forecast(self, engine: EngineState) -> EngineForecast:
         return EngineForecast(engine, self._forecast(engine) if engine.copies else None)
 
     def knows(self, engine: EngineState) -> bool:
@@ -139,7 +127,6 @@ class Forecaster:
         return all(self.latency.reaches(engine.tp_degree, *step) for step in steps)
 
     def _forecast(self, engine: EngineState) -> BatchForecast:
-        """Return the forecast from the moment the engine decodes."""
         places: dict[Drafted, int] = {}
         place_of = [
             places.setdefault((copy.drafting, copy.acceptance), len(places))
@@ -184,48 +171,26 @@ class StepState:
     """All engines that are in this stage. Requests are named by row."""
 
     forecaster: Forecaster
-    rows: Mapping[RequestId, int]
-    engines: Mapping[int, EngineState]
-    times_s: Mapping[int, Times]
-    """Predicted end of each copy, by engine."""
+    forecasts: Mapping[int, EngineForecast]
+    """Forecast of each engine, by index."""
     ends_s: Times
     """Predicted end of each request."""
-    holders: Mapping[int, tuple[int, ...]]
-    """Engines that have a copy of each request."""
-    forecasts: Mapping[int, EngineForecast] = field(default_factory=dict)
-    """Forecasts of engines, as far as they are kept."""
 
     @classmethod
-    def of(
-        cls, forecaster: Forecaster, rows: Mapping[RequestId, int], engines: Iterable[EngineState]
-    ) -> "StepState":
-        by_index = {engine.engine: engine for engine in engines}
-        forecasts = {index: forecaster.forecast(engine) for index, engine in by_index.items()}
-        times_s = {index: forecast.times_s for index, forecast in forecasts.items()}
-        holders: dict[int, tuple[int, ...]] = {}
-        for index, of_engine in times_s.items():
-            for row in of_engine:
-                holders[row] = (*holders.get(row, ()), index)
-        ends_s = first_s(times_s.values())
-        return cls(forecaster, rows, by_index, times_s, ends_s, holders, forecasts)
-
-    def forecast(self, engine: EngineState) -> EngineForecast:
-        known = self.forecasts.get(engine.engine)
-        return known if known and known.engine is engine else self.forecaster.forecast(engine)
-
-    @cached_property
-    def ranked(self) -> list[tuple[float, int]]:
-        """Ends and rows of all requests, the last end first."""
-        return sorted(((end_s, row) for row, end_s in self.ends_s.items()), reverse=True)
+    def of(cls, forecaster: Forecaster, engines: Iterable[EngineState]) -> "StepState":
+        forecasts = {engine.engine: forecaster.forecast(engine) for engine in engines}
+        ends_s = first_s(forecast.times_s for forecast in forecasts.values())
+        return cls(forecaster, forecasts, ends_s)
 
     @property
     def end_s(self) -> float:
         """Seconds until the step ends."""
-        return self.ranked[0][0] if self.ranked else 0.0
+        return max(self.ends_s.values(), default=0.0)
 
     def engine_end_s(self, index: int) -> float:
         """Return when the engine runs out of requests. A race's losers stop with its winner."""
-        return max((self.ends_s[row] for row in self.times_s[index]), default=0.0)
+        copies = self.forecasts[index].engine.copies
+        return max((self.ends_s[copy.row] for copy in copies), default=0.0)
 
 
 def first_s(times_s: Iterable[Times]) -> Times:

@@ -3,9 +3,9 @@
     config ─────────────────────────────────────────────┐
     plan, ladder, acceptances, latency model, lengths ──┴─► plan_policies ─► policies
 
-With several TP degrees, one controller compares reshapes, migrations and races by one latency
-model. Without them each technique that is on decides by itself, as in its paper. Real and simulated
-runs both call `plan_policies`, so a simulation shows what a run does.
+Each technique that is on decides by itself. The controller of TP switches comes first, so the
+others see its pools as it left them. Real and simulated runs both call `plan_policies`, so a
+simulation shows what a run does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from engines.control.controller import Controller
-from engines.control.effects import Effects
-from engines.control.objective import FewestGpuSeconds, SoonestEnd
 from engines.control.outlook import Outlook
-from engines.control.proposal import MoveTechnique, Outliers, Racing
-from engines.control.reshaping import WAIT_SHARES, MissedSavings, Reshaping
+from engines.control.reshaping import MissedSavings, Reshaping
 from engines.control.state import Forecaster
 from engines.histopipe.group_lengths import GroupLengths
 from engines.histopipe.migration import DEFER_SHARE, Migration
@@ -45,7 +42,7 @@ RECONFIGURE_TOKENS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class MoveModel:
-    """The models that moves are compared with."""
+    """The models that switches are decided with."""
 
     latency: Latency
     costs: SwitchCosts
@@ -79,7 +76,7 @@ class StepInputs:
     to_come: TokensToCome | None = None
     """Expected remaining tokens of each response. None: unknown."""
     move_model: MoveModel | None = None
-    """None: moves cannot be compared, and there is no controller."""
+    """None: switches cannot be predicted, and there is no controller."""
     queue: SampleQueue | None = None
     """Queue of the step's samples. None: they are placed before the step begins."""
 
@@ -103,14 +100,13 @@ def plan_policies(config: TrainConfig, inputs: StepInputs) -> tuple[Policy, ...]
 
 
 def _moving(config: TrainConfig, inputs: StepInputs) -> tuple[Policy, ...]:
-    outliers = _migration(config, inputs.plan)
-    races = _best_of_n(config, inputs)
-    redrafts = _reconfiguration(config, inputs)
-    if not config.pat.tp_degrees or inputs.move_model is None:
-        return tuple(policy for policy in (outliers, redrafts, races) if policy)
-    controller = _controller(config, inputs, inputs.move_model, outliers, races)
-    # Redrafting needs no controller: each request gets the drafting that is best for itself.
-    return (controller, redrafts) if redrafts else (controller,)
+    policies = (
+        _controller(config, inputs),
+        _migration(config, inputs.plan),
+        _reconfiguration(config, inputs),
+        _best_of_n(config, inputs),
+    )
+    return tuple(policy for policy in policies if policy)
 
 
 def sample_queue(
@@ -137,7 +133,7 @@ def sample_queue(
     )
 
 
-def expected_lengths(config: TrainConfig, lengths: Mapping[str, LengthHistory]) -> Remaining:
+def expected_lengths(config: TrainConfig, lengths: Mapping[str, LengthHistory]) -> FromHistory:
     """Return the estimate of remaining tokens. `lengths`: last epoch's lengths, by prompt."""
     max_tokens = config.data.max_response_tokens
     return FromHistory(lengths, max_tokens, group_size=config.rollout.group_size)
@@ -147,10 +143,7 @@ def tokens_to_come(
     config: TrainConfig, lengths: Mapping[str, LengthHistory]
 ) -> TokensToCome | None:
     """Return the estimate for single responses, or None without `lengths` (as above)."""
-    if not lengths:
-        return None
-    max_tokens = config.data.max_response_tokens
-    return FromHistory(lengths, max_tokens, group_size=config.rollout.group_size).medians
+    return expected_lengths(config, lengths).medians if lengths else None
 
 
 def draft_setting(
@@ -167,31 +160,20 @@ def draft_setting(
     return DraftSetting(drafter, window, coupled=not is_model)
 
 
-def _controller(
-    config: TrainConfig,
-    inputs: StepInputs,
-    model: MoveModel,
-    outliers: Migration | None,
-    races: BestOfN | None,
-) -> Controller:
-    objective = FewestGpuSeconds() if config.staleness else SoonestEnd()
-    reshaping = Reshaping(objective, WAIT_SHARES, model.missed_savings)
-    techniques: list[MoveTechnique] = [reshaping]
-    if outliers:
-        techniques.append(Outliers(outliers))
-    if races:
-        techniques.append(Racing(races))
+def _controller(config: TrainConfig, inputs: StepInputs) -> Controller | None:
+    """Return the controller of TP switches, or None if there is one TP degree."""
+    model = inputs.move_model
+    if not config.pat.tp_degrees or model is None:
+        return None
     pools = {pool.index: pool for pool in model.pools}
-    outlook = stage_outlook(
-        config, inputs, model.latency, model.remaining, model.prompt_tokens, model.speculation
-    )
+    idles = not config.staleness
     return Controller(
-        techniques,
-        outlook,
-        Effects(model.latency, pools, model.costs),
-        objective,
-        shares_engines=bool(races) and not config.staleness,
-        opening=reshaping if model.opens and _opens(config) else None,
+        Reshaping(model.costs, pools, idles, missed_savings=model.missed_savings),
+        stage_outlook(
+            config, inputs, model.latency, model.remaining, model.prompt_tokens, model.speculation
+        ),
+        opens=model.opens and _opens(config),
+        shares_engines=config.specactor.races and idles,
     )
 
 

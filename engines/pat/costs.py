@@ -1,4 +1,5 @@
-"""Costs of a switch to another TP degree (PAT, section 4.3). Pure.
+"""Costs of keys and values that go to other engines: in a switch to another TP degree (PAT, section
+4.3), and with a request that is raced or migrates. Pure.
 
     T_switch  = control + weights + min(T_move, T_recompute)
     move        S = sum_i k L_i / TP_src,  T_move = S / bandwidth              (equations 1 and 2)
@@ -108,6 +109,13 @@ class SwitchCosts:
             for batch in targets
             if batch
         )
+
+    def moves_kv(self, from_tp: int, to_tp: int, context_tokens: float) -> bool:
+        """Return whether a request that is raced or migrates within a node should take its keys and
+        values along: whether both engines together spend less time on them than a prefill takes."""
+        moved_s = self.transfer_s(from_tp, context_tokens) + self.transfer_s(to_tp, context_tokens)
+        again_s = self.recompute_s(to_tp, [[context_tokens]])
+        return min(self.ways, key={True: moved_s, False: again_s}.__getitem__)
 
     def transfer_s(self, tp_degree: int, context_tokens: float) -> float:
         """Return seconds in which one engine saves or loads the keys and values of these tokens."""

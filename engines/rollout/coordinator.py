@@ -35,7 +35,7 @@ from engines.rollout.engine_reports import Copied, EngineReport, Fatal, Refreshe
 from engines.rollout.fleet import Fleet
 from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone, Finished
 from engines.rollout.mover import Mover
-from engines.rollout.moves import Policy
+from engines.rollout.moves import MovesKV, Policy, moves_long
 from engines.rollout.reassign import Reassigner
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome, Tally
@@ -122,6 +122,7 @@ class Coordinator:
         policies: Sequence[Policy] | None = None,
         min_rollouts: int | None = None,
         in_flight: bool = False,
+        moves_kv: MovesKV = moves_long,
         label: str = "",
     ) -> "asyncio.Future[Outcome]":
         """Queue a stage that generates every request, and return the future of its outcome.
@@ -163,6 +164,7 @@ class Coordinator:
             },
             num_rollouts=len(assignments),
             in_flight=in_flight,
+            moves_kv=moves_kv,
             waiting=waiting,
         )
         self._stages.append(stage)
@@ -219,7 +221,7 @@ class Coordinator:
                 self._on_refreshed(self._engines[index], report)
                 await self._on_awake(self._engines[index])
             case Copied():
-                await self._reshaper.note_copied(self._engines[index], report)
+                await self._mover.note_copied(self._engines[index], report)
             case Signal.WOKEN:
                 self._reshaper.note_woken(self._engines[index])
                 await self._on_awake(self._engines[index])
@@ -361,7 +363,9 @@ class Coordinator:
                 on_progress(view)
             for policy in stage.policies:
                 moves = await slow_policy.decide(policy, view, in_thread=self._decide_in_thread)
-                await self._mover.make(stage, self._after(stage), moves)
+                if moves:
+                    await self._mover.make(stage, self._after(stage), moves)
+                    view = stage_view(self._fleet, stage, self._after(stage))
         if stage.waiting:
             await self._mover.occupy(stage)
         if waited and not stage.waiting:  # Its engines may begin the next stage in flight.

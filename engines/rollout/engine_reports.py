@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from engines.rollout.interface import EngineEvents
-from schemas.rollout import SavedKV
+from schemas.rollout import RolloutRequest, SavedKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +25,21 @@ class Refreshed(Synced):
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Report that an engine has saved keys and values ahead, or is ready to load saved ones."""
+    """Report that an engine has copied requests, has saved keys and values ahead, or is ready to
+    load saved ones."""
 
     of: object
-    """Switch that the order belongs to."""
+    """Switch or `Preparation` that the order belongs to."""
     saved: SavedKV | None = None
+    copies: tuple[RolloutRequest, ...] = ()
+    """Copies to race with."""
 
 
 class Signal(Enum):
     QUEUED = "a stage has come"
     WOKEN = "an engine has its GPUs again"
     PARKED = "an engine has left its GPUs to others"
+    SUBMITTED = "an engine has the copies that it races"
     RESTARTED = "an engine is there again, empty"
 
 

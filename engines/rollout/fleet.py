@@ -10,6 +10,8 @@ Each task puts one report into the inbox:
     restart     a dead engine has restarted, after other layouts have released its GPUs
     precopy     an engine has saved keys and values of requests that continue on it
     expect_kv   an engine is ready to load keys and values that others saved
+    copy        an engine has copied requests that other engines will race
+    submit      an engine has the copies that it races
 
 All but pumps and restarts are orders (`orders.py`): each engine carries out its orders one by one.
 The fleet decides nothing. The coordinator reads the inbox and decides.
@@ -26,11 +28,13 @@ from engines.rollout import orders
 from engines.rollout.deaths import Deaths
 from engines.rollout.engine_reports import EngineReport, Fatal, Inbox, Signal
 from engines.rollout.interface import Engine, EngineDied, EngineGone
+from engines.rollout.lifecycle import Lifecycle
+from engines.rollout.preparations import Preparations
 from engines.rollout.stage import GenerationStage
 from engines.rollout.timeline_log import TimelineLog
-from engines.rollout.tracked_engine import Lifecycle, TrackedEngine
+from engines.rollout.tracked_engine import TrackedEngine
 from schemas.layout import Pool
-from schemas.rollout import RequestId
+from schemas.rollout import RequestId, RolloutRequest
 from schemas.timeline import Activity
 from schemas.weights import PolicyWeights
 
@@ -64,6 +68,7 @@ class Fleet:
             self._share_gpus(pool)
         self.base = [tracked for tracked in self.engines.values() if not tracked.standby]
         """Engines on which stages begin: those of each pool's base layout. Some may be gone."""
+        self.preparations = Preparations()
         self._last_gone: EngineGone | None = None
         self._unreported: set[int] = set()
         """Lost engines that no stage's outcome reports yet."""
@@ -177,6 +182,14 @@ class Fleet:
             report = failure
         await self.inbox.put((tracked.index, report))
 
+    def give(self, tracked: TrackedEngine, request: RolloutRequest) -> None:
+        """Add a request of the engine's stage, and order the engine to take it if it is serving."""
+        tracked.expect([request])
+        if tracked.takes_requests:
+            order = self.order(orders.submit, tracked, [request.id])
+            tracked.arriving[request.id] = order
+            order.add_done_callback(lambda _: tracked.arriving.pop(request.id, None))
+
     def refresh(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
         """Order a parked engine to load the stage's weights, if `keep_parked_current`."""
         if self._keep_parked_current:
@@ -244,6 +257,7 @@ class Fleet:
         pump = self._pumps.pop(tracked.index, None)
         await cancel([*([pump] if pump else []), *self._orders[tracked.index]])
         self._orders[tracked.index].clear()
+        self.changed.update(target.index for target in self.preparations.drop(tracked))
         tracked.die()
         self._waiting[tracked.index] = death
 

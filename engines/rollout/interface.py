@@ -110,8 +110,8 @@ class Engine(Protocol):
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
     ) -> list[RolloutRequest]:
         """Return requests with their tokens so far; the requests continue here. A request that has
-        finished meanwhile is not returned. `keep_kv`: save keys and values too, of requests long
-        enough for that to pay; they are kept for a minute."""
+        finished meanwhile is not returned. `keep_kv`: save keys and values too, where possible.
+        They are kept for a minute."""
         ...
 
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
@@ -145,7 +145,8 @@ class Engine(Protocol):
         ...
 
     async def take_kv_counts(self) -> KVCounts:
-        """Return the counts since the last call. Called only if the GPUs have several layouts."""
+        """Return the counts since the last call. Called only if the GPUs have several layouts, or
+        requests took keys and values along."""
         ...
 
     async def next_events(self) -> EngineEvents:

@@ -1,10 +1,9 @@
 """The mover makes the moves that policies decide on, if they are still possible.
 
     Start      the stage's queue ─► give ─ target
-    Migrate    origin ─ take ─► give ─ target
+    Migrate    (origin ─ save keys and values ahead ─►) origin ─ take ─► give ─ target
     Defer      origin ─ take ─► the next stage
     Race       origin ─ copy ─► give ─ target; the first to finish ─► take from the others
-               (with keys and values, if both are on one node)
     Concede    take from an engine; the copies elsewhere go on
     Redraft    the engine changes its drafting setting
     Reshape    move all of a pool's requests to other engines on the same GPUs (`reshape.py`)
@@ -13,6 +12,10 @@ A request is on one engine, or on several of one stage while it is raced. The co
 moves and events one after the other. Before it reads the next event, the losing copies of a race
 are withdrawn. A loser that finished all the same does not count, so each request finishes once.
 If an engine dies during a move, its requests stay in its record, and the `Reassigner` moves them.
+
+An engine takes a second and more to copy a request or to save its keys and values. These are orders
+(`preparations.py`), so the coordinator reads other events meanwhile. When the report arrives, the
+mover makes the move if it is still possible. Another order then gives the copy to its engine.
 """
 
 from collections import defaultdict
@@ -21,6 +24,8 @@ from dataclasses import replace
 from itertools import groupby
 
 from engines.bounded import gather_all
+from engines.rollout import orders
+from engines.rollout.engine_reports import Copied
 from engines.rollout.fleet import Fleet
 from engines.rollout.interface import Finished
 from engines.rollout.moves import (
@@ -34,6 +39,7 @@ from engines.rollout.moves import (
     Reshape,
     Start,
 )
+from engines.rollout.preparations import Preparation
 from engines.rollout.reshape import Reshaper
 from engines.rollout.stage import GenerationStage
 from engines.rollout.tracked_engine import TrackedEngine, num_response_tokens
@@ -143,49 +149,119 @@ class Mover:
         holders = self._fleet.holders(stage, move.id)
         if len(holders) != 1 or not holders[0].is_at(stage):
             return  # The request has finished, is raced, or its engine cannot give it away.
+        if any(self._fleet.preparations.of(move.id)):
+            return  # It is about to be raced or to migrate.
         (origin,), target = holders, self._fleet.engines[move.to_engine]
         match move:
             case Migrate() if target.is_at(stage) and target is not origin:
-                await self._migrate(stage, origin, target, move.id)
+                if self._moves_kv(stage, origin, move):
+                    self._save_ahead(stage, origin, move)
+                else:
+                    await self._migrate(stage, origin, target, move.id)
             case Defer() if later and later.takes_deferred and stage.num_deferrable:
                 await self._defer(stage, later, origin, target, move.id)
 
     async def _race(self, stage: GenerationStage, moves: Sequence[Race]) -> None:
-        """Start races, with one call to each origin for all its copies, because an engine pauses
+        """Order the copies of all races at once, with one order to each origin: an engine pauses
         while it saves keys and values."""
         first: dict[tuple[RequestId, int], Race] = {}
         for move in moves:
             first.setdefault((move.id, move.to_engine), move)
         by_origin: dict[tuple[int, bool], list[Race]] = defaultdict(list)
         for move in first.values():
-            target = self._fleet.engines[move.to_engine]
-            holders = self._fleet.holders(stage, move.id)
-            working = [tracked for tracked in holders if tracked.is_at(stage)]
-            if working and target.is_at(stage) and target not in holders:
-                origin = max(working, key=lambda tracked: tracked.num_tokens(move.id))
-                by_origin[origin.index, origin.shares_memory_with(target)].append(move)
+            if (origin := self._origin(stage, move)) and not self._promised(move):
+                by_origin[origin.index, self._moves_kv(stage, origin, move)].append(move)
         for (index, keep_kv), races in by_origin.items():
-            origin = self._fleet.engines[index]
-            ids = list(dict.fromkeys(move.id for move in races))
-            copies = {copy.id: copy for copy in await origin.copy(ids, keep_kv=keep_kv)}
-            for move in races:
-                if copy := copies.get(move.id):
-                    await self._begin_race(stage, origin, copy, move)
+            origin, ids = self._fleet.engines[index], list({move.id: None for move in races})
+            preparation = self._prepare(stage, origin, races)
+            if origin.takes_requests:
+                self._fleet.preparations.promise(preparation)
+                self._fleet.order(orders.copy, origin, ids, preparation, keep_kv=keep_kv)
+            else:  # It has not begun these requests, so there is nothing to ask it for.
+                await self._make_prepared(preparation, await origin.copy(ids))
 
-    async def _begin_race(
-        self, stage: GenerationStage, origin: TrackedEngine, copy: RolloutRequest, move: Race
-    ) -> None:
+    def _save_ahead(self, stage: GenerationStage, origin: TrackedEngine, move: Migrate) -> None:
+        """Order the origin to save most keys and values of a request before it leaves."""
+        preparation = self._prepare(stage, origin, [move])
+        self._fleet.preparations.promise(preparation)
+        self._fleet.order(orders.precopy, origin, [move.id], preparation)
+
+    def _prepare(
+        self, stage: GenerationStage, origin: TrackedEngine, moves: Sequence[Race | Migrate]
+    ) -> Preparation:
+        targets = [self._fleet.engines[move.to_engine] for move in moves]
+        return Preparation(stage, origin, moves, targets)
+
+    def _moves_kv(
+        self, stage: GenerationStage, origin: TrackedEngine, move: Race | Migrate
+    ) -> bool:
+        """Return whether the request takes its keys and values along."""
         target = self._fleet.engines[move.to_engine]
+        num_tokens = len(origin.unfinished[move.id].prompt_token_ids) + origin.num_tokens(move.id)
+        degrees = origin.engine.tp_degree, target.engine.tp_degree
+        return origin.shares_memory_with(target) and stage.moves_kv(*degrees, num_tokens)
+
+    def _promised(self, move: Race) -> bool:
+        return any(m.to_engine == move.to_engine for m in self._fleet.preparations.of(move.id))
+
+    async def note_copied(self, tracked: TrackedEngine, copied: Copied) -> None:
+        """Continue the move or the switch that waits for this report."""
+        if not isinstance(copied.of, Preparation):
+            await self._reshaper.note_copied(tracked, copied)
+        elif self._fleet.preparations.keep(copied.of):
+            await self._make_prepared(copied.of, copied.copies)
+
+    async def _make_prepared(
+        self, preparation: Preparation, copied: Sequence[RolloutRequest]
+    ) -> None:
+        """Make the moves that an engine has prepared, if they are still possible."""
+        stage, origin = preparation.stage, preparation.origin
+        copies = {copy.id: copy for copy in copied}
+        for move, target in zip(preparation.moves, preparation.targets, strict=True):
+            self._fleet.changed.add(target.index)
+            match move:
+                case Race() if move.id in copies and self._origin(stage, move, origin):
+                    self._begin_race(stage, origin, target, copies[move.id], move)
+                case Migrate() if target.is_at(stage) and origin.is_at(stage):
+                    if self._fleet.holders(stage, move.id) == [origin]:
+                        await self._migrate(stage, origin, target, move.id, keep_kv=True)
+
+    def _origin(
+        self, stage: GenerationStage, move: Race, origin: TrackedEngine | None = None
+    ) -> TrackedEngine | None:
+        """Return the engine to copy a request from: `origin`, or the one with most of its tokens.
+        None if the race is impossible."""
+        target, holders = self._fleet.engines[move.to_engine], self._fleet.holders(stage, move.id)
+        if not target.is_at(stage) or target in holders:
+            return None
+        working = [one for one in holders if one.is_at(stage) and origin in (None, one)]
+        return max(working, key=lambda one: one.num_tokens(move.id), default=None)
+
+    def _begin_race(
+        self,
+        stage: GenerationStage,
+        origin: TrackedEngine,
+        target: TrackedEngine,
+        copy: RolloutRequest,
+        move: Race,
+    ) -> None:
         num_tokens, with_kv = num_response_tokens(copy), copy.kv is not None
         stage.races.begin(copy.id, origin.index, target.index, num_tokens, with_kv=with_kv)
         self._fleet.timeline_log.note(MoveKind.RACED, copy, origin, target)
-        await target.add([replace(copy, drafting=move.drafting)])
+        self._fleet.give(target, replace(copy, drafting=move.drafting))
 
     async def _migrate(
-        self, stage: GenerationStage, origin: TrackedEngine, target: TrackedEngine, id: RequestId
+        self,
+        stage: GenerationStage,
+        origin: TrackedEngine,
+        target: TrackedEngine,
+        id: RequestId,
+        *,
+        keep_kv: bool = False,
     ) -> None:
-        for request in await self._take(origin, [id]):
+        for request in await self._take(origin, [id], keep_kv=keep_kv):
             stage.num_migrated += 1
+            stage.num_migrated_with_kv += request.kv is not None
             self._fleet.timeline_log.note(MoveKind.MIGRATED, request, origin, target)
             await target.add([request])
 
@@ -243,6 +319,8 @@ class Mover:
         else:
             await target.add(deferred, None if target.stage is later else later)
 
-    async def _take(self, tracked: TrackedEngine, ids: Sequence[RequestId]) -> list[RolloutRequest]:
+    async def _take(
+        self, tracked: TrackedEngine, ids: Sequence[RequestId], *, keep_kv: bool = False
+    ) -> list[RolloutRequest]:
         self._fleet.changed.add(tracked.index)
-        return await tracked.take(ids)
+        return await tracked.take(ids, keep_kv=keep_kv)

@@ -1,6 +1,6 @@
 """Views and moves: a policy reads a view and returns moves, the coordinator makes them. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -129,6 +129,19 @@ class Concede:
 
 
 Move = Start | Migrate | Defer | Close | Race | Redraft | Reshape | Concede
+
+
+MovesKV = Callable[[int, int, float], bool]
+"""Whether a request that moves within a node takes its keys and values along: TP degree of its
+engine and of the other engine, tokens of context (`SwitchCosts.moves_kv`)."""
+FIRST_KV_TOKENS = 2048
+"""Context from which requests take keys and values along before a prefill has been measured."""
+
+
+def moves_long(from_tp: int, to_tp: int, context_tokens: float) -> bool:
+    """Return whether the context has at least `FIRST_KV_TOKENS` tokens."""
+    del from_tp, to_tp
+    return context_tokens >= FIRST_KV_TOKENS
 
 
 class Policy(Protocol):

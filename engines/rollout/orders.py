@@ -38,6 +38,22 @@ async def precopy(tracked: TrackedEngine, ids: Sequence[RequestId], of: object) 
     return Copied(of, await tracked.engine.precopy(ids) if there else None)
 
 
+async def copy(
+    tracked: TrackedEngine, ids: Sequence[RequestId], of: object, *, keep_kv: bool
+) -> Copied:
+    """Copy these requests, with their keys and values if `keep_kv`, while they continue."""
+    there = [id for id in ids if id in tracked.unfinished]
+    copies = await tracked.copy(there, keep_kv=keep_kv) if there else ()
+    return Copied(of, copies=tuple(copies))
+
+
+async def submit(tracked: TrackedEngine, ids: Sequence[RequestId]) -> Signal:
+    """Submit those of these requests that are still the engine's."""
+    if tracked.takes_requests:
+        await tracked.submit([tracked.unfinished[id] for id in ids if id in tracked.unfinished])
+    return Signal.SUBMITTED
+
+
 async def expect_kv(tracked: TrackedEngine, saved: Sequence[SavedKV], of: object) -> Copied:
     """Let a parked engine prepare for loading these saved keys and values."""
     if tracked.standby:

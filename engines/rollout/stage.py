@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.rollout.moves import Policy, RolloutView
+from engines.rollout.moves import MovesKV, Policy, RolloutView, moves_long
 from engines.rollout.races import Races
 from schemas.counts import DraftingCounts, MoveCounts, SwitchCounts
 from schemas.rollout import RequestId, RolloutRequest
@@ -100,12 +100,14 @@ class GenerationStage:
     in_flight: bool = False
     """Whether an engine may begin the next stage with unfinished requests of this one, if that one
     is `in_flight`, too. They go on with its weights."""
+    moves_kv: MovesKV = moves_long
     waiting: dict[RequestId, RolloutRequest] = field(default_factory=dict)
     """Requests that no engine has yet. Policies start them (`moves.Start`)."""
     finished: dict[RequestId, int] = field(default_factory=dict)
     """Response tokens of finished rollouts."""
     num_finished: int = 0
     num_migrated: int = 0
+    num_migrated_with_kv: int = 0
     num_switches: int = 0
     control_s: list[float] = field(default_factory=list)
     link_bytes_per_s: list[float] = field(default_factory=list)
@@ -124,6 +126,11 @@ class GenerationStage:
     def num_unfinished(self) -> int:
         """Requests that are neither finished nor deferred. A raced request counts once."""
         return self.num_rollouts - self.num_finished
+
+    @property
+    def moved_kv(self) -> bool:
+        """Whether a request has taken keys and values along to an engine of other GPUs."""
+        return bool(self.races.num_with_kv or self.num_migrated_with_kv)
 
     @property
     def num_deferrable(self) -> int:

@@ -8,16 +8,6 @@ the place of saved keys and values. So a request keeps its drafting setting on e
 keys and values go to the next engine only.
 
 While the trainer has the GPUs, all engines are on standby.
-
-`Lifecycle` changes only along these arrows. A death does not change which layout has the GPUs, but
-the pool may switch layouts before the engine has restarted.
-
-    SERVING, ENTERING ── enter ────► ENTERING ────────── serve ──────────► SERVING
-    SERVING, ENTERING ── stand_by ─► STANDBY ─────────── leave_standby ──► ENTERING
-    SERVING, ENTERING ── die ──────► DEAD ────────────── revive ─────────► SERVING
-    STANDBY ──────────── die ──────► DEAD_ON_STANDBY ─── revive ─────────► STANDBY
-    DEAD ─────────────── stand_by ─► DEAD_ON_STANDBY ─── leave_standby ──► DEAD
-    DEAD, DEAD_ON_STANDBY ── lose ─► GONE (final)
 """
 
 import asyncio
@@ -25,11 +15,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
 from math import inf
 
 from engines.rollout.interface import Engine, EngineDied, EngineEvents
+from engines.rollout.lifecycle import Lifecycle
 from engines.rollout.moves import EngineView
 from engines.rollout.stage import GenerationStage, Tally
 from schemas.counts import KVCounts
@@ -37,24 +27,6 @@ from schemas.rollout import DraftProgress, DraftSetting, RequestId, RolloutReque
 from schemas.timeline import Activity, Span
 
 Fetch = Callable[[Sequence[RequestId]], Awaitable[list[RolloutRequest]]]
-
-
-class Lifecycle(Enum):
-    """States of an engine in a run."""
-
-    SERVING = "serving"
-    """Has its GPUs and weights: a submitted request starts at once."""
-    ENTERING = "entering"
-    """Is waking or loading the weights of its stage. Requests wait."""
-    STANDBY = "standby"
-    """Another layout or the trainer has the GPUs. The engine is parked or asleep, or about to
-    be."""
-    DEAD = "dead"
-    """Is restarting. Requests wait, or move to other engines."""
-    DEAD_ON_STANDBY = "dead on standby"
-    """Is dead, and another layout has the GPUs. The restart may have to wait."""
-    GONE = "gone"
-    """The cluster has no room for the engine any more. Other engines take its requests."""
 
 
 _SERVING, _ENTERING, _STANDBY, _DEAD, _DEAD_ON_STANDBY, _GONE = Lifecycle
@@ -90,6 +62,10 @@ class TrackedEngine:
     is dead."""
     progress: Mapping[RequestId, int] = field(default_factory=dict)
     drafting: Mapping[RequestId, DraftProgress] = field(default_factory=dict)
+    arriving: dict[RequestId, asyncio.Task] = field(default_factory=dict)
+    """Order that submits each of the unfinished requests that are on their way to the engine."""
+    num_promised: int = 0
+    """Requests that other engines prepare to give to this one."""
     spans: list[Span] = field(default_factory=list)
     """Spans of its activities, on the event loop's clock."""
     woken_s: float = -inf
@@ -138,9 +114,10 @@ class TrackedEngine:
 
     @property
     def has_finished_part(self) -> bool:
-        """Whether the engine has none of its stage's requests, and none of them waits."""
+        """Whether the engine has none of its stage's requests, and none of them waits or is on its
+        way."""
         waits = self.stage is not None and self.stage.waiting
-        return not (self.unfinished or waits or self.waits_for_sharers)
+        return not (self.unfinished or waits or self.waits_for_sharers or self.num_promised)
 
     @property
     def waits_for_sharers(self) -> bool:
@@ -206,6 +183,7 @@ class TrackedEngine:
     async def begin_stage(self, stage: GenerationStage) -> None:
         """Go on to this stage. Withdraw the requests that are unfinished: they go on with it."""
         ids = [id for id in self.unfinished if id not in self.finishing]
+        await self._wait_for(ids)
         if before := self.stage:
             self.earlier = dict.fromkeys(self.unfinished, before) | self.earlier
         if ids:
@@ -288,9 +266,10 @@ class TrackedEngine:
         return self.seen
 
     def _drop_kv(self, requests: Iterable[RolloutRequest]) -> None:
-        """Forget saved keys and values of these unfinished requests: the next engine must not use
-        them."""
-        self.expect([replace(request, kv=None) for request in requests if request.kv])
+        """Forget saved keys and values of these requests, if they are still unfinished: the next
+        engine must not use them."""
+        there = [self.unfinished[r.id] for r in requests if r.kv and r.id in self.unfinished]
+        self.expect([replace(request, kv=None) for request in there])
 
     # Activities
 
@@ -343,6 +322,7 @@ class TrackedEngine:
     ) -> list[RolloutRequest]:
         """Withdraw requests from the engine and return them. Requests that have finished meanwhile
         stay and are not returned."""
+        await self._wait_for(ids)
         taken = await self._fetch(ids, partial(self.engine.withdraw, keep_kv=keep_kv), keep_kv)
         for request in taken:
             self.forget(request.id)
@@ -356,10 +336,16 @@ class TrackedEngine:
 
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
         """Change the drafting settings of these unfinished requests."""
+        await self._wait_for(settings)
         self.expect(replace(self.unfinished[id], drafting=s) for id, s in settings.items())
         if self.takes_requests:
             with suppress(EngineDied):
                 await self.engine.redraft(settings)
+
+    async def _wait_for(self, ids: Iterable[RequestId]) -> None:
+        """Wait until the engine has those of these requests that are on their way to it."""
+        if orders := {self.arriving[id] for id in ids if id in self.arriving}:
+            await asyncio.wait(orders)
 
     async def count(self) -> float:
         """Add the engine's counts since the last call to the stage. Return the seconds it spent on
@@ -368,7 +354,7 @@ class TrackedEngine:
         kv = KVCounts()
         with suppress(EngineDied):
             self.tally.drafting += await self.engine.take_drafting_counts()
-            if self.gpu_sharers:
+            if self.gpu_sharers or self.stage.moved_kv:
                 kv = await self.engine.take_kv_counts()
         if kv.load_s:
             self.stage.link_bytes_per_s.append(kv.num_bytes_loaded / kv.load_s)
@@ -387,6 +373,7 @@ class TrackedEngine:
         return [
             replace(self.unfinished[r.id], generated=r.generated, kv=r.kv if keep_kv else None)
             for r in fetched
+            if r.id in self.unfinished  # Its finish may have been reported meanwhile.
         ]
 
 

@@ -20,7 +20,7 @@ from engines.histopipe.sample_queue import SampleQueue
 from engines.latency.interface import Latency
 from engines.latency.measured import measured_by
 from engines.pat.costs import SwitchCosts
-from engines.rollout.moves import Policy
+from engines.rollout.moves import MovesKV, Policy, moves_long
 from engines.specactor.health import DrafterHealth
 from engines.specactor.ladder import choose_drafter
 from schemas.config import TrainConfig
@@ -173,6 +173,16 @@ async def _move_model(
         prompt_tokens=_prompt_tokens(run),
         speculation=last.speculation if last else (1.0, 0),
     )
+
+
+async def kv_rule(run: Run, engines: Engines, plan: StepPlan) -> MovesKV:
+    """Return which requests take keys and values along when they race or migrate: those for which
+    that is faster by the profile, or by the last step's measurements."""
+    if not (run.config.pat.tp_degrees or run.config.specactor.races):
+        return moves_long
+    last = None if plan.split is Split.VALIDATION else await last_known(run, plan.step)
+    latency = run.inputs.latency or (measured_by(last.shares) if last else None)
+    return _costs(run, latency, engines, last).moves_kv if latency else moves_long
 
 
 async def predict_end(run: Run, plan: StepPlan) -> StageEnd | None:

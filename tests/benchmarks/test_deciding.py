@@ -15,7 +15,7 @@ def test_every_pool_is_looked_at_in_a_round(monkeypatch):
 
     def decides(self, view):
         moves = decide(self, view)
-        looked_at.append((len(view.engines), dict(self._looked_at)))
+        looked_at.append((len(view.engines), dict(self._ends_s)))
         return moves
 
     monkeypatch.setattr(Controller, "decide", decides)
@@ -28,7 +28,6 @@ def test_every_pool_is_looked_at_in_a_round(monkeypatch):
         assert figures[f"moves_{num_engines}"] == sum(row["moves"] for row in own)
         last = [looked for engines, looked in looked_at if engines == num_engines][-1]
         assert set(last) == set(range(num_engines // 4))
-    assert figures["moves_16"] > 0
 
 
 def test_rounds_are_counted():

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.driver import measure, watched
+from benchmarks.driver_races import RacingEngine, race_at_once
 
 
 async def test_waiting_holds_up_the_loop_and_takes_no_cpu_time():
@@ -36,3 +37,9 @@ async def test_computing_takes_both():
 def test_sizes_that_make_no_sense_are_refused(sizes):
     with pytest.raises(ValueError, match=r"multiples of 8|above 16"):
         measure(Namespace(**{"rollouts": 8, "many_rollouts": 8, "tokens": 99} | sizes), Console())
+
+
+async def test_events_do_not_wait_for_races():
+    """Each copy and each submission takes six times as long as events may wait."""
+    engines = [RacingEngine(i, export_s=0.3, import_s=0.3) for i in range(8)]
+    assert await race_at_once(engines) < 0.05

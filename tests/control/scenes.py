@@ -1,26 +1,20 @@
-"""Example states for the controller: engines with requests, pools, drafters and techniques."""
+"""Example states for the controller: engines with requests, pools and drafters."""
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
 from engines.control.controller import Controller
-from engines.control.effects import Effects
-from engines.control.objective import SoonestEnd
 from engines.control.outlook import Outlook
-from engines.control.proposal import Outliers, Racing
 from engines.control.reshaping import Reshaping
 from engines.control.state import Forecaster
-from engines.histopipe.migration import Migration
 from engines.pat.costs import SwitchCosts
 from engines.pat.remaining import Maximum
 from engines.rollout.moves import EngineView, RolloutView
-from engines.specactor.best_of_n import BestOfN
 from schemas.layout import Pool
 from schemas.rollout import DraftProgress, DraftSetting, RequestId, Split
-from schemas.step import PromptGroup, RankingGroup, StepPlan
 
 MAX_TOKENS = 8000
 SMALL, LARGE = DraftSetting("small", 4), DraftSetting("large", 4)
@@ -93,74 +87,10 @@ def costs(wake_s=1.0) -> SwitchCosts:
     return SwitchCosts(MACHINE, 1e5, 8, 1e9, wake_s)
 
 
-def effects(pools=POOLS, wake_s=1.0) -> Effects:
-    return Effects(MACHINE, pools, costs(wake_s), EXPECTED)
-
-
-NUM_ENGINES, PER_ENGINE = 8, 100
-"""Request 100 e + i begins on engine e. The first half of the engines has the shorter prompts."""
-
-
-def ranked_plan() -> StepPlan:
-    keys = range(NUM_ENGINES * PER_ENGINE)
-    groups = [
-        PromptGroup(
-            prompt_key=f"p{i}",
-            engine=i // PER_ENGINE,
-            expected_tokens=100.0,
-            ranking_group=2 * i // len(keys),
-        )
-        for i in keys
-    ]
-    ranking_groups = [
-        RankingGroup(
-            engines=engines,
-            num_prompts=len(keys) // 2,
-            representative_tokens=100.0,
-            longest_tokens=100,
-        )
-        for engines in ((0, 1, 2, 3), (4, 5, 6, 7))
-    ]
-    return StepPlan(
-        split=Split.TRAIN,
-        step=1,
-        epoch=1,
-        policy_version=0,
-        created_s=0.0,
-        group_size=1,
-        groups=tuple(groups),
-        ranking_groups=tuple(ranking_groups),
-        length_growth=1.1,
-    )
-
-
-RANKED = ranked_plan()
-MAKERS = {
-    "reshape": lambda objective: Reshaping(objective=objective),
-    "race": lambda _: Racing(BestOfN([SMALL, LARGE], initial=None, max_batch=4)),
-    "outliers": lambda _: Outliers(Migration(RANKED, last_share=1.0, defer_share=0.0)),
-}
-
-
-@dataclass
-class Made:
-    """Settings of a controller with these techniques."""
-
-    names: tuple[str, ...] = tuple(MAKERS)
-    objective: object = field(default_factory=SoonestEnd)
-    margin: float = 0.0
-    wake_s: float = 1.0
-
-    def controller(self, **changes) -> Controller:
-        techniques = [MAKERS[name](self.objective) for name in self.names]
-        return Controller(
-            techniques,
-            outlook(),
-            effects(wake_s=self.wake_s),
-            self.objective,
-            margin=self.margin,
-            **{"max_requests": math.inf, **changes},
-        )
+def controller_of(idles=True, margin=0.0, wake_s=1.0, pools=POOLS, **changes) -> Controller:
+    reshaping = Reshaping(costs(wake_s), pools, idles)
+    given = {"margin": margin, "max_requests": math.inf, **changes}
+    return Controller(reshaping, outlook(), **given)
 
 
 some_tokens = st.lists(

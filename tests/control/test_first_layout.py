@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from engines.control.objective import SoonestEnd
-from engines.control.reshaping import MissedSavings, Reshaping
+from engines.control.reshaping import MissedSavings
 from engines.latency.interface import Latency
 from engines.pat.remaining import FromHistory, Maximum
 from engines.rollout.moves import EngineView, FirstLayout, Reshape, RolloutView
@@ -34,7 +33,7 @@ def queued(num_requests, tp_degree=2):
 
 def begun(lengths, tp_degree=2, **changes):
     """Return the TP degree in which the stage begins."""
-    controller = switching(lengths, opening=Reshaping(), **changes)
+    controller = switching(lengths, opens=True, **changes)
     assert isinstance(controller, FirstLayout)
     moves = controller.begin(queued(len(lengths), tp_degree))
     assert len(moves) <= 1
@@ -94,8 +93,7 @@ def change_after(history, wake_s):
     (None, 2). `history`: lengths of each stage."""
     missed_savings, costs = MissedSavings(), costs_on_a40(wake_s=wake_s)
     for number, lengths in enumerate(history, 1):
-        opening = Reshaping(missed_savings=missed_savings)
-        controller = switching(lengths, opening=opening, costs=costs)
+        controller = switching(lengths, opens=True, missed_savings=missed_savings, costs=costs)
         if moves := controller.begin(queued(len(lengths))):
             return number, moves[0].tp_degree
     return None, 2
@@ -129,7 +127,7 @@ def test_missed_savings_reset_when_the_layout_changes():
     layout."""
     missed_savings = MissedSavings({4: 1e6, 8: 1e6})
     lengths = [2000] * 3
-    controller = switching(lengths, opening=Reshaping(missed_savings=missed_savings), costs=FREE)
+    controller = switching(lengths, opens=True, missed_savings=missed_savings, costs=FREE)
     assert controller.begin(queued(3))
     assert missed_savings.totals == {}
 
@@ -142,7 +140,7 @@ def test_no_keys_and_values_are_paid_for():
 
 
 def forecasts(present, medians, scenario=0.0):
-    """Return the objective of each layout as forecast from the layout `present`. Prompts of 8
+    """Return the value of each layout as forecast from the layout `present`. Prompts of 8
     samples are dealt in turn."""
     engines, keys = POOL.engines[present], list(medians)
     view = RolloutView(
@@ -166,7 +164,7 @@ def forecasts(present, medians, scenario=0.0):
     remaining = FromHistory(history, 16_000, group_size=8)
     controller = switching(costs=FREE, remaining=remaining)
     state = controller.outlook.forecast(view, scenario)
-    return Reshaping()._openings(state, controller.effects)
+    return controller.reshaping.openings(state)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -192,12 +190,12 @@ def test_without_lengths_it_begins_as_it_is():
     assert begun([2000] * 3, costs=FREE, remaining=known) == 8
 
 
-def test_controller_without_opening_proposes_no_layout():
+def test_a_controller_that_does_not_open_chooses_no_layout():
     assert switching([2000] * 3, costs=FREE).begin(queued(3)) == []
 
 
 def test_every_pool_by_itself():
-    controller = switching([2000] * 3, opening=Reshaping(SoonestEnd()), costs=FREE)
+    controller = switching([2000] * 3, opens=True, costs=FREE)
     assert controller.begin(queued(3)) == [Reshape(POOL.index, 8)]
     assert controller.begin(queued(0)) == []
 
@@ -216,5 +214,5 @@ def test_few_questions_are_asked():
 
             return call
 
-    switching(lengths, latency=Counted(), opening=Reshaping(), costs=FREE).begin(queued(128))
+    switching(lengths, latency=Counted(), opens=True, costs=FREE).begin(queued(128))
     assert len(asked) < 4000

@@ -143,7 +143,7 @@ def _decode_for(latency, tp_degree, contexts: list[int], seconds: float) -> list
 @settings(deadline=None, max_examples=60)
 def test_the_switch_is_that_of_brute_force(latency, wake_s, per_engine):
     controller = paper(latency, wake_s)
-    seconds = brute_force(latency, controller.effects.costs, per_engine, (4, 8))
+    seconds = brute_force(latency, controller.reshaping.costs, per_engine, (4, 8))
     fastest, second = sorted(seconds.values())[:2]
     assume(second - fastest > 0.01 * second)
     view = view_of(2, numbered(per_engine))
@@ -202,9 +202,9 @@ def test_reshape_has_no_effect_without_remaining_requests():
     view = view_of(2, numbered([[LONGEST - 2], [], [], []]))
     costs = costs_on_a40(SHARDED, wake_s=0.0, link_bytes_per_s=1e8)
     controller = paper(SHARDED, 0.0, costs=costs)
-    state = controller.outlook.forecast(view)
-    assert controller.effects.of(state, [Reshape(POOL.index, 8, move_kv=True)]) is None
-    assert controller.effects.of(state, [Reshape(POOL.index, 8, move_kv=False)])
+    look = controller.reshaping.look(POOL, controller.outlook.forecast(view))
+    assert look.gain(8, move_kv=True) == 0.0
+    assert look.gain(8, move_kv=False) != 0.0
 
 
 class LongOrDone:
@@ -222,7 +222,7 @@ def test_scenarios_without_remaining_requests_gain_nothing():
     controller = paper(SHARDED, 0.0, costs=costs, remaining=LongOrDone())
     view = view_of(2, {0: {0: 9}})
     done = controller.outlook.forecast(view, 1 / 3)
-    assert controller.effects.of(done, [Reshape(POOL.index, 4)]) is None
+    assert controller.reshaping.look(POOL, done).gain(4, move_kv=True) == 0.0
     (move,) = controller.decide(view)
     assert move.tp_degree == 4
 

@@ -1,28 +1,25 @@
-"""Predicted states after each kind of move, compared with sums by hand."""
+"""Predicted states now and after a switch, compared with sums by hand."""
 
 from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 
-from engines.control.effects import deal, working
-from engines.control.objective import FewestGpuSeconds, SoonestEnd
 from engines.control.outlook import Outlook
+from engines.control.reshaping import Reshaping
 from engines.control.state import Forecaster
+from engines.control.switches import deal, switched, working
 from engines.latency.forecast import Unfinished
 from engines.pat.remaining import FromHistory
-from engines.rollout.moves import Defer, Migrate, Race, Reshape
 from schemas.drafting import HISTORY
 from schemas.rollout import DraftProgress, DraftSetting, LengthHistory
 from tests.control.scenes import (
-    EXPECTED,
     LARGE,
     MACHINE,
     MAX_TOKENS,
     POOLS,
     SMALL,
     costs,
-    effects,
     outlook,
     request,
     told,
@@ -37,30 +34,24 @@ def state_of(tokens=TOKENS, **given):
     return outlook().forecast(view_of(tokens, **given))
 
 
-def ids_on(state, engine):
-    return {copy.id for copy in state.engines[engine].copies}
-
-
 def test_an_end_is_the_forecast_of_its_engine():
     state = state_of()
     requests = [Unfinished(100 + t, MAX_TOKENS - t) for t in (7000, 4000)]
     alone_s = finish_s(MACHINE, 2, [Unfinished(1100, 7000)])
-    assert state.ends_s[state.rows[request(2)]] == pytest.approx(finish_s(MACHINE, 2, requests))
+    (row,) = (copy.row for copy in state.forecasts[0].engine.copies if copy.id == request(2))
+    assert state.ends_s[row] == pytest.approx(finish_s(MACHINE, 2, requests))
     assert state.end_s == pytest.approx(alone_s)
     assert state.engine_end_s(2) == 0.0
 
 
 def test_a_course_is_the_same_however_often_it_is_looked_at():
     state = state_of(drafting={3: told(SMALL, 1.0)})
-    for engine in state.engines.values():
-        late = replace(engine, delay_s=2.0)
-        for now in (engine, late):
-            forecast = state.forecaster.forecast(now)
-            assert forecast.end_s == max(forecast.times_s.values(), default=0.0)
-            moments = [forecast.later(wait_s) for wait_s in (3.0, 1.0, 3.0)]
-            assert moments[0] == moments[2]
-            assert moments == [state.forecaster.forecast(now).later(w) for w in (3.0, 1.0, 3.0)]
-            assert moments[1].delay_s == (now.delay_s and 1.0) or not now.copies
+    for forecast in state.forecasts.values():
+        assert forecast.end_s == max(forecast.times_s.values(), default=0.0)
+        moments = [forecast.later(wait_s) for wait_s in (3.0, 1.0, 3.0)]
+        assert moments[0] == moments[2]
+        again = state.forecaster.forecast(forecast.engine)
+        assert moments == [again.later(wait_s) for wait_s in (3.0, 1.0, 3.0)]
 
 
 def test_drafted_request_ends_sooner_and_pays_for_drafting():
@@ -71,84 +62,53 @@ def test_drafted_request_ends_sooner_and_pays_for_drafting():
     assert drafted.engine_end_s(3) < plain.engine_end_s(3)
 
 
-def test_a_race_ends_with_the_first_of_its_copies():
-    state = state_of()
-    effect = effects().of(state, [Race(request(4), 2, LARGE)])
-    row, after = state.rows[request(4)], effect.after(state)
-    assert after.holders[row] == (3, 2)
-    assert after.ends_s[row] == after.times_s[2][row] < after.times_s[3][row]
-    assert after.times_s[3] == state.times_s[3]
-    (copy,) = after.engines[2].copies
-    assert (copy.drafting, copy.acceptance) == (LARGE, EXPECTED["large"])
-    assert after.engines[2].delay_s == MACHINE.prefill_s(2, 1, 1100)
-    slow = Race(request(4), 2, SMALL)
-    assert effects().of(after, [slow]) is None, "raced to an engine that has a copy"
-
-
-def test_migrated_request_pays_for_its_prefill():
-    state = state_of()
-    after = effects().of(state, [Migrate(request(2), 1)]).after(state)
-    assert ids_on(after, 0) == {request(1)}
-    assert ids_on(after, 1) == {request(2), request(3)}
-    assert after.engines[1].delay_s == MACHINE.prefill_s(2, 1, 4100)
-    both = effects().of(state, [Migrate(request(2), 2), Migrate(request(1), 2)]).after(state)
-    assert ids_on(both, 2) == {request(1), request(2)}
-    assert both.engine_end_s(0) == 0.0
-
-
-def test_deferred_request_leaves_the_state():
-    state = state_of()
-    effect = effects().of(state, [Defer(request(2), 1)])
-    assert state.rows[request(2)] not in effect.after(state).ends_s
-    assert SoonestEnd().gain(state, effect).own > 0
-
-
-def test_a_raced_request_neither_migrates_nor_is_deferred():
-    state = state_of({0: {1: 50}, 1: {1: 60}, 2: {}})
-    assert effects().of(state, [Migrate(request(1), 2)]) is None
-    assert effects().of(state, [Defer(request(1), 2)]) is None
+def test_a_raced_request_ends_with_the_first_of_its_copies():
+    drafting = {2: told(LARGE, 1.0), 3: told(SMALL, 0.1)}
+    state = state_of({**TOKENS, 2: {4: 1000}}, drafting=drafting)
+    (row,) = (copy.row for copy in state.forecasts[3].engine.copies)
+    first, second = (state.forecasts[e].times_s[row] for e in (2, 3))
+    assert state.ends_s[row] == first < second
+    assert state.engine_end_s(3) == first, "the loser stops with the winner"
 
 
 def test_a_switch_takes_all_requests_along_once():
     state = state_of({**TOKENS, 2: {4: 900}})
-    at_once = replace(effects(), costs=replace(costs(), ahead=False))
-    after = at_once.of(state, [Reshape(0, 4)]).after(state)
-    assert set(after.engines) == {8, 9}
-    assert sorted(copy.context_tokens for e in after.engines.values() for copy in e.copies) == [
+    forecasts = [state.forecasts[engine.engine] for engine in working(POOLS[0], state)]
+    at_once = replace(costs(), ahead=False)
+    made = switched(at_once, forecasts, POOLS[0], 4, move_kv=True)
+    assert [engine.engine for engine in made.targets] == [8, 9]
+    assert sorted(copy.context_tokens for e in made.targets for copy in e.copies) == [
         1100,
         4100,
         7100,
         7600,
     ]
-    forecasts = [state.forecast(engine) for engine in working(POOLS[0], state)]
-    made = at_once.switched(forecasts, POOLS[0], 4, move_kv=True)
-    assert {engine.delay_s for engine in after.engines.values()} == {made.ready_s}
-    assert effects().of(after, [Reshape(0, 4)]) is None, "switched to the present layout"
-    back = effects().of(after, [Reshape(0, 2)]).after(after)
-    assert set(back.engines) == {0, 1, 2, 3}
+    batches = [
+        [[c.context_tokens for c in e.copies] for e in of] for of in (made.sources, made.targets)
+    ]
+    assert made.ready_s == pytest.approx(1.0 + at_once.move_s(2, 4, *batches))
 
 
 def test_pool_is_in_view_with_all_its_engines():
     assert working(POOLS[0], state_of({0: {1: 1}, 1: {}, 2: {}})) is None
     assert working(POOLS[0], state_of({0: {}, 1: {}, 2: {}, 3: {}})) is None
-    assert effects().of(state_of({0: {1: 1}, 1: {}}), [Reshape(0, 8)]) is None
 
 
 def test_dealt_as_the_coordinator_deals():
-    copies = state_of().engines[0].copies + state_of().engines[3].copies
+    forecasts = state_of().forecasts
+    copies = forecasts[0].engine.copies + forecasts[3].engine.copies
     one, two = deal(copies, (8, 9), 4)
     assert [c.id for c in one.copies] == [request(1)]
     assert [c.id for c in two.copies] == [request(2), request(4)]
 
 
 def test_gpu_seconds_count_every_gpu_until_its_engine_is_free():
-    state = state_of()
-    total = 2 * sum(state.engine_end_s(engine) for engine in state.engines)
-    assert FewestGpuSeconds().total(state) == pytest.approx(total)
-    effect = effects().of(state, [Reshape(0, 8)])
-    gain, after = FewestGpuSeconds().gain(state, effect), effect.after(state)
-    assert gain.own == pytest.approx(total - 8 * after.engine_end_s(10))
-    assert gain.alone == pytest.approx(total)
+    look = Reshaping(costs(), POOLS, idles=False).look(POOLS[0], state_of())
+    assert look.stays == pytest.approx(2 * sum(look.ends_s))
+    forecasts = [look.state.forecasts[engine] for engine in range(4)]
+    made = switched(costs(), forecasts, POOLS[0], 8, move_kv=True)
+    end_s = made.ready_s + look.state.forecaster.forecast(made.targets[0]).end_s
+    assert look.gain(8, move_kv=True) == pytest.approx(look.stays - 8 * end_s)
 
 
 def test_last_reports_count_until_newer_ones_arrive():
@@ -156,17 +116,9 @@ def test_last_reports_count_until_newer_ones_arrive():
     memory = outlook()
     memory.forecast(view_of(TOKENS, drafting={0: told(SMALL, 0.7)}))
     moved = memory.forecast(view_of({10: {1: 0, 2: 0}}, {10: 8}))
-    assert [copy.context_tokens for copy in moved.engines[10].copies] == [7100, 4100]
-    assert {copy.drafting for copy in moved.engines[10].copies} == {SMALL}
-    assert {round(copy.acceptance, 1) for copy in moved.engines[10].copies} == {0.7}
-    memory.note([Race(request(1), 3, LARGE)])
-    raced = {**TOKENS, 3: {1: 0}}
-    lagging = memory.forecast(view_of(raced, drafting={0: told(SMALL, 0.5)}))
-    assert [copy.drafting for copy in lagging.engines[0].copies] == [SMALL, SMALL]
-    assert [copy.drafting for copy in lagging.engines[3].copies] == [LARGE]
-    memory.forecast(view_of(raced, drafting={3: told(LARGE, 0.5)}))
-    again = memory.forecast(view_of(raced, drafting={3: told(SMALL, 0.5)}))
-    assert [copy.drafting for copy in again.engines[3].copies] == [SMALL]
+    assert [copy.context_tokens for copy in moved.forecasts[10].engine.copies] == [7100, 4100]
+    assert {copy.drafting for copy in moved.forecasts[10].engine.copies} == {SMALL}
+    assert {round(copy.acceptance, 1) for copy in moved.forecasts[10].engine.copies} == {0.7}
 
 
 def test_a_conversation_that_begins_anew_has_its_own_length():
@@ -179,9 +131,9 @@ def test_a_conversation_that_begins_anew_has_its_own_length():
 
     one, again = memory(), view_of({**TOKENS, 0: {1: 30, 2: 4000}})
     one.forecast(view_of(TOKENS))
-    found = one.forecast(again)
-    assert found.engines == memory().forecast(again).engines
-    (first, _) = found.engines[0].copies
+    found, fresh = (m.forecast(again).forecasts for m in (one, memory()))
+    assert {i: of.engine for i, of in found.items()} == {i: of.engine for i, of in fresh.items()}
+    (first, _) = found[0].engine.copies
     assert first.context_tokens == 130
     assert first.remaining_tokens < 300
 
@@ -205,15 +157,15 @@ def test_prompt_acceptance_counts_until_its_request_has_some():
     told_of = {0: told(history, 0.0), 1: DraftProgress(history), 2: DraftProgress(SMALL)}
     view = view_of({engine: {engine: 10} for engine in told_of}, drafting=told_of)
     state = memory.forecast(view)
-    found = [state.engines[engine].copies[0].acceptance for engine in told_of]
+    found = [state.forecasts[engine].engine.copies[0].acceptance for engine in told_of]
     # The first request's own acceptance, the prompt's acceptance, and another drafter's.
     assert found == [0.0, 0.9, 0.0]
     # The fourth prompt is unknown, so the expected acceptance applies.
-    unseen = memory.forecast(view_of({0: {3: 10}})).engines[0].copies[0]
+    unseen = memory.forecast(view_of({0: {3: 10}})).forecasts[0].engine.copies[0]
     assert unseen.acceptance == 0.5
 
 
 def test_few_tokens_do_not_change_an_acceptance():
     state = state_of(drafting={0: DraftProgress(SMALL, 10, 0), 1: told(SMALL, 0.3)})
-    known = state.engines[1].copies[0].acceptance
-    assert {copy.acceptance for copy in state.engines[0].copies} == {known}
+    known = state.forecasts[1].engine.copies[0].acceptance
+    assert {copy.acceptance for copy in state.forecasts[0].engine.copies} == {known}

@@ -51,7 +51,7 @@ async def engines(ray_cluster, history_dir, head_dir):
     assert ray_cluster.is_initialized()
     off = {"drafting": DraftingConfig(enabled=False), "specactor": SpecActorConfig()}
     with_head = CONFIG.specactor.model_copy(update={"head": head_dir})
-    pooled = CONFIG.engine.model_copy(update={"pooled": True, "race_kv_tokens": 0})
+    pooled = CONFIG.engine.model_copy(update={"pooled": True})
     configs = [
         pooled.model_copy(update=off),
         pooled.model_copy(update={"history_dir": history_dir, "specactor": with_head}),

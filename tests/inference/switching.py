@@ -28,7 +28,7 @@ BLOCK = CPU_BLOCK_TOKENS
 
 
 def engine_of(index: int, tp_degree: int, **changes) -> RayEngine:
-    config = CONFIG.engine.model_copy(update={"race_kv_tokens": 0})
+    config = CONFIG.engine
     rollout = config.rollout.model_copy(update={"tp_degree": tp_degree})
     changed = {"rollout": rollout, "pooled": True, **changes}
     config = config.model_copy(update=changed)

@@ -53,8 +53,7 @@ def llm(monkeypatch):
 
 
 def admitted_of(*of):
-    config = CONFIG.engine.model_copy(update={"race_kv_tokens": 0})
-    return [admitted(Running(request, 3, 1.0), config, print) for request in of]
+    return [admitted(Running(request, 3, 1.0), CONFIG.engine, print) for request in of]
 
 
 async def test_all_requests_are_registered_before_the_core_starts(llm):
@@ -84,12 +83,10 @@ def test_generated_tokens_are_part_of_the_prompt():
 
 
 @pytest.mark.parametrize(
-    ("pooled", "least", "moves"),
-    [(True, None, True), (False, 384, True), (False, 385, False), (False, None, False)],
+    ("pooled", "races", "moves"), [(True, False, True), (False, True, True), (False, False, False)]
 )
-def test_engines_that_pool_or_race_long_responses_take_keys_and_values(pooled, least, moves):
-    """A request has 384 tokens at most, prompt included, so 385 is never reached."""
-    changed = {"pooled": pooled, "race_kv_tokens": least}
+def test_engines_that_pool_or_race_take_keys_and_values(pooled, races, moves):
+    changed = {"pooled": pooled, "races_with_kv": races}
     config = CONFIG.engine.model_copy(update=changed)
     assert config.moves_kv is moves
     moved = replace(FIRST, kv=SavedKV("there", 2, 1))

@@ -4,7 +4,6 @@ The copy continues without a prefill, the original goes on, and no token changes
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -100,37 +99,6 @@ async def test_races_keep_precopies_for_a_switch(engines, tp2, weights, long_pro
         assert_as_before(finished, expected)
     assert_moved(moved)
     assert_moved(raced)
-
-
-def _from(num_tokens: int):
-    def on_actor(engine) -> None:
-        engine._config = engine._config.model_copy(update={"race_kv_tokens": num_tokens})
-
-    return on_actor
-
-
-async def test_short_requests_race_without_kv(engines, weights, long_requests):
-    """Only requests with at least `race_kv_tokens` tokens take keys and values along."""
-    origin = engines[0]
-    await load(engines[:1], weights)
-    await begin(origin, long_requests)
-    ids = [request.id for request in long_requests]
-    contexts = sorted(map(context_tokens, await origin.copy(ids, keep_kv=False)))
-    shorter, longer = max(pairwise(contexts), key=lambda pair: pair[1] - pair[0])
-    least = (shorter + longer) // 2
-    await origin.actor.__ray_call__.remote(_from(least))
-    copies = await origin.copy(ids, keep_kv=True)
-    await origin.actor.__ray_call__.remote(_from(0))
-    grown = max(map(context_tokens, copies)) - contexts[-1]
-    assert grown < least - shorter, "requests grew too much between the copies for this check"
-    assert [copy.kv is not None for copy in copies] == [context_tokens(c) > least for c in copies]
-    assert {copy.kv is not None for copy in copies} == {True, False}
-    await finished_on(origin, len(ids))
-
-
-def context_tokens(request: RolloutRequest) -> int:
-    assert request.generated is not None
-    return len(request.prompt_token_ids) + len(request.generated.token_ids)
 
 
 def _keep_for(seconds: float):

@@ -115,7 +115,7 @@ async def conversing(ray_cluster, histories, tmp_path_factory):
         max_task_retries=3,
     )
     await actor.call("start", timeout_s=120.0)
-    settings = config.engine.model_copy(update={"race_kv_tokens": None, "history_dir": histories})
+    settings = config.engine.model_copy(update={"races_with_kv": False, "history_dir": histories})
     engines = [CountingEngine(10 + i, settings, 0, engine_class=PacedEngine) for i in range(2)]
     await asyncio.gather(*(engine.start() for engine in engines))
     for index, engine in enumerate(engines):

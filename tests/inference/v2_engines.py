@@ -104,7 +104,7 @@ def _engine(
     config = CONFIG.engine
     fields = {"tp_degree": tp_degree, "model_runner": model_runner}
     rollout = config.rollout.model_copy(update=fields)
-    moves = {"rollout": rollout, "pooled": True, "race_kv_tokens": 0}
+    moves = {"rollout": rollout, "pooled": True}
     return RayEngine(
         index, config.model_copy(update=moves | changes), num_gpus=0, engine_class=engine_class
     )

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engines.control.controller import Controller
-from engines.control.effects import Effects
 from engines.control.outlook import Outlook
-from engines.control.reshaping import WAIT_SHARES, Reshaping
+from engines.control.reshaping import WAIT_SHARES, MissedSavings, Reshaping
 from engines.control.state import Forecaster
 from engines.latency.analytic import AnalyticLatency
 from engines.latency.hardware import A40
@@ -71,17 +70,21 @@ def switching(
     remaining=None,
     wait_shares=WAIT_SHARES,
     pools=None,
-    opening=None,
+    opens=False,
+    missed_savings=None,
     **known,
 ) -> Controller:
     """Return a controller that only switches, with known lengths by default. `known`: settings of
     drafting."""
     costs = costs or costs_on_a40(latency)
     outlook = Outlook(Forecaster(latency), remaining or Known(lengths), PromptsOf(), **known)
-    effects = Effects(latency, {pool.index: pool for pool in pools or (POOL,)}, costs)
-    reshaping = Reshaping(wait_shares=wait_shares)
-    bounds = {"margin": 0.0, "max_requests": math.inf}
-    return Controller([reshaping], outlook, effects, opening=opening, **bounds)
+    reshaping = Reshaping(
+        costs,
+        {pool.index: pool for pool in pools or (POOL,)},
+        wait_shares=wait_shares,
+        missed_savings=MissedSavings() if missed_savings is None else missed_savings,
+    )
+    return Controller(reshaping, outlook, margin=0.0, max_requests=math.inf, opens=opens)
 
 
 def current_s(controller: Controller, view: RolloutView) -> float:
@@ -91,9 +94,8 @@ def current_s(controller: Controller, view: RolloutView) -> float:
 
 def switched_s(controller: Controller, view: RolloutView, tp_degree: int) -> float:
     """Return the seconds until all requests are finished with a switch now."""
-    state, effects = controller.outlook.forecast(view), controller.effects
-    ways = (effects.of(state, [Reshape(POOL.index, tp_degree, kv)]) for kv in (True, False))
-    return min(effect.after(state).end_s for effect in ways)
+    look = controller.reshaping.look(POOL, controller.outlook.forecast(view))
+    return look.stays - max(look.gain(tp_degree, move_kv=kv) for kv in (True, False))
 
 
 def view_of(tp_degree: int, batches: dict[int, dict[int, int]], elapsed_s=0.0, pool=POOL):

@@ -93,6 +93,23 @@ def test_more_context_costs_more(sources):
     assert costs.recompute_s(8, after[1]) > costs.recompute_s(8, before[1])
 
 
+def test_requests_take_along_what_is_cheaper_to_move():
+    """Save by TP 2 and load by TP 4: 100 bytes a token, halved and quartered, at 50 bytes per
+    second take 1.5 s a token. A prefill takes 100 s, and 0.5 s for each token beyond 100."""
+    costs = costs_on_a40(Prefill(), kv_bytes_per_token=100.0, link_bytes_per_s=50.0)
+    assert costs.moves_kv(2, 4, 66.0)
+    assert not costs.moves_kv(2, 4, 67.0)
+    assert replace(costs, link_bytes_per_s=51.0).moves_kv(2, 4, 67.0)
+    assert replace(costs, kv="move").moves_kv(2, 4, 67.0)
+    assert not replace(costs, kv="recompute").moves_kv(2, 4, 1.0)
+
+
+class Prefill:
+    def prefill_s(self, tp_degree, batch, rms_tokens):
+        assert (tp_degree, batch) == (4, 1)
+        return 100.0 + 0.5 * max(0.0, rms_tokens - 100.0)
+
+
 def test_figure_12_recomputation():
     """The model predicts 14.2 s, a quarter less than the printed 19.01 s."""
     seconds = as_printed().recompute_s(8, [NINE])

@@ -55,6 +55,7 @@ class FakeEngine:
 
     `die_at_tick`: kills the engine once. `dies_in`: the first call of this method finds the engine
     dead. `wrong`: weight syncs fail. `late`: a request that is to be withdrawn has just finished.
+    `copy_s`, `submit_s`: seconds to copy requests or to save them ahead, and to take requests.
 
     A parked engine can only load weights, and not even that if it `loses_weights`. It may wake
     only when all engines `on_same_gpus` have released their memory. A sleeping engine has neither
@@ -74,6 +75,8 @@ class FakeEngine:
         wake_s: float = 0.0,
         loses_weights: bool = False,
         node_id: str | None = None,
+        copy_s: float = 0.0,
+        submit_s: float = 0.0,
     ) -> None:
         self.index = index
         self.node_id = node_id
@@ -105,7 +108,7 @@ class FakeEngine:
         self.redrafted: list[dict[RequestId, DraftSetting]] = []
         self.withdrawn: list[RolloutRequest] = []
         self.kv_counts = KVCounts()
-        self.precopy_s = 0.0
+        self.copy_s, self.submit_s = copy_s, submit_s
         self.saved_ahead: list[RequestId] = []
         self.expected: list[str] = []
         """Paths of the saved keys and values that this engine is prepared to load."""
@@ -154,12 +157,20 @@ class FakeEngine:
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         self._call("submit")
         assert self.version is not None
+        await self._spend(self.submit_s / 2)
         for r in requests:
             assert r.id not in self.running
             assert r.kv is None or r.kv.path == self._kv_of(r).path
             self.submitted.append(r)
             self.running[r.id] = (r, list(r.generated.token_ids) if r.generated else [])
             self.settings[r.id] = r.drafting
+        await self._spend(self.submit_s / 2)
+
+    async def _spend(self, seconds: float) -> None:
+        """Take this time, in which the engine may die."""
+        if seconds:
+            await asyncio.sleep(seconds)
+            self._meet_death("after")
 
     async def withdraw(
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
@@ -179,7 +190,7 @@ class FakeEngine:
 
     async def precopy(self, ids: Sequence[RequestId]) -> SavedKV | None:
         self._call("precopy")
-        await asyncio.sleep(self.precopy_s)
+        await asyncio.sleep(self.copy_s)
         self._meet_death("after")
         here = [self.running[id] for id in ids if id in self.running]
         self.saved_ahead += [r.id for r, tokens in here if tokens]
@@ -195,7 +206,9 @@ class FakeEngine:
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
     ) -> list[RolloutRequest]:
         self._call("copy")
+        await self._spend(self.copy_s / 2)
         given = self._given(ids)
+        await self._spend(self.copy_s / 2)
         return [replace(r, kv=self._kv_of(r)) for r in given] if keep_kv else given
 
     async def redraft(self, settings: Mapping[RequestId, DraftSetting]) -> None:
@@ -265,7 +278,6 @@ class FakeEngine:
 
     async def take_kv_counts(self) -> KVCounts:
         self._meet_death("take_kv_counts")
-        assert self.on_same_gpus
         counts, self.kv_counts = self.kv_counts, KVCounts()
         return counts
 
@@ -341,10 +353,10 @@ class Recorder:
         future.add_done_callback(lambda _: self.order.append(step))
         return future
 
-    async def roll_out_all(self, works, policies, min_rollouts):
+    async def roll_out_all(self, works, policies, min_rollouts, **options):
         """Queue these stages at once and return their outcomes."""
         stages = [
-            self.roll_out(step, own, policies=policies, min_rollouts=min_rollouts)
+            self.roll_out(step, own, policies=policies, min_rollouts=min_rollouts, **options)
             for step, own in enumerate(works, 1)
         ]
         outcomes = await asyncio.wait_for(asyncio.gather(*stages), 20)

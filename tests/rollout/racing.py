@@ -9,13 +9,13 @@ from tests.rollout.fakes import FAST, FakeEngine, MoveAt, Recorder, request
 LONG, SHORT = 40, 4
 
 
-def roll_out(engines, works, policies=(), min_rollouts=None, max_restarts=3, lost=()):
+def roll_out(engines, works, policies=(), min_rollouts=None, max_restarts=3, lost=(), **options):
     """Queue these stages at once and run them. Return the recorder and the outcomes."""
 
     async def run():
         recorder = Recorder(engines, max_restarts, lost)
         await recorder.coordinator.start()
-        outcomes = await recorder.roll_out_all(works, policies, min_rollouts)
+        outcomes = await recorder.roll_out_all(works, policies, min_rollouts, **options)
         return recorder, outcomes
 
     return run_virtual(run())

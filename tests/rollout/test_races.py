@@ -1,6 +1,8 @@
 """Races and redrafts on fake engines, in virtual time. Every request finishes once with the tokens
 that it has without moves, and no engine keeps a copy."""
 
+from itertools import pairwise
+
 import pytest
 
 from engines.rollout.moves import (
@@ -57,7 +59,8 @@ def test_keys_and_values_go_along_within_a_node(nodes):
     it pauses once."""
     engines = [FakeEngine(i, node_id=node.strip() or None) for i, node in enumerate(nodes)]
     works = [[(0, request("p0", LONG)), (0, request("p1", LONG))]]
-    recorder, (outcome,) = roll_out(engines, works, [RaceAtOnce(10, (1, 2, 3))])
+    races = [RaceAtOnce(10, (1, 2, 3))]
+    recorder, (outcome,) = roll_out(engines, works, races, moves_kv=lambda *_: True)
     assert_once(recorder, works, engines)
     same = [node == nodes[0] != " " for node in nodes]
     assert [[bool(r.kv) for r in engine.submitted] for engine in engines[1:]] == [
@@ -65,6 +68,90 @@ def test_keys_and_values_go_along_within_a_node(nodes):
     ]
     assert (outcome.moves.num_raced, outcome.moves.num_raced_with_kv) == (6, 2 * sum(same[1:]))
     assert engines[0].calls.count("copy") == len(set(same[1:]))
+
+
+def test_requests_take_keys_and_values_along_where_that_is_cheaper():
+    """p1 has too few tokens: its copy computes them again."""
+    engines = [FakeEngine(0, node_id="a", tp_degree=2), FakeEngine(1, node_id="a")]
+    works = [[(0, drafted("p0", LONG, FAST)), (0, request("p1", LONG))]]
+    asked = []
+
+    def moves_kv(*about):
+        asked.append(about)
+        return about[2] >= 20
+
+    recorder, _ = roll_out(engines, works, [RaceAtOnce(8, (1,))], moves_kv=moves_kv)
+    assert_once(recorder, works, engines)
+    assert {r.id.prompt_key: bool(r.kv) for r in engines[1].submitted} == {"p0": True, "p1": False}
+    assert asked == [(2, 1, 3 + 24), (2, 1, 3 + 8)]
+
+
+def test_a_migrated_request_takes_keys_and_values_along():
+    """The origin saves most of them while it goes on. Others finish meanwhile."""
+    engines = [FakeEngine(0, node_id="a", copy_s=0.01), FakeEngine(1, node_id="a")]
+    works = [[(0, request("p0", LONG)), (0, request("p1", LONG)), (1, request("p2", 20))]]
+    migrates = MoveAt("p0", 10, lambda id: Migrate(id, 1))
+    recorder, (outcome,) = roll_out(engines, works, [migrates], moves_kv=lambda *_: True)
+    assert_once(recorder, works, engines)
+    assert engines[0].saved_ahead == [request("p0", LONG).id]
+    (moved,) = (r for r in engines[1].submitted if r.id.prompt_key == "p0")
+    assert moved.kv
+    assert len(moved.generated.token_ids) > 18, "it went on while it was saved"
+    assert outcome.moves.num_migrated == 1
+
+
+class Seen:
+    """Takes no decision. Keeps the times of all views."""
+
+    def __init__(self):
+        self.at_s = []
+
+    def decide(self, view):
+        self.at_s.append(view.elapsed_s)
+        return []
+
+
+def test_all_races_begin_at_once_while_events_are_handled():
+    """Copies and submissions take 50 ms each. Nothing waits for them but their race."""
+    engines = [FakeEngine(i, copy_s=0.05, submit_s=0.05 if i > 3 else 0.0) for i in range(8)]
+    works = [[(i, request(f"p{i}", 300)) for i in range(4)]]
+    races = [race for i in range(4) for race in race_at(10, i + 4, prompt=f"p{i}")]
+    seen = Seen()
+    recorder, (outcome,) = roll_out(engines, works, [*races, seen])
+    assert_once(recorder, works, engines)
+    assert (outcome.moves.num_raced, outcome.moves.num_races_won) == (4, 4)
+    begun_s = [move.at_s for move in recorder.timeline.moves]
+    assert max(begun_s) - min(begun_s) < 0.005
+    assert max(late - early for early, late in pairwise(seen.at_s)) < 0.005
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "submit_s"), [(0.02, 0.0), (0.0, 0.02)], ids=["copied", "submitted"]
+)
+@pytest.mark.parametrize("event", ["finished", "origin dies", "target dies", "next stage"])
+def test_what_happens_while_a_race_begins(event, copy_s, submit_s):
+    """The copy takes 20 ticks, or its way to the target does."""
+    dies = {"origin dies": 0, "target dies": 1}.get(event)
+    engines = [
+        FakeEngine(
+            i,
+            copy_s=copy_s if i == 0 else 0.0,
+            submit_s=submit_s if i == 1 else 0.0,
+            die_at_tick=15 if i == dies else None,
+        )
+        for i in range(3)
+    ]
+    length = 20 if event == "finished" else 60
+    works = [[(0, request("p0", length)), (1, request("p1", 15)), (2, request("p2", 90))]]
+    if event == "next stage":  # The target has finished its part before the copy arrives.
+        works.append([(i, request(f"q{i}", SHORT, step=2)) for i in range(3)])
+    recorder, (outcome, *_) = roll_out(engines, works, race_at(10, 1, drafting=FAST))
+    assert_once(recorder, works, engines)
+    moves = outcome.moves
+    if event == "finished":
+        assert (moves.num_raced, moves.num_races_won) == (bool(submit_s), 0)
+    if event == "next stage":
+        assert (moves.num_raced, moves.num_races_won) == (1, 1)
 
 
 def test_origin_may_concede_to_a_leading_copy():

@@ -39,18 +39,24 @@ class AnyMoves:
     late=st.booleans(),
     spare=st.none() | st.integers(0, 4),
     lost=st.sets(st.integers(0, 20), max_size=3),
+    delays_s=st.tuples(st.sampled_from([0.0, 0.004]), st.sampled_from([0.0, 0.004])),
+    moves_kv=st.booleans(),
 )
 def test_any_races_and_deaths_finish_every_sample_once(
-    seed, lengths, deaths, dies_in, late, spare, lost
+    seed, lengths, deaths, dies_in, late, spare, lost, delays_s, moves_kv
 ):
+    copy_s, submit_s = delays_s
+    about = {"late": late, "copy_s": copy_s, "submit_s": submit_s}
     engines = [
-        FakeEngine(i, die_at_tick=tick, late=late, node_id="aab"[i])
-        for i, tick in enumerate(deaths)
+        FakeEngine(i, die_at_tick=tick, node_id="aab"[i], **about) for i, tick in enumerate(deaths)
     ]
     engines[seed % 3].dies_in = dies_in
     works = [work(step, own, 3) for step, own in enumerate(lengths, 1)]
     min_rollouts = None if spare is None else max(0, min(map(len, lengths)) - spare)
-    recorder, outcomes = roll_out(engines, works, [AnyMoves(seed)], min_rollouts, 9, lost)
+    policies = [AnyMoves(seed)]
+    recorder, outcomes = roll_out(
+        engines, works, policies, min_rollouts, 9, lost, moves_kv=lambda *_: moves_kv
+    )
     assert_once(recorder, works, engines)
     assert recorder.order == list(range(1, len(works) + 1))
     expected = {(s, f"p{i}"): n for s, ns in enumerate(lengths, 1) for i, n in enumerate(ns)}

@@ -60,7 +60,7 @@ def test_kv_is_saved_while_requests_continue(move_kv):
     engines, policy = fleet(), At((0.010, Reshape(0, 2, move_kv)))
     called = []
     for engine in engines:
-        engine.precopy_s = 0.005
+        engine.copy_s = 0.005
         engine.calls = Called(engine.index, called)
     recorder, (outcome,) = roll_out(engines, [TAIL], [policy])
     assert_well(recorder, [TAIL], engines)
@@ -78,7 +78,7 @@ def test_engines_report_while_kv_is_saved():
     moved = Migrate(request("p9", 50).id, 3)
     engines, policy = fleet(), At((0.010, Reshape(0, 2)), (0.015, moved))
     for engine in engines[:4]:
-        engine.precopy_s = 0.020
+        engine.copy_s = 0.020
     work = [*TAIL, on(2, "p8", 18), on(7, "p7", 20), on(7, "p9", 50)]
     recorder, (outcome,) = roll_out(engines, [work], [policy])
     assert_well(recorder, [work], engines)
@@ -97,7 +97,7 @@ def test_no_switch_is_made_when_an_engine_died_while_it_was_prepared(dying, num_
     engines, policy = fleet(), At((0.010, Reshape(0, 2)), (0.035, Reshape(0, 2)))
     engines[dying].die_at_tick = 15
     for engine in engines[:4]:
-        engine.precopy_s = 0.020
+        engine.copy_s = 0.020
     recorder, (outcome,) = roll_out(engines, [TAIL], [policy])
     assert_well(recorder, [TAIL], engines)
     assert outcome.moves.num_switches == num_later
@@ -110,7 +110,7 @@ def test_a_switch_is_prepared_once():
     asked = [(0.010 + 0.001 * i, Reshape(0, 2 + 2 * (i % 2))) for i in range(15)]
     engines, policy = fleet(), At(*asked)
     for engine in engines[:4]:
-        engine.precopy_s = 0.020
+        engine.copy_s = 0.020
     recorder, (outcome,) = roll_out(engines, [TAIL], [policy])
     assert_well(recorder, [TAIL], engines)
     assert outcome.moves.num_switches == 1

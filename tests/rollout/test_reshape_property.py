@@ -43,6 +43,21 @@ class AnyMoves:
         return kind(id, engine, drafting) if kind in (Race, Redraft) else kind(id, engine)
 
 
+def engines_of(wake_s, sync_s, keep):
+    """Return engines that take `sync_s` to load weights, to copy requests and to take some."""
+    times = {"wake_s": wake_s, "sync_s": sync_s, "copy_s": sync_s, "submit_s": sync_s}
+    engines = fleet(POOLS, loses_weights=not keep, **times)
+    for engine in engines:
+        engine.node_id = "one"
+    return engines
+
+
+def any_kv(from_tp, to_tp, context_tokens):
+    """Let some requests take keys and values along."""
+    del from_tp, to_tp
+    return context_tokens % 2 == 0
+
+
 def works_of(lengths, random):
     return [
         [on(random.choice(BEGIN), f"p{i}", n, step) for i, n in enumerate(own)]
@@ -126,7 +141,7 @@ dies_in = st.lists(st.tuples(st.integers(0, 10), st.sampled_from(METHODS)), max_
 def test_any_moves_and_deaths_finish_every_sample_once(
     seed, lengths, deaths, dies_in, late, spare, keep, lost, wake_s, sync_s
 ):
-    engines = fleet(POOLS, wake_s=wake_s, sync_s=sync_s, loses_weights=not keep)
+    engines = engines_of(wake_s, sync_s, keep)
     works = works_of(lengths, Random(seed))
     min_rollouts = None if spare is None else max(0, min(map(len, lengths)) - spare)
 
@@ -139,7 +154,9 @@ def test_any_moves_and_deaths_finish_every_sample_once(
         for index, method in dies_in:
             engines[index].dies_in = method
         stages = [
-            recorder.roll_out(step, own, policies=[AnyMoves(seed)], min_rollouts=min_rollouts)
+            recorder.roll_out(
+                step, own, policies=[AnyMoves(seed)], min_rollouts=min_rollouts, moves_kv=any_kv
+            )
             for step, own in enumerate(works, 1)
         ]
         outcomes = await asyncio.wait_for(asyncio.gather(*stages), 20)
@@ -165,7 +182,7 @@ def test_any_moves_and_deaths_finish_every_sample_once(
     seed=37, lengths=[[1, 10, 8]], dies_in=[(0, "park")], keep=False, wake_s=0.002, sync_s=0.0
 )
 def test_the_same_with_weights_between_stages(seed, lengths, dies_in, keep, wake_s, sync_s):
-    engines = fleet(POOLS, wake_s=wake_s, sync_s=sync_s, loses_weights=not keep)
+    engines = engines_of(wake_s, sync_s, keep)
     works = works_of(lengths, Random(seed))
 
     async def run():
@@ -175,7 +192,7 @@ def test_the_same_with_weights_between_stages(seed, lengths, dies_in, keep, wake
             engines[index].dies_in = method
         for step, own in enumerate(works, 1):
             await recorder.coordinator.load_weights(weights(step - 1))
-            stage = recorder.roll_out(step, own, policies=[AnyMoves(seed)])
+            stage = recorder.roll_out(step, own, policies=[AnyMoves(seed)], moves_kv=any_kv)
             await asyncio.wait_for(stage, 20)
         await asyncio.sleep(0.1)
         return recorder
@@ -215,7 +232,7 @@ def test_any_lost_nodes_finish_every_sample_once(
     seed, lengths, lost_at_ms, keep, spare, wake_s, sync_s
 ):
     """Up to two of three nodes are lost. Their engines are found dead one by one."""
-    engines = fleet(POOLS, wake_s=wake_s, sync_s=sync_s, loses_weights=not keep)
+    engines = engines_of(wake_s, sync_s, keep)
     works, random = works_of(lengths, Random(seed)), Random(seed)
     min_rollouts = None if spare is None else max(0, min(map(len, lengths)) - spare)
 
@@ -227,7 +244,9 @@ def test_any_lost_nodes_finish_every_sample_once(
                 at_s = (at_ms + random.randrange(16)) / 1000 + 1e-4
                 asyncio.get_running_loop().call_later(at_s, engines[index].lose_node)
         stages = [
-            recorder.roll_out(step, own, policies=[AnyMoves(seed)], min_rollouts=min_rollouts)
+            recorder.roll_out(
+                step, own, policies=[AnyMoves(seed)], min_rollouts=min_rollouts, moves_kv=any_kv
+            )
             for step, own in enumerate(works, 1)
         ]
         await asyncio.wait_for(asyncio.gather(*stages), 20)

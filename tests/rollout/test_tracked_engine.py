@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from engines.rollout.interface import EngineEvents
+from engines.rollout.lifecycle import Lifecycle
 from engines.rollout.reshape import _context_tokens
-from engines.rollout.tracked_engine import Lifecycle, TrackedEngine, num_response_tokens
+from engines.rollout.tracked_engine import TrackedEngine, num_response_tokens
 from engines.simulate.clock import run_virtual
 from schemas.rollout import Generated, RequestId, RolloutRequest, Split, Turn
 from tests.rollout.fakes import FakeEngine

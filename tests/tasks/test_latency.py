@@ -111,9 +111,9 @@ async def test_all_techniques_use_one_profile(tmp_path: Path, profile: Path) -> 
     assert run.inputs.ladder.drafters == ("histospec", "ngram", "small")
     assert await gate_profiles(run) == {latency.profile.model_dump_json()}
     assert _rollout_time(run, None).args[0] is latency
-    controller, redrafts = await step_policies(run, ENGINES, plan())
+    controller, redrafts, *_ = await step_policies(run, ENGINES, plan())
     assert isinstance(controller, Controller)
-    assert controller.effects.latency is latency
+    assert controller.reshaping.costs.latency is latency
     assert isinstance(redrafts, Reconfiguration)
     assert savings_source(run) == f"profile={profile}"
 

@@ -14,9 +14,7 @@ from benchmarks.papers.pat import BEST, STEPS, lengths, machine
 from benchmarks.papers.scene import Scene, switch_times
 from benchmarks.papers.switching import Steps
 from engines.control.controller import Controller
-from engines.control.objective import FewestGpuSeconds, SoonestEnd
-from engines.control.proposal import Outliers, Racing
-from engines.control.reshaping import MissedSavings, Reshaping
+from engines.control.reshaping import MissedSavings
 from engines.control.techniques import OnceStarted, StepInputs, plan_policies
 from engines.histopipe.migration import Migration
 from engines.histopipe.sample_queue import SampleQueue
@@ -25,7 +23,7 @@ from engines.latency.hardware import H100
 from engines.latency.measured import MeasuredLatency
 from engines.latency.model_shape import SHAPES
 from engines.pat.costs import SwitchCosts
-from engines.rollout.moves import EngineView, Reshape, RolloutView
+from engines.rollout.moves import EngineView, Reshape, RolloutView, moves_long
 from engines.simulate.trace import Trace
 from engines.specactor.best_of_n import BestOfN
 from engines.specactor.ladder import Ladder
@@ -38,7 +36,13 @@ from schemas.step import PromptGroup, RankingGroup, StepPlan
 from tasks.history import known_before
 from tasks.rollout import _min_rollouts
 from tasks.run.model_inputs import model_shape
-from tasks.run.policies import FIRST_KV_BYTES_PER_S, FIRST_SWITCH_S, _costs, step_policies
+from tasks.run.policies import (
+    FIRST_KV_BYTES_PER_S,
+    FIRST_SWITCH_S,
+    _costs,
+    kv_rule,
+    step_policies,
+)
 from tasks.run.preflight import Inputs
 from tests.conftest import DEMO
 from tests.specactor.latencies import AffineLatency
@@ -115,17 +119,14 @@ async def test_without_a_latency_model_each_decides_for_itself():
     assert await step_policies(run, ENGINES, plan()) == ()
 
 
-async def test_with_one_a_controller_has_all_that_is_switched_on():
+async def test_with_one_a_controller_decides_on_switches_first():
     (controller,) = await step_policies(run_of(), ENGINES, plan())
     assert isinstance(controller, Controller)
-    assert isinstance(controller.objective, SoonestEnd)
-    assert [type(technique) for technique in controller.techniques] == [Reshaping]
+    assert controller.reshaping.idles
     run = run_of(specactor={"draft_models": [DRAFTER]}, staleness=1)
-    (controller,) = await step_policies(run, ENGINES, RANKED)
-    assert isinstance(controller, Controller)
-    assert isinstance(controller.objective, FewestGpuSeconds)
-    kinds = [type(technique) for technique in controller.techniques]
-    assert kinds == [Reshaping, Outliers, Racing]
+    policies = await step_policies(run, ENGINES, RANKED)
+    assert [type(policy) for policy in policies] == [Controller, Migration, BestOfN]
+    assert not policies[0].reshaping.idles
 
 
 async def test_a_tail_goes_to_a_higher_tp_degree():
@@ -157,10 +158,31 @@ async def test_switch_costs_are_those_measured_in_the_run():
     assert (measured.wake_s, measured.link_bytes_per_s) == (0.3, 4e9)
     run.stage = last
     (controller,) = await step_policies(run, ENGINES, plan())
-    assert controller.effects.costs == measured
+    assert controller.reshaping.costs == measured
     validation = plan().model_copy(update={"split": Split.VALIDATION})
     (controller,) = await step_policies(run, ENGINES, validation)
-    assert controller.effects.costs == told
+    assert controller.reshaping.costs == told
+
+
+async def test_requests_take_keys_and_values_along_by_what_the_run_has_measured():
+    """Without races and switches, and before a prefill is known, 2,048 tokens decide. Then it is
+    the profile, or the steps that the run has measured."""
+    nothing, racing = run_of(pat={}), run_of(pat={}, **DRAFTING)
+    assert await kv_rule(nothing, ENGINES, plan()) is moves_long
+    (rule, costs) = await kv_rule(racing, ENGINES, plan()), _costs(racing, LATENCY, ENGINES, None)
+    assert rule.__self__ == costs
+    racing.latency = None
+    assert await kv_rule(racing, ENGINES, plan()) is moves_long
+    assert [moves_long(1, 1, num) for num in (2047, 2048)] == [False, True]
+    # A prompt token takes 10 us. The demo's model has 512 bytes a token: 0.5 us to save and load.
+    racing.stage = SimpleNamespace(
+        **vars(last_step(*STEP_COSTS)), sync_s=0.0, switches=SwitchCounts()
+    )
+    per_token_s = model_shape(racing.config).kv_bytes_per_token / FIRST_KV_BYTES_PER_S
+    assert 2 * per_token_s < STEP_COSTS[-1]
+    assert (await kv_rule(racing, ENGINES, plan()))(1, 1, 10)
+    racing.stage.switches = SwitchCounts((), (1e3,))
+    assert not (await kv_rule(racing, ENGINES, plan()))(1, 1, 10_000)
 
 
 LADDER = Ladder(AffineLatency(10e-3, 1e-4, 5e-5), 1, ("ngram", "small"), 300.0, 8, {"small": 2})
@@ -219,7 +241,7 @@ async def test_run_and_simulator_build_the_same_techniques(name):
     real = await step_policies(run, ENGINES, step_plan)
     assert described(real) == described(simulated(run, step_plan).policies())
     kinds = {
-        "everything": [Controller, Reconfiguration],
+        "everything": [Controller, Migration, Reconfiguration, BestOfN],
         "each for itself": [Migration, Reconfiguration, BestOfN],
         "races without a ladder": [BestOfN],
         "nothing": [],
@@ -255,9 +277,7 @@ def test_paper_scenes_switch_as_runs_do():
 async def test_a_step_begins_in_the_best_layout_where_it_can(changes, opens):
     (controller,) = await step_policies(run_of(**changes), ENGINES, plan())
     assert isinstance(controller, Controller)
-    assert (controller.opening is not None) == opens
-    if opens:
-        assert controller.opening in controller.techniques
+    assert controller.opens == opens
 
 
 async def test_races_have_the_window_that_the_ladder_says():

@@ -183,13 +183,12 @@ class VLLMEngine:
         self, ids: Sequence[RequestId], *, keep_kv: bool = False
     ) -> list[RolloutRequest]:
         there = [self._running[id] for id in ids if id in self._running]
-        num_tokens = self._num_with_kv(there) if keep_kv and self._config.moves_kv else {}
-        long = [r for r in there if self._config.races_with_kv(num_tokens.get(r.request.id, -1))]
-        if not long:
+        if not (keep_kv and self._config.moves_kv and there):
             return self._copies(there)
         assert self._policy_version is not None
         async with self._saving.paused():
-            kv = await self._saving.save(self._num_with_kv(long), self._policy_version, copies=True)
+            num_tokens = self._num_with_kv(there)
+            kv = await self._saving.save(num_tokens, self._policy_version, copies=True)
             copies = self._copies(there)
         return [replace(request, kv=kv.get(request.id)) for request in copies]
 

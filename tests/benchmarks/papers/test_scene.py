@@ -208,9 +208,11 @@ class Forecasting(Scripted):
     def decide(self, view):
         moves = super().decide(view)
         if moves and self.forecast_s is None:
-            state = self.controller.outlook.forecast(view)
-            effect = self.controller.effects.of(state, moves)
-            self.forecast_s = view.elapsed_s + effect.after(state).end_s
+            state, (move,) = self.controller.outlook.forecast(view), moves
+            reshaping = self.controller.reshaping
+            look = reshaping.look(reshaping.pools[move.pool], state)
+            gain_s = look.gain(move.tp_degree, move_kv=move.move_kv)
+            self.forecast_s = view.elapsed_s + look.stays - gain_s
             self.num_left = sum(len(engine.progress) for engine in view.engines)
         return moves
 
