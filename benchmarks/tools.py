@@ -23,8 +23,8 @@ better than whole responses do, so a lap with tools is compared with the better 
                           KV cache has room for all conversations
     cached_share_half     the same if it has room for half of them
     answers_per_s         answers of one actor to turns whose tool returns at once
-    journal_share         share of its time that the store spends on the journal, at its most in a
-                          lap with turns
+    journal_share         share of its time that the store spends on the journal: the largest of
+                          the laps with turns and of these answers
 """
 
 import asyncio
@@ -148,7 +148,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         groups = [_compared(*group) for group in zip(*laps, strict=True)]
         found |= {f"{name}_{number}": median(one[name] for one in groups) for name in groups[0]}
     tools = rows_with(rows, kind="tools")
-    talking = [*rows_with(rows, kind="instant"), *tools]
+    talking = [answers, *rows_with(rows, kind="instant"), *tools]
     found["journal_share"] = max(row["journal_s"] / row["seconds"] for row in talking)
     found["identical"] = min(row["identical"] for row in tools)
     for end in dict.fromkeys(row["kv"] for row in tools):
@@ -287,10 +287,12 @@ async def _answers(config: TrainConfig, talks: Sequence[Talk], number: int) -> R
 
     await asyncio.gather(*(converse(-1 - step) for step in range(WARM_UP)))
     num_talks = -(-number // TURNS)
-    began_s = time.perf_counter()
+    before_s, began_s = await client.journal_s(), time.perf_counter()
     await asyncio.gather(*(converse(step) for step in range(num_talks)))
     seconds = time.perf_counter() - began_s
-    return {"kind": "answers", "answers": num_talks * TURNS, "seconds": seconds}
+    journal_s = await client.journal_s() - before_s
+    found = {"answers": num_talks * TURNS, "seconds": seconds, "journal_s": journal_s}
+    return {"kind": "answers", **found}
 
 
 async def _answered(
