@@ -104,7 +104,7 @@ async def step_policies(run: Run, engines: Engines, plan: StepPlan) -> tuple[Pol
         ladder=run.inputs.ladder,
         acceptances=await known_acceptances(run, plan, known_before(run, plan.step)),
         prompt_tokens=run.inputs.mean_prompt_tokens,
-        context_rates=context_rates(list(lengths), lengths),
+        context_rates=_context_rates(run, lengths),
         to_come=tokens_to_come(run.config, lengths),
         move_model=await _move_model(run, engines, plan, latency, lengths) if latency else None,
         queue=await _queue(run, engines, plan),
@@ -195,7 +195,7 @@ async def predict_end(run: Run, plan: StepPlan) -> StageEnd | None:
         return None
     acceptances = await known_acceptances(run, plan, known_before(run, plan.step))
     lengths = await _lengths(run, plan)
-    rates = context_rates(list(lengths), lengths)
+    rates = _context_rates(run, lengths)
     outlook = stage_outlook(
         run.config,
         StepInputs(plan=plan, acceptances=acceptances, context_rates=rates),
@@ -216,6 +216,12 @@ def _step_times(run: Run, last: RolloutBatch) -> Latency | None:
         return None if models else measured_by(last.shares)
     drafters = {NGRAM, *models} if run.config.engine.speculates else models
     return profiled if drafters <= set(profiled.drafters) else None
+
+
+def _context_rates(run: Run, lengths: Mapping[str, LengthHistory]) -> dict[str, float]:
+    """Return the tokens by which contexts grow for each response token, by prompt. Empty without an
+    environment."""
+    return context_rates(list(lengths), lengths) if run.config.environment else {}
 
 
 def _prompt_tokens(run: Run) -> dict[str, int]:

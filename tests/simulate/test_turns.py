@@ -2,7 +2,6 @@
 
 import asyncio
 
-import pyarrow as pa
 import pytest
 
 from engines.simulate.batching import VirtualBatch
@@ -10,8 +9,8 @@ from engines.simulate.clock import run_virtual
 from engines.simulate.cluster import simulate_step
 from engines.simulate.engine import VirtualEngine
 from engines.simulate.lengths import TraceLengths
-from engines.simulate.member import SimulatedRequest
-from engines.simulate.trace import Trace, from_store
+from engines.simulate.member import Passes, SimulatedRequest
+from engines.simulate.trace import from_store
 from engines.store.store import Store
 from schemas.rollout import LengthHistory, RequestId, RolloutRequest, Split, Turn
 from schemas.simulate import ClusterLayout
@@ -70,9 +69,8 @@ def test_others_have_the_batch_for_themselves_while_it_waits():
     )
     batch.advance(100.0)
     sizes = [(one.batch, one.prefill) for one in batch.intervals]
-    # Both prefill and decode, one decodes alone, and twice the other returns with a prefill.
-    assert sizes[:3] == [(2, True), (2, False), (1, False)]
-    assert [prefill for _, prefill in sizes].count(True) == 3
+    # The other decodes alone. The next turn has a single token, so two prefills follow each other.
+    assert sizes == [(2, True), (2, False), (1, False), (1, True), (1, False)]
     waited = batch.intervals[2]
     assert waited.end_s - waited.start_s == pytest.approx(300 * 0.01, rel=0.1)
 
@@ -115,12 +113,8 @@ RECORDED = [
 def test_a_recorded_step_is_replayed_with_its_waits():
     ids = [[*LONG[:20], *range(7), *LONG[20:]]]
     plain = trace_of((1, "a", [LONG]))
-    talking = Trace(
-        plain.table.set_column(8, "response_token_ids", pa.array(ids)).set_column(
-            9, "turns", pa.array([RECORDED])
-        ),
-        "t",
-    )
+    columns = {"response_tokens": [41], "turns": [RECORDED]}
+    talking = trace_of((1, "a", ids), **columns)
     cluster = ClusterLayout(num_engines=1)
     alone, found = (simulate_step(trace, cluster, LATENCY).step for trace in (plain, talking))
     assert found.num_tokens == alone.num_tokens == 41
@@ -129,19 +123,14 @@ def test_a_recorded_step_is_replayed_with_its_waits():
     assert known == LengthHistory(41.0, 41, mean_wait_s=5.0, observed_per_token=7 / 41)
 
 
-def test_drafts_of_a_later_turn_come_from_later_turns():
-    """A conversation is repeated, with another observation. 39 tokens after the first of each turn
-    take some passes, and no observed token counts."""
-    responses = [[*LONG[:20], *range(at, at + 7), *LONG[20:]] for at in (0, 50)]
+def test_drafts_of_a_later_turn_follow_its_observation():
+    """A conversation is repeated. Both turns begin with the same tokens and go on differently, so
+    only what was observed tells from the first draft on what comes. Each turn takes 4 passes: 19
+    tokens with drafts of 2, 4, 6 and 3, and 20 with drafts of 2, 4, 6 and 4."""
+    conversation = [*LONG[:20], *range(7), *LONG[:3], *range(200, 218)]
     columns = {"response_tokens": [41, 41], "turns": [RECORDED, RECORDED]}
-    (passes,) = replayed(
-        trace_of((1, "a", responses[:1]), (2, "a", responses[1:]), **columns), 2, UNGATED["paper"]
-    )
-    assert passes.num_tokens == 39
-    assert passes.num_passes < 15
-    (plain,) = replayed(trace_of((1, "a", [LONG[:20]]), (2, "a", [LONG[:20]])), 2)
-    assert plain.num_tokens == 19
-    assert passes.num_passes > plain.num_passes
+    trace = trace_of((1, "a", [conversation]), (2, "a", [conversation]), **columns)
+    assert replayed(trace, 2, UNGATED["paper"]) == [Passes(8, 39, 8, 31)]
 
 
 def test_a_store_with_conversations_becomes_a_trace(tmp_path):
