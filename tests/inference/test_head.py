@@ -64,11 +64,11 @@ async def test_right_and_wrong_heads_change_no_token(
     for name, head, is_own in [("right", forgetful, True), ("wrong", head_dir, True),
                                ("other noise", forgetful, False)]:  # fmt: skip
         await engines[1].load_draft_head(head)
-        await engines[1].actor.set_draft_noise.remote(is_own)
+        await engines[1].actor.call_drafting.remote("set_draft_noise", is_own)
         finished = await generate(engines[1], drafted(todo))
         assert_as_before(finished, expected)
         shares[name] = accepted_share(finished)
-    await engines[1].actor.set_draft_noise.remote(True)
+    await engines[1].actor.call_drafting.remote("set_draft_noise", True)
     assert shares["right"] > 0.9
     assert shares["wrong"] < 0.5
     if temperature:

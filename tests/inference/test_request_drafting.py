@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 import zmq
 from msgspec.structs import replace
 
@@ -12,6 +13,7 @@ from engines.histospec.acceptance import Acceptance
 from engines.histospec.budget import keep_likeliest
 from engines.histospec.gate import Gate
 from engines.inference.drafting.draft_link import decode_feedback, encode
+from engines.inference.drafting.head_drafter import HiddenStates
 from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
 from engines.specactor.streams import Drafted, DraftStream
 from engines.specactor.text_drafters import TEXT_DRAFTERS
@@ -512,6 +514,14 @@ def test_a_head_drafts_where_it_pays(costly: bool):
     proposed(drafting, [DraftedRow(0, "a", 2, text), rows[1]], ANY)
     assert drafting._requests["a"].record.share > before
     assert drafting.progress()["a"] == ((0, 0, 0) if costly else (3, 1, 1))
+
+
+def test_a_head_continues_from_the_last_token_that_was_drawn():
+    """Rows 0 to 2 are of a request with two drafts, row 3 of a plain one, 4 and 5 of one draft."""
+    states = HiddenStates(torch.zeros(6, 1), np.array([3, 1, 2]))
+    requests, num_sampled = np.array([0, 1, 2]), np.array([2, 1, 2])
+    assert states.rows_after(requests, num_sampled).tolist() == [1, 3, 5]
+    assert states.rows_after(requests[::2], num_sampled[1:]).tolist() == [0, 5]
 
 
 class Constant:

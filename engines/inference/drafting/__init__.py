@@ -1,1 +1,1 @@
-"""Draft tokens for a vLLM engine, from history, n-grams or draft models that run ahead."""
+"""Draft tokens for a vLLM engine, from history, n-grams, a head or draft models that run ahead."""
