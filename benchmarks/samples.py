@@ -112,9 +112,9 @@ def made_up_run(run_dir: Path, num_rollouts: int, tokens: int) -> None:
 
 
 def _looks(run_dir: Path) -> dict[str, Callable[[], object]]:
-    from flows.samples import Samples
+    from flows.samples import RunSamples
 
-    samples = Samples(run_dir, _TIMEOUT_S)
+    samples = RunSamples(run_dir, _TIMEOUT_S)
     (first, *_) = samples.page(SampleFilter(), "", 1).samples
 
     def page(wanted: SampleFilter) -> Callable[[], object]:

@@ -32,7 +32,7 @@ class TokenNumbers:
         return [f"<{id}>" for id in ids]
 
 
-class Samples:
+class RunSamples:
     """The rollouts of one run, live or ended."""
 
     def __init__(self, run_dir: Path, timeout_s: float) -> None:
@@ -66,7 +66,7 @@ def launch_samples(
 ) -> None:
     """Print samples, or serve pages about them. Raise ValueError when there is no such run or no
     such sample."""
-    samples = Samples(find_run(run, runs_dir), timeout_s)
+    samples = RunSamples(find_run(run, runs_dir), timeout_s)
     if samples.warning:
         print(samples.warning, file=sys.stderr)
     if port is not None:

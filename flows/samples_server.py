@@ -27,7 +27,7 @@ from engines.reports.samples_page import (
     read_view,
     response_page,
 )
-from flows.samples import Samples
+from flows.samples import RunSamples
 
 HOST = "127.0.0.1"
 MAX_REQUESTS = 16
@@ -49,7 +49,7 @@ Reply = tuple[HTTPStatus, str]
 class SamplesSite:
     """Replies to requests for pages about one run."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: RunSamples) -> None:
         self.secret = secrets.token_urlsafe(16)
         self._samples = samples
         # A DuckDB file that is open twice in a process shares its settings.
@@ -157,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Log no requests: their addresses have the secret."""
 
 
-def serve_samples(samples: Samples, port: int) -> None:
+def serve_samples(samples: RunSamples, port: int) -> None:
     """Serve until interrupted. Raise ValueError when the port cannot be used."""
     with SamplesServer(SamplesSite(samples), port) as server:
         print(f"samples of {samples.name}: {server.url}")

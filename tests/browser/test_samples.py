@@ -37,8 +37,8 @@ def test_a_large_run_is_looked_at(browser: Browser, tmp_path: Path) -> None:
 def look_at_one(browser: Browser) -> None:
     browser.click("(//article//a)[1]")
     browser.see("reward: format", "nats a token", "from 90%", timeout_s=PAGE_S)
-    unlikely = browser.find("//pre/span[@class='likely4']")
-    assert unlikely.value_of_css_property("background-color") == "rgba(246, 169, 160, 1)"
+    unlikely = browser.find("//pre/span[@class='likely3']")
+    assert unlikely.value_of_css_property("background-color") == "rgba(251, 213, 160, 1)"
     browser.follow("by version")
     browser.find("//pre/span[@class='version0']")
 

@@ -26,7 +26,7 @@ from engines.store.samples import SORTS, SampleFilter
 from engines.store.store import Store
 from engines.store.tables import REWARDS
 from flows.cli import main
-from flows.samples import Samples
+from flows.samples import RunSamples
 from flows.samples_server import MAX_REQUESTS, SamplesServer, SamplesSite
 from schemas.rollout import FinishReason, Rollout, Split, Turn, VersionSpan
 from tasks.run.run_dir import CONFIG_FILE, STORE_FILE
@@ -118,7 +118,7 @@ def refrain(*arguments: object) -> str:
 
 @pytest.fixture(scope="module")
 def every_sample(run_dirs: dict[str, Path]) -> list[samples.Sample]:
-    return Samples(run_dirs["ended"], 60.0).page(SampleFilter(), "", 1000).samples
+    return RunSamples(run_dirs["ended"], 60.0).page(SampleFilter(), "", 1000).samples
 
 
 VALUES = {
@@ -134,7 +134,7 @@ VALUES = {
 def test_pages_have_the_samples_in_order(
     run_dir: Path, every_sample: list[samples.Sample], sort: str
 ) -> None:
-    found, value = Samples(run_dir, 60.0), VALUES[sort]
+    found, value = RunSamples(run_dir, 60.0), VALUES[sort]
     assert len(every_sample) == NUM_STEPS * 5 + 1
     known = [value(sample) for sample in every_sample if value(sample) is not None]
     reverse = sort in ("length", "reward")
@@ -151,7 +151,7 @@ def test_pages_have_the_samples_in_order(
 def test_a_live_run_shows_what_an_ended_one_shows(run_dirs: dict[str, Path]) -> None:
     wanted = SampleFilter(sort="reward", most_reward=0.9)
     for grep in ("", "step 1"):
-        ended, live = (Samples(run_dirs[kind], 60.0).page(wanted, grep, 9) for kind in run_dirs)
+        ended, live = (RunSamples(run_dirs[kind], 60.0).page(wanted, grep, 9) for kind in run_dirs)
         assert ended == live
         assert len(ended.samples) == 9
 
@@ -172,7 +172,7 @@ def test_a_live_run_shows_what_an_ended_one_shows(run_dirs: dict[str, Path]) -> 
 def test_a_filter_keeps_what_it_names(
     run_dir: Path, every_sample: list[samples.Sample], conditions: dict, holds: Any
 ) -> None:
-    page = Samples(run_dir, 60.0).page(SampleFilter(**conditions), "", 1000)
+    page = RunSamples(run_dir, 60.0).page(SampleFilter(**conditions), "", 1000)
     expected = {sample.key for sample in every_sample if holds(sample)}
     assert {sample.key for sample in page.samples} == expected
     assert page.num_matching == len(expected)
@@ -182,7 +182,7 @@ def test_a_search_reads_text_and_stops_in_time(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(samples, "CHUNK", 24)
-    found = Samples(run_dir, 60.0)
+    found = RunSamples(run_dir, 60.0)
     page = found.page(SampleFilter(), "step 13 word word", 1000)
     steps = {(sample.step, sample.response_tokens > 20) for sample in page.samples}
     assert (steps, page.num_searched, page.ended_early) == ({(13, True)}, page.num_matching, False)
@@ -206,7 +206,7 @@ def test_a_live_run_sends_only_the_steps_of_a_page(
         return read(self, needed)
 
     monkeypatch.setattr(Snapshot, "read", spy)
-    Samples(run_dirs["live"], 60.0).page(SampleFilter(reverse=False), "", 9)
+    RunSamples(run_dirs["live"], 60.0).page(SampleFilter(reverse=False), "", 9)
     keys, rows = [needed for needed in asked if needed]
     assert "response_token_ids" not in keys.columns
     assert "response_token_ids" in rows.columns
@@ -311,7 +311,7 @@ class Client:
 
 @pytest.fixture
 def client(run_dir: Path) -> Iterator[Client]:
-    with SamplesServer(SamplesSite(Samples(run_dir, 60.0)), 0) as server:
+    with SamplesServer(SamplesSite(RunSamples(run_dir, 60.0)), 0) as server:
         serving = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         serving.start()
         yield Client(server)
