@@ -71,6 +71,13 @@ class LengthHistory:
     """Tokens of all its responses / their forward passes; 1 if no draft was accepted."""
     mean_wait_s: float = 0.0
     """Mean seconds in which a response waited for its environment."""
+    observed_per_token: float = 0.0
+    """Tokens that the environment gave / tokens that the policy sampled."""
+
+    @property
+    def context_per_token(self) -> float:
+        """Tokens by which the context grows for each sampled token."""
+        return 1.0 + self.observed_per_token
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ class Outlook:
     """Acceptance of drafts from history, by prompt. Empty if all prompts have the same."""
     acceptances: Mapping[str, float] = field(default_factory=dict)
     """Mean acceptance by drafter in the last view."""
+    context_rates: Mapping[str, float] = field(default_factory=dict)
+    """Tokens by which a context grows for each response token, by prompt. 1 if missing."""
     default_drafting: DraftSetting | None = None
     """Setting of requests that no engine has reported on yet."""
     _seen: RolloutView | None = None
@@ -102,12 +104,12 @@ class Outlook:
         copies = []
         for id, num in engine.progress.items():
             so_far = num or self._generated[id]
-            context = self.prompt_tokens[id.prompt_key] + so_far
+            rate = self.context_rates.get(id.prompt_key, 1.0)
+            context = self.prompt_tokens[id.prompt_key] + rate * so_far
             drafting = self._setting(engine, id)
             acceptance = self._acceptance(id, drafting.drafter) if drafting else 0.0
-            copies.append(
-                PlacedRequest(rows[id], id, context, lengths[id] - so_far, drafting, acceptance)
-            )
+            at = context, lengths[id] - so_far, drafting, acceptance, rate
+            copies.append(PlacedRequest(rows[id], id, *at))
         return EngineState(engine.engine, engine.tp_degree, tuple(copies))
 
     def _setting(self, engine: EngineView, id: RequestId) -> DraftSetting | None:

@@ -42,11 +42,20 @@ class PlacedRequest(NamedTuple):
     """None: no drafts."""
     acceptance: float = 0.0
     """Probability that a draft token is accepted."""
+    context_per_token: float = 1.0
+    """Tokens by which the context grows for each response token."""
+
+    @property
+    def context_at_end(self) -> float:
+        """Context tokens that it should have in the end."""
+        return self.context_tokens + self.context_per_token * self.remaining_tokens
 
     def advanced(self, tokens: float) -> Self:
         """Return the request with so many more response tokens."""
-        context, remaining = self.context_tokens + tokens, self.remaining_tokens - tokens
-        return self._replace(context_tokens=context, remaining_tokens=remaining)
+        context = self.context_tokens + self.context_per_token * tokens
+        return self._replace(
+            context_tokens=context, remaining_tokens=self.remaining_tokens - tokens
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +135,7 @@ class Forecaster:
         segments = self._forecast(engine).segments
         steps = [*zip(segments.batches.tolist(), segments.context_tokens.tolist(), strict=True)]
         # Segments hold means, so also check the longest request, alone at its end.
-        steps.append(
-            (1, max(copy.context_tokens + copy.remaining_tokens for copy in engine.copies))
-        )
+        steps.append((1, max(copy.context_at_end for copy in engine.copies)))
         return all(self.latency.reaches(engine.tp_degree, *step) for step in steps)
 
     def _forecast(self, engine: EngineState) -> BatchForecast:
@@ -146,7 +153,7 @@ class Forecaster:
         known = [*(of[:3] for of in paces.values()), (1.0, 0, 0.0)]
         fields = np.array(
             [
-                (copy.context_tokens, copy.remaining_tokens, *known[place])
+                (copy.context_tokens, copy.remaining_tokens, *known[place], copy.context_per_token)
                 for copy, place in zip(engine.copies, place_of, strict=True)
             ]
         )

@@ -75,6 +75,8 @@ class StepInputs:
     """Probability that a draft token is accepted, by drafter. Unknown drafters are missing."""
     prompt_tokens: float = 0.0
     """Mean prompt length of the run."""
+    context_rates: Mapping[str, float] = field(default_factory=dict)
+    """Tokens by which a context grows for each response token, by prompt. 1 if missing."""
     to_come: TokensToCome | None = None
     """Expected remaining tokens of each response. None: unknown."""
     move_model: MoveModel | None = None
@@ -221,6 +223,7 @@ def stage_outlook(
         prompt_tokens,
         expected_acceptance=accepted,
         prompt_acceptance=_prompt_acceptance(inputs.plan, window),
+        context_rates=inputs.context_rates,
         default_drafting=drafting or (DraftSetting(HISTORY, window) if window else None),
     )
 

@@ -105,7 +105,10 @@ class EngineLoad:
         self._of_steps = (step, *earlier.values())
         self.groups = Counter(id.prompt_key for id in view.progress)
         self.remaining: list[float] = []
+        """Tokens that each request has yet to sample."""
         self.context: list[float] = []
+        self.rates: list[float] = []
+        """Tokens by which each context grows for each sampled token."""
         for id, num_tokens in view.progress.items():
             self._add(step, id, num_tokens)
         for id, num_tokens in view.earlier.items():
@@ -123,7 +126,9 @@ class EngineLoad:
     def _add(self, step: StepLoad, id: RequestId, num_tokens: int) -> None:
         known = (id.sample_index < 0 and step.carried) or step
         self.remaining.append(known.lengths.remaining(id.prompt_key, num_tokens))
-        self.context.append(known.prompts.get(id.prompt_key, 0) + num_tokens)
+        rate = known.lengths.context_per_token(id.prompt_key)
+        self.context.append(known.prompts.get(id.prompt_key, 0) + rate * num_tokens)
+        self.rates.append(rate)
         most = known.lengths.most_remaining(id.prompt_key, num_tokens)
         step.longest = max(step.longest, most)
         step.wait_s = max(step.wait_s, known.lengths.wait_s(id.prompt_key))
@@ -139,12 +144,19 @@ class EngineLoad:
 
     def context_each(self) -> float:
         """Return the mean context of a request, halfway to its end."""
-        return float(np.mean(self.context) + np.mean(self.remaining) / 2) if self.context else 0.0
+        if not self.context:
+            return 0.0
+        to_come = np.multiply(self.remaining, self.rates)
+        return float(np.mean(self.context) + np.mean(to_come) / 2)
 
 
-def peak_tokens(context: Sequence[float], remaining: Sequence[float]) -> float:
-    """Return the most tokens that requests will have together if each gains one at a time."""
+def peak_tokens(
+    context: Sequence[float], remaining: Sequence[float], rates: Sequence[float] | float = 1.0
+) -> float:
+    """Return the most tokens that requests will have together if each samples one at a time.
+    `rates`: tokens by which the context of each grows then."""
     order = np.argsort(remaining)
+    columns = np.broadcast_arrays(np.asarray(context, dtype=float), rates)
+    from_here, growth = (np.cumsum(column[order][::-1])[::-1] for column in columns)
     to_come = np.asarray(remaining, dtype=float)[order]
-    from_here = np.cumsum(np.asarray(context, dtype=float)[order][::-1])[::-1]
-    return float((from_here + to_come * np.arange(len(order), 0, -1)).max(initial=0.0))
+    return float((from_here + to_come * growth).max(initial=0.0))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from engines.histopipe.ranking import typical_tokens
+from engines.histopipe.ranking import context_rates, typical_tokens
 from engines.latency.forecast import forecast
 from engines.latency.interface import Latency
 from schemas.rollout import LengthHistory
@@ -31,6 +31,7 @@ def estimate_rollout_s(
     max_num_seqs: int = 256,
     prompt_tokens: float = 256.0,
     tokens_per_pass: np.ndarray | float = 1.0,
+    context_per_token: np.ndarray | float = 1.0,
     window: int = 0,
     max_context_tokens: float = math.inf,
 ) -> float:
@@ -42,7 +43,8 @@ def estimate_rollout_s(
 
     `window`: draft tokens that a step verifies for each response. `tokens_per_pass`: the acceptance
     length, one for all or shaped as `lengths`. Drafting takes no time, because engines draft from
-    history while the GPU is busy. `max_context_tokens`: tokens that the KV cache holds. A larger
+    history while the GPU is busy. `context_per_token`: from `ranking.context_rates`, [prompts, 1],
+    or one for all. `max_context_tokens`: tokens that the KV cache holds. A larger
     batch runs in parts and takes proportionally more steps.
 
     The result falls with `num_engines` if the latency rises with batch and context. There are small
@@ -54,11 +56,14 @@ def estimate_rollout_s(
     assert (rates >= 1.0).all()
     passes = (lengths / rates).reshape(len(lengths), -1).mean(axis=1)
     slowest = np.argsort(-passes, kind="stable")[::num_engines]
-    own = lengths[slowest].ravel(), rates[slowest].ravel()
+    growth = np.broadcast_to(context_per_token, lengths.shape)
+    own, own_rates, own_growth = (of[slowest].ravel() for of in (lengths, rates, growth))
     return forecast(
         latency,
         tp_degree,
-        np.column_stack(np.broadcast_arrays(prompt_tokens, *own, window, 0.0)),
+        np.column_stack(
+            np.broadcast_arrays(prompt_tokens, own, own_rates, window, 0.0, own_growth)
+        ),
         max_num_seqs=max_num_seqs,
         max_segments=MAX_SEGMENTS,
         max_context_tokens=max_context_tokens,
@@ -81,3 +86,9 @@ def expected_lengths(
     longest = np.maximum(medians, [lengths.longest_tokens for lengths in known])
     spread = np.linspace(-1.0, 1.0, group_size) if group_size > 1 else np.zeros(1)
     return medians[:, None] * (longest / medians)[:, None] ** spread
+
+
+def context_growth(prompt_keys: Sequence[str], history: Mapping[str, LengthHistory]) -> np.ndarray:
+    """Return `ranking.context_rates` as an array, [prompts, 1]."""
+    rates = context_rates(prompt_keys, history)
+    return np.array([rates[key] for key in prompt_keys])[:, None]

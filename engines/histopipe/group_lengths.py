@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, median, pstdev
 
+from engines.histopipe.ranking import context_rates
 from schemas.rollout import LengthHistory
 
 LEAST_SPREAD = 0.05
@@ -79,6 +80,7 @@ class GroupLengths:
             key: history[key].mean_wait_s if key in history else typical_wait_s
             for key in prompt_keys
         }
+        self._context_rates = context_rates(prompt_keys, history)
         self._max_tokens = float(max_response_tokens)
         self._unknown = _Group(min(typical, math.log(self._max_tokens)), 1.0)
         weights = {True: (self.noise / self.drift) ** 2, False: (self.noise / _spread(logs)) ** 2}
@@ -97,6 +99,15 @@ class GroupLengths:
         """Return the expected seconds in which a sample waits for its environment. Unknown groups
         do not wait."""
         return self._waits_s.get(prompt_key, 0.0)
+
+    def context_per_token(self, prompt_key: str) -> float:
+        """Return the tokens by which a sample's context grows for each token that it samples. In
+        unknown groups, environments give none."""
+        return self._context_rates.get(prompt_key, 1.0)
+
+    def observed_tokens(self, prompt_key: str) -> float:
+        """Return the tokens that the environment should give to one more sample."""
+        return self.tokens(prompt_key) * (self.context_per_token(prompt_key) - 1.0)
 
     def add(self, prompt_key: str, num_tokens: int) -> None:
         """Add the length of a sample of the step that has finished."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from engines.balance import longest_first
 from engines.histopipe.allocation import allocate_engines
-from engines.histopipe.estimate import estimate_rollout_s, expected_lengths
+from engines.histopipe.estimate import context_growth, estimate_rollout_s, expected_lengths
 from engines.histopipe.even_ends import cut_evenly, step_requests_of
 from engines.histopipe.passes import TOKENS, ExpectedPasses
 from engines.histopipe.ranking import (
@@ -38,9 +38,15 @@ class RolloutTime(Protocol):
     """A predictor of a rollout's seconds: `estimate.estimate_rollout_s`, all else bound."""
 
     def __call__(
-        self, lengths: np.ndarray, num_engines: int, *, tokens_per_pass: np.ndarray
+        self,
+        lengths: np.ndarray,
+        num_engines: int,
+        *,
+        tokens_per_pass: np.ndarray,
+        context_per_token: np.ndarray | float = 1.0,
     ) -> float:
-        """Return seconds. `lengths` (response tokens) and `tokens_per_pass`: [prompts, samples]."""
+        """Return seconds. `lengths` (response tokens) and `tokens_per_pass`: [prompts, samples].
+        `context_per_token`: [prompts, 1], or one for all."""
         ...
 
 
@@ -126,18 +132,23 @@ def deal_for_ends(
     rollout = config.rollout
     lengths = expected_lengths(prompt_keys, history, rollout.group_size)
     rates = lengths / expected.table(prompt_keys, lengths)
+    growth = context_growth(prompt_keys, history)
+
+    def ends_s(rows: list[int]) -> float:
+        own = {"tokens_per_pass": rates[rows], "context_per_token": growth[rows]}
+        return rollout_time(lengths[rows], 1, **own)
 
     def last_end_s(groups: Sequence[PromptGroup]) -> float:
         rows: dict[int, list[int]] = {}
         for group in groups:
             rows.setdefault(group.engine, []).append(row_of[group.prompt_key])
-        return max(
-            rollout_time(lengths[own], 1, tokens_per_pass=rates[own]) for own in rows.values()
-        )
+        return max(map(ends_s, rows.values()))
 
     def steps_s(batch: int) -> float:
-        typical = np.full((batch, 1), lengths.mean())
-        return rollout_time(typical, 1, tokens_per_pass=np.full((batch, 1), rates.mean()))
+        typical, rate = (np.full((batch, 1), of.mean()) for of in (lengths, rates))
+        return rollout_time(
+            typical, 1, tokens_per_pass=rate, context_per_token=float(growth.mean())
+        )
 
     batch = min(lengths.size // num_engines, rollout.max_num_seqs // 2)
     about = (prompt_keys, {key: of.median_tokens for key, of in history.items()}, num_engines)
@@ -175,9 +186,11 @@ def plan_placement(
         return place_groups(ranked, sizes, history, step, expected)
     lengths = [expected_lengths(keys, history, group_size) for keys in ranked]
     rates = [of / expected.table(keys, of) for keys, of in zip(ranked, lengths, strict=True)]
+    growth = [context_growth(keys, history) for keys in ranked]
 
     def times(group: int, engines: int) -> float:
-        return rollout_time(lengths[group], engines, tokens_per_pass=rates[group])
+        own = {"tokens_per_pass": rates[group], "context_per_token": growth[group]}
+        return rollout_time(lengths[group], engines, **own)
 
     sizes = allocate_engines(times, len(ranked), num_engines)
     return place_groups(ranked, sizes, history, step, expected)

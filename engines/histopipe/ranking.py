@@ -44,6 +44,17 @@ def typical_tokens(prompt_keys: Sequence[str], history: Mapping[str, LengthHisto
     return median(known) if known else 1.0
 
 
+def context_rates(
+    prompt_keys: Sequence[str], history: Mapping[str, LengthHistory]
+) -> dict[str, float]:
+    """Return the tokens by which the context of each prompt's responses grows for each sampled
+    token: 1, and by history the share that the environment gives. A prompt without history gets the
+    median of the others."""
+    known = [history[key].context_per_token for key in prompt_keys if key in history]
+    typical = median(known) if known else 1.0
+    return {k: history[k].context_per_token if k in history else typical for k in prompt_keys}
+
+
 def divide_evenly(total: int, num_parts: int) -> tuple[int, ...]:
     """Return sizes that differ by at most 1, larger ones last."""
     return tuple((total + part) // num_parts for part in range(num_parts))

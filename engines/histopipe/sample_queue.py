@@ -12,7 +12,8 @@ An engine has room for a sample if, with it,
 - it has a place for one more (`max_num_seqs`).
 
 Expected lengths come from history and from siblings (`group_lengths`). A conversation that waits
-for its environment counts as longer by the tokens that others gain meanwhile. An empty engine takes
+for its environment counts as longer by the tokens that others gain meanwhile. Its context also has
+the tokens that it observes, spread evenly over those that it samples. An empty engine takes
 the longest waiting sample, then the longest that it has room for. It fills several places at once,
 because a prefill holds up the whole batch.
 
@@ -152,20 +153,24 @@ class SampleQueue:
             self._num_waiting = len(view.waiting)
         if self._rollout_s is None:
             self._known.number = max((id.step for id in view.waiting), default=-1)
-            prompt_tokens = self._mean_prompt()
-            rollout_s = self._pace.rollout_s(self._waiting.lengths(), prompt_tokens)
+            given = self._mean_given(view.waiting)
+            rollout_s = self._pace.rollout_s(self._waiting.lengths(), given)
             self._rollout_s = rollout_s + self._waiting.longest_wait_s()
         return self._waiting
 
-    def _mean_prompt(self) -> float:
-        return float(np.mean(list(self._known.prompts.values()) or [0.0]))
+    def _mean_given(self, waiting: Mapping[RequestId, RolloutRequest]) -> float:
+        """Return the mean tokens that a sample does not sample: its prompt, and what it has
+        observed halfway to its end."""
+        prompt = float(np.mean(list(self._known.prompts.values()) or [0.0]))
+        observed = [self._known.lengths.observed_tokens(id.prompt_key) for id in waiting]
+        return prompt + float(np.mean(observed or [0.0])) / 2
 
     def _pace_of(self, waiting: Mapping[RequestId, RolloutRequest]) -> float:
         """Return the tokens that a request gains in a second if the engines share the samples."""
         times, lengths = self._limits.times, self._known.lengths
         batch = min(times.max_num_seqs, len(waiting) / self._pace.num_engines)
         tokens = [lengths.tokens(id.prompt_key) for id in waiting]
-        context = self._mean_prompt() + float(np.mean(tokens or [0.0])) / 2
+        context = self._mean_given(waiting) + float(np.mean(tokens or [0.0])) / 2
         return 1.0 / times.token_s(batch, context)
 
     # Room
@@ -236,9 +241,11 @@ class SampleQueue:
         capacity = self._limits.max_context_tokens
         if capacity == math.inf or not len(load):
             return True
+        lengths = self._known.lengths
         context = [*load.context, self._known.prompts[prompt_key]]
-        tokens = self._known.lengths.tokens(prompt_key)
-        return peak_tokens(context, [*load.remaining, tokens]) <= capacity
+        remaining = [*load.remaining, lengths.tokens(prompt_key)]
+        rates = [*load.rates, lengths.context_per_token(prompt_key)]
+        return peak_tokens(context, remaining, rates) <= capacity
 
     # Empty engines
 

@@ -94,7 +94,8 @@ class StepPace:
     def rollout_s(self, lengths: Sequence[float], prompt_tokens: float) -> float:
         """Return the seconds that an engine should take for its part of each step.
 
-        `lengths`: expected response tokens of every sample. `prompt_tokens`: mean of a prompt.
+        `lengths`: expected response tokens of every sample. `prompt_tokens`: mean of a prompt,
+        and of what environments give.
         """
         ordered = np.sort(np.asarray(lengths, dtype=float))[::-1]
 

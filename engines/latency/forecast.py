@@ -5,7 +5,8 @@
                       └─latency─► seconds of a step ─► seconds of all
 
 A request with c tokens of context and r remaining tokens takes r / rate steps, where rate is its
-tokens per forward pass. After u steps it has c + rate u tokens. A step costs `decode_s(tp, B, T)`,
+tokens per forward pass. After u steps it has c + k rate u tokens, where k counts each sampled token
+and its share of those that an environment gives. A step costs `decode_s(tp, B, T)`,
 or `verify_s(tp, B, T, w)` with the mean window w of the batch.
 
 Deviations: in the paper all samples run to the maximum length in one batch. Here each has its own
@@ -16,7 +17,7 @@ requests, which is 0 if drafting overlaps with the GPU.
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Protocol, Self, TypeVar
 
@@ -59,11 +60,18 @@ class Unfinished:
     draft_s: float = 0.0
     """Seconds of drafting before each step while this request is in the batch. A batch drafts for
     all of its requests together, so the longest time counts."""
+    context_per_token: float = 1.0
+    """Tokens by which the context grows for each response token."""
 
     def advanced(self, tokens: float) -> Self:
         """Return the request with so many more response tokens."""
-        context, remaining = self.context_tokens + tokens, self.remaining_tokens - tokens
-        return replace(self, context_tokens=context, remaining_tokens=remaining)
+        context = self.context_tokens + self.context_per_token * tokens
+        return replace(
+            self, context_tokens=context, remaining_tokens=self.remaining_tokens - tokens
+        )
+
+
+FIELDS = tuple(field.name for field in fields(Unfinished))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +139,8 @@ class BatchForecast:
 
 
 def fields_of(requests: Sequence[Unfinished]) -> np.ndarray:
-    """Return the fields of each request, float64 [R, 5]."""
-    return np.array(
-        [
-            (r.context_tokens, r.remaining_tokens, r.tokens_per_pass, r.window, r.draft_s)
-            for r in requests
-        ]
-    )
+    """Return the fields of each request, float64 [R, 6]."""
+    return np.array([[getattr(request, name) for name in FIELDS] for request in requests])
 
 
 def forecast(
@@ -158,8 +161,10 @@ def forecast(
     assert len(fields_RF)
     assert (fields_RF[:, 1] > 0).all()
     order = np.argsort(-fields_RF[:, 1] / fields_RF[:, 2], kind="stable")
-    context, remaining, rates, windows, draft_s = fields_RF[order].T
-    segments = _plan_segments(remaining / rates, context, rates, max_num_seqs, max_segments)
+    context, remaining, rates, windows, draft_s, growth = fields_RF[order].T
+    segments = _plan_segments(
+        remaining / rates, context, rates * growth, max_num_seqs, max_segments
+    )
     at_each = zip(
         segments.batches.tolist(),
         segments.context_tokens.tolist(),
@@ -198,7 +203,7 @@ def _whole_step_s(
 def _plan_segments(
     passes: np.ndarray,
     context_tokens: np.ndarray,
-    tokens_per_pass: np.ndarray,
+    growth: np.ndarray,
     max_num_seqs: int,
     max_segments: int,
 ) -> Segments:
@@ -206,6 +211,7 @@ def _plan_segments(
 
     `passes`: steps of each request, the longest first.
     `context_tokens`: context of each request at its start.
+    `growth`: tokens that a step adds to the context of each.
     `max_segments`: if there are more ends, neighbours are merged. Fewer are merged near the last
         end, where the batch changes most.
     """
@@ -214,7 +220,7 @@ def _plan_segments(
     done_PR = np.minimum(np.maximum(points[:, None] - starts, 0.0), passes)
     steps_SR = done_PR[1:] - done_PR[:-1]
     halfway_SR = (done_PR[1:] + done_PR[:-1]) / 2
-    tokens_S = (steps_SR * (context_tokens + tokens_per_pass * halfway_SR)).sum(axis=1)
+    tokens_S = (steps_SR * (context_tokens + growth * halfway_SR)).sum(axis=1)
     widths_S = points[1:] - points[:-1]
     return Segments(starts, passes, points, steps_SR / widths_S[:, None], tokens_S / widths_S)
 

@@ -122,10 +122,12 @@ ORDER BY drafter, policy_version
 LENGTH_HISTORY = f"""
 WITH lengths AS (
     SELECT prompt_key, origin_step, response_tokens,
-        greatest(1, response_tokens - num_accepted_tokens) AS num_passes, {_WAIT_S} AS wait_s
+        greatest(1, response_tokens - num_accepted_tokens) AS num_passes, {_WAIT_S} AS wait_s,
+        observed_tokens
     FROM rollouts WHERE split = 'train'
     UNION ALL
-    SELECT prompt_key, origin_step, unnest(lengths), unnest(passes), unnest(waits_s)
+    SELECT prompt_key, origin_step, unnest(lengths), unnest(passes), unnest(waits_s),
+        unnest(observed)
     FROM archived_groups
     WHERE split = 'train' AND $recent
 ), steps AS (
@@ -134,6 +136,7 @@ WITH lengths AS (
         greatest(1.0, sum(response_tokens) / sum(coalesce(num_passes, response_tokens)))
             AS tokens_per_pass,
         coalesce(avg(wait_s), 0.0) AS mean_wait_s,
+        coalesce(sum(observed_tokens) / nullif(sum(response_tokens), 0), 0.0) AS observed_per_token,
         row_number() OVER (PARTITION BY prompt_key ORDER BY origin_step DESC) AS age
     FROM lengths
     WHERE ($before_step IS NULL OR origin_step < $before_step)
@@ -141,7 +144,7 @@ WITH lengths AS (
     GROUP BY prompt_key, origin_step
 )
 SELECT prompt_key, last.median_tokens, last.longest_tokens, previous.median_tokens,
-    last.tokens_per_pass, last.mean_wait_s
+    last.tokens_per_pass, last.mean_wait_s, last.observed_per_token
 FROM steps AS last
 LEFT JOIN (FROM steps WHERE age = 2) AS previous USING (prompt_key)
 WHERE last.age = 1
@@ -263,16 +266,16 @@ WITH new AS (
     {{rows}}
     SELECT split, prompt_key, origin_step, response_tokens AS length,
         greatest(1, response_tokens - num_accepted_tokens) AS num_passes,
-        {_WAIT_S} AS wait_s, reward IS NOT NULL AS scored
+        {_WAIT_S} AS wait_s, observed_tokens, reward IS NOT NULL AS scored
     FROM rollouts LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
 )
 SELECT split, prompt_key, origin_step, flatten(list(lengths)) AS lengths,
     flatten(list(passes)) AS passes, flatten(list(waits_s)) AS waits_s,
-    sum(num_scored)::INTEGER AS num_scored
+    flatten(list(observed)) AS observed, sum(num_scored)::INTEGER AS num_scored
 FROM (
     FROM archived_groups UNION ALL BY NAME
     SELECT split, prompt_key, origin_step, list(length) AS lengths, list(num_passes) AS passes,
-        list(wait_s) AS waits_s, count_if(scored) AS num_scored
+        list(wait_s) AS waits_s, list(observed_tokens) AS observed, count_if(scored) AS num_scored
     FROM new GROUP BY split, prompt_key, origin_step
 )
 GROUP BY split, prompt_key, origin_step

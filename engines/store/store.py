@@ -165,7 +165,7 @@ class Store(StepRecords):
         self, prompt_keys: Sequence[str] | None = None, before_step: int | None = None
     ) -> dict[str, LengthHistory]:
         """Return each prompt's response lengths in the last two steps that drew it, and the tokens
-        per forward pass and the waits for environments in the last of them.
+        per forward pass, the waits for environments and the observed tokens in the last of them.
 
         Give `before_step` when that step may be rolled out in part: short responses finish first
         and would bias the lengths. Prompts without rollouts are absent.

@@ -110,7 +110,8 @@ CREATE TABLE archived_groups (               -- of each prompt's last two steps 
     lengths INTEGER[] NOT NULL,              -- response tokens
     num_scored INTEGER NOT NULL,
     passes INTEGER[],                        -- forward passes of each; unknown in older archives
-    waits_s DOUBLE[]                         -- waits for environments; unknown in older archives
+    waits_s DOUBLE[],                        -- waits for environments; unknown in older archives
+    observed INTEGER[]                       -- observed tokens; unknown in older archives
 );
 
 CREATE TABLE archived_drafts (               -- of the last policy versions there
@@ -125,6 +126,7 @@ CREATE TABLE archived_drafts (               -- of the last policy versions ther
 ADDED = f"""
 ALTER TABLE archived_groups ADD COLUMN IF NOT EXISTS passes INTEGER[];
 ALTER TABLE archived_groups ADD COLUMN IF NOT EXISTS waits_s DOUBLE[];
+ALTER TABLE archived_groups ADD COLUMN IF NOT EXISTS observed INTEGER[];
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS num_rejections INTEGER;
 ALTER TABLE archived_drafts ADD COLUMN IF NOT EXISTS rejections BIGINT;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns {_TURNS} DEFAULT [];

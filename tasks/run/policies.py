@@ -16,6 +16,7 @@ from engines.control.techniques import (
     tokens_to_come,
 )
 from engines.histopipe.group_lengths import GroupLengths
+from engines.histopipe.ranking import context_rates
 from engines.histopipe.sample_queue import SampleQueue
 from engines.latency.interface import Latency
 from engines.latency.measured import measured_by
@@ -117,6 +118,7 @@ async def step_policies(run: Run, engines: Engines, plan: StepPlan) -> tuple[Pol
         ladder=run.inputs.ladder,
         acceptances=await known_acceptances(run, plan, known_before(run, plan.step)),
         prompt_tokens=run.inputs.mean_prompt_tokens,
+        context_rates=_context_rates(run, lengths),
         to_come=tokens_to_come(run.config, lengths),
         move_model=await _move_model(run, engines, plan, latency, lengths) if latency else None,
         queue=await _queue(run, engines, plan),
@@ -196,11 +198,13 @@ async def predict_end(run: Run, plan: StepPlan) -> StageEnd | None:
     if last is None or latency is None:
         return None
     acceptances = await known_acceptances(run, plan, known_before(run, plan.step))
+    lengths = await _lengths(run, plan)
+    rates = _context_rates(run, lengths)
     outlook = stage_outlook(
         run.config,
-        StepInputs(plan=plan, acceptances=acceptances),
+        StepInputs(plan=plan, acceptances=acceptances, context_rates=rates),
         latency,
-        expected_lengths(run.config, await _lengths(run, plan)),
+        expected_lengths(run.config, lengths),
         _prompt_tokens(run),
         last.speculation,
     )
@@ -216,6 +220,12 @@ def _step_times(run: Run, last: RolloutBatch) -> Latency | None:
         return None if models else measured_by(last.shares)
     drafters = {NGRAM, *models} if run.config.engine.speculates else models
     return profiled if drafters <= set(profiled.drafters) else None
+
+
+def _context_rates(run: Run, lengths: Mapping[str, LengthHistory]) -> dict[str, float]:
+    """Return the tokens by which contexts grow for each response token, by prompt. Empty without an
+    environment."""
+    return context_rates(list(lengths), lengths) if run.config.environment else {}
 
 
 def _prompt_tokens(run: Run) -> dict[str, int]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.papers.settings import LinearLatency
-from engines.histopipe.estimate import estimate_rollout_s, expected_lengths
+from engines.histopipe.estimate import context_growth, estimate_rollout_s, expected_lengths
 from schemas.rollout import LengthHistory
 from tests.simulate.latencies import LinearLatency as DraftingLatency
 
@@ -36,6 +36,16 @@ def test_by_hand():
     expected = 10 * (0.01 + 2e-3 + 20e-6) + 20 * (0.01 + 1e-3 + 25e-6)
     assert estimate(np.array([10, 30]), 1, prompt_tokens=5) == pytest.approx(expected)
     assert estimate(np.array([10, 30]), 2, prompt_tokens=5) == pytest.approx(30 * (0.011 + 20e-6))
+
+
+def test_observed_tokens_make_the_context_longer():
+    """30 steps from 5 to 5 + 3 * 30 context tokens, by history. The other prompt is typical."""
+    history = {"a": LengthHistory(30, 30, observed_per_token=2.0)}
+    growth = context_growth(["a", "new"], history)
+    lengths, expected = np.array([[30], [30]]), 30 * (0.011 + 50e-6)
+    given = {"prompt_tokens": 5, "context_per_token": growth}
+    assert estimate(lengths, 2, **given) == pytest.approx(expected)
+    assert estimate(lengths, 2, **given, max_context_tokens=25) == pytest.approx(2 * expected)
 
 
 @given(some_lengths, st.integers(1, 40), st.integers(0, 100))

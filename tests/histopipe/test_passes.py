@@ -27,7 +27,8 @@ drafted = st.dictionaries(
 )
 
 
-def seconds(lengths, num_engines, *, tokens_per_pass):
+def seconds(lengths, num_engines, *, tokens_per_pass, context_per_token):
+    assert (context_per_token == 1.0).all()
     return float((lengths / tokens_per_pass).sum()) / num_engines**2
 
 
@@ -123,9 +124,10 @@ def test_plans_rank_prompts_by_passes():
     assert long == [f"p{i}" for i in range(1, 12, 2)]
     asked = []
 
-    def watched(lengths, num_engines, *, tokens_per_pass):
+    def watched(lengths, num_engines, *, tokens_per_pass, context_per_token):
         asked.append(tuple(np.unique(tokens_per_pass.round(6))))
-        return seconds(lengths, num_engines, tokens_per_pass=tokens_per_pass)
+        given = {"tokens_per_pass": tokens_per_pass, "context_per_token": context_per_token}
+        return seconds(lengths, num_engines, **given)
 
     plan = plan_placement(list(history), history, 1, 6, 4, watched, expected)
     (fast,), (slow,) = dict.fromkeys(asked)

@@ -111,9 +111,10 @@ def test_a_plan_counts_groups_and_allocates_by_time():
     assert len(plan_placement(KEYS, HISTORY, 1, 5, 4, num_groups=50).ranking_groups) == 5
     asked = []
 
-    def rollout_time(lengths, num_engines, *, tokens_per_pass):
+    def rollout_time(lengths, num_engines, *, tokens_per_pass, context_per_token):
         asked.append(lengths.shape)
         assert (tokens_per_pass == np.ones(lengths.shape)).all()
+        assert (context_per_token == 1.0).all()
         latency = LinearLatency(0.01, 1e-3, 1e-6)
         return estimate_rollout_s(latency, 1, lengths, num_engines, tokens_per_pass=tokens_per_pass)
 

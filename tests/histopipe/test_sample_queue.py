@@ -25,21 +25,22 @@ def requests(**prompts):
     return {id: RolloutRequest(id, (0,) * 100, 0, LIMIT) for id in ids}
 
 
-def lengths_of(known, group_size=GROUP, limit=LIMIT, waits_s=None):
-    """{prompt: tokens}, {prompt: seconds in which it waits for its environment}."""
-    waits_s = waits_s or {}
+def lengths_of(known, group_size=GROUP, limit=LIMIT, waits_s=None, observed=None):
+    """{prompt: tokens}, {prompt: seconds in which it waits for its environment}, {prompt: tokens
+    that it observes for each sampled one}."""
+    waits_s, observed = waits_s or {}, observed or {}
     history = {
-        key: LengthHistory(n, round(1.1 * n), n, mean_wait_s=waits_s.get(key, 0.0))
+        key: LengthHistory(n, round(1.1 * n), n, 1.0, waits_s.get(key, 0.0), observed.get(key, 0.0))
         for key, n in known.items()
         if n
     }
     return GroupLengths(list(known), history, group_size, limit)
 
 
-def queue_of(known, num_engines=2, max_num_seqs=64, held=math.inf, staleness=1, waits_s=None):
+def queue_of(known, num_engines=2, max_num_seqs=64, held=math.inf, staleness=1, **given):
     times = TokenTimes(LATENCY, 1, max_num_seqs)
     pace = StepPace(times, num_engines, staleness, train_s=0.0)
-    lengths = lengths_of(known, waits_s=waits_s)
+    lengths = lengths_of(known, **given)
     return SampleQueue(lengths, EngineLimits(LATENCY, times, 1, held), pace)
 
 
@@ -90,6 +91,26 @@ def test_an_engine_takes_no_more_than_its_kv_cache_will_hold():
     assert started(queue.decide(view_of(waiting, {})), 0) == ["a"] * 3
 
 
+def test_observed_tokens_take_room_in_the_kv_cache():
+    """Two tokens are observed for each sampled one: a sample has 100 + 3 * 1000 tokens in the end.
+    One that has sampled 500 has 100 + 3 * 500 now."""
+    queue = queue_of({"a": 1000}, num_engines=1, held=4 * 1110, observed={"a": 2.0})
+    assert started(queue.decide(view_of(requests(a=8), {})), 0) == ["a"]
+    running = dict.fromkeys(requests(a=2), 500)
+    load = queue._load(EngineView(0, running))
+    assert load.context == [1600.0, 1600.0]
+    assert load.context_each() == pytest.approx(1600 + 3 * 500 / 2)
+    assert queue._mean_given(requests(a=2)) == pytest.approx(100 + 2 * 1000 / 2)
+
+
+def test_a_prompt_without_history_observes_as_much_as_others():
+    known, observed = {"a": 9, "b": 9, "c": 9, "new": 0}, {"a": 0.5, "b": 1.0, "c": 9.0}
+    lengths = lengths_of(known, observed=observed)
+    assert lengths.context_per_token("new") == 2.0
+    assert lengths.observed_tokens("new") == lengths.tokens("new")
+    assert lengths.context_per_token("unknown") == lengths_of(known).context_per_token("a") == 1.0
+
+
 def test_a_sample_that_fits_nowhere_starts_on_an_empty_engine():
     queue = queue_of({"a": 1000}, num_engines=1, held=10)
     assert started(queue.decide(view_of(requests(a=2), {})), 0) == ["a"]
@@ -98,6 +119,8 @@ def test_a_sample_that_fits_nowhere_starts_on_an_empty_engine():
 def test_the_forecast_of_the_kv_cache_counts_requests_until_they_end():
     assert peak_tokens([100, 50], [10, 1000]) == 50 + 1000
     assert peak_tokens([100, 50], [10, 10]) == 100 + 50 + 2 * 10
+    assert peak_tokens([100, 50], [10, 10], [3.0, 1.0]) == 100 + 50 + 4 * 10
+    assert peak_tokens([100, 50], [10, 1000], [3.0, 0.5]) == 50 + 500
     assert peak_tokens([], []) == 0.0
 
 

@@ -94,6 +94,11 @@ def test_remaining_requests_equal_sums_by_hand():
     assert later == [pytest.approx((15, 20)), pytest.approx((27, 20))]
     assert [r.context_tokens for r in course.after(both, 0.22)] == [pytest.approx(25)]
     assert course.after(both, 0.33) == []
+    talking = [replace(one, context_per_token=3.0) for one in both]
+    later = [
+        r.context_tokens for r in forecast(latency, 1, fields_of(talking)).after(talking, 0.11)
+    ]
+    assert later == [pytest.approx(5 + 3 * 10), pytest.approx(7 + 3 * 20)]
     assert course.after(both, 9.0) == []
 
 

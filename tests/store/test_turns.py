@@ -268,7 +268,7 @@ def test_waits_have_their_times(store: Store) -> None:
     assert sorted(one["waits"] for one in store.engine_times()) == [[], waits]
 
 
-def test_the_history_of_lengths_has_the_waits(
+def test_the_history_of_lengths_has_the_waits_and_the_observed_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(archive, "CHUNK_STEPS", 1)
@@ -283,10 +283,14 @@ def test_the_history_of_lengths_has_the_waits(
             "a": pytest.approx(3.5 / 3),
             "b": 0.0,
         }
+        # Samples of 2, 1 and 3 sampled tokens observe 2, 1 and 0.
+        rates = {key: of.context_per_token for key, of in before.items()}
+        assert rates == {"a": 1.5, "b": 1.0}
         assert store.archive_before(1 + archive.KEPT_STEPS)
         assert store.length_history() == before
-        store._con.execute("UPDATE archived_groups SET waits_s = NULL")
-        assert {of.mean_wait_s for of in store.length_history().values()} == {0.0}
+        store._con.execute("UPDATE archived_groups SET waits_s = NULL, observed = NULL")
+        old = store.length_history().values()
+        assert {(of.mean_wait_s, of.observed_per_token) for of in old} == {(0.0, 0.0)}
 
 
 def test_observed_tokens_fill_an_archive_too(
