@@ -7,6 +7,7 @@ other columns are ignored. The key of a row is (step, prompt_key, sample_index).
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from schemas.base import Frozen
+from schemas.rollout import Turn
 
 
 class TraceRow(Frozen):
@@ -22,7 +23,8 @@ class TraceRow(Frozen):
     """Index of the sample in its group."""
     prompt_tokens: PositiveInt
     response_tokens: PositiveInt
-    """Generated tokens, including the one that ended the response."""
+    """Generated tokens, including the one that ended the response. Those that an environment gave
+    do not count."""
     acceptance: float | None = Field(default=None, ge=0.0, le=1.0)
     """Accepted / drafted tokens of this rollout. None without drafts."""
     reward: FiniteFloat | None = None
@@ -30,7 +32,11 @@ class TraceRow(Frozen):
     prompt_token_ids: tuple[int, ...] | None = None
     """Exactly `prompt_tokens` ids. None if the trace has only lengths."""
     response_token_ids: tuple[int, ...] | None = None
-    """Exactly `response_tokens` ids. None if the trace has only lengths."""
+    """Exactly `response_tokens` ids, with those that the environment gave between the turns. None
+    if the trace has only lengths."""
+    turns: tuple[Turn, ...] | None = None
+    """Turns of a conversation, in order: `num_sampled`, `num_observed` (null in the last) and
+    `waited_s`. They have all of its `response_tokens`. None without an environment."""
 
 
 REQUIRED = tuple(name for name, field in TraceRow.model_fields.items() if field.is_required())

@@ -5,7 +5,9 @@
        └──────────────────┘
 
 Prefill has priority, and decoding pauses for it. All waiting requests that fit join together, and
-the prefill gives each one token. A request that arrives with its KV cache runs at once.
+the prefill gives each one token. A request that arrives with its KV cache runs at once. A
+conversation leaves the batch while it waits for its environment. When it returns, it goes before
+the requests that wait, and only what it observed is prefilled.
 
 With drafting, a step verifies drafts for every running request, and each request gains tokens at
 its own rate (`engines.simulate.member`). `engines.simulate.costs` has the time of a step. When the
@@ -13,7 +15,8 @@ batch changes, `choose_drafting` is called again, and drafters' paces are set ag
 
 Deviations from a real engine: prefill is not chunked. Samples of a group share no prefix. The KV
 cache reserves no space for draft tokens that will be rejected. The host's time between steps
-counts only if the latency model was measured with it.
+counts only if the latency model was measured with it. The KV cache of a conversation that waits for
+its environment is never evicted, and takes no room.
 """
 
 import heapq
@@ -64,6 +67,8 @@ class VirtualBatch:
         self._waiting: OrderedDict[RequestId, SimulatedRequest] = OrderedDict()
         self._joining: dict[RequestId, SimulatedRequest] = {}
         self._running: dict[RequestId, SimulatedRequest] = {}
+        self._away: dict[RequestId, SimulatedRequest] = {}
+        """Conversations that wait for their environment."""
         self._ends: list[tuple[int, int, SimulatedRequest]] = []
         self._num_joined = 0
         self._span: SteadyBatch | None = None
@@ -73,13 +78,14 @@ class VirtualBatch:
         self.num_preempted = 0
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._joining) + len(self._running)
+        return len(self._waiting) + len(self._joining) + len(self._running) + len(self._away)
 
     def ids(self) -> list[RequestId]:
-        return [*self._running, *self._joining, *self._waiting]
+        return [*self._running, *self._joining, *self._waiting, *self._away]
 
     def find(self, id: RequestId) -> SimulatedRequest | None:
-        return self._running.get(id) or self._joining.get(id) or self._waiting.get(id)
+        own = self._running.get(id) or self._joining.get(id)
+        return own or self._waiting.get(id) or self._away.get(id)
 
     def steps_at(self, now_s: float) -> int:
         span = self._span
@@ -91,8 +97,15 @@ class VirtualBatch:
     def next_s(self) -> float:
         """Time of the batch's next change; infinite when the batch is empty."""
         if self._span:
-            return self._span.interval.end_s
-        return self._free_s if len(self) else math.inf
+            return min(self._span.interval.end_s, self._back_s)
+        return self._back_s if len(self) == len(self._away) else self._free_s
+
+    @property
+    def _back_s(self) -> float:
+        """Time at which the next conversation returns from its environment."""
+        if not self._away:
+            return math.inf
+        return min(one.back_s for one in self._away.values() if one.back_s is not None)
 
     def add(self, members: Sequence[SimulatedRequest], now_s: float, load_s: float = 0.0) -> None:
         """Add requests. `load_s` delays the next step, except during a prefill, which hides it.
@@ -102,13 +115,15 @@ class VirtualBatch:
         self.interrupt(now_s)
         for member in members:
             size = member.context(0) - member.done + member.length
+            size += sum(turn.num_observed or 0 for turn in member.turns) - member.observed
             if size > self._capacity:
                 raise ValueError(
                     f"{member.request.id} needs {size} tokens of KV cache, but an engine has "
                     f"{self._capacity}: raise max_context_tokens"
                 )
             member.draft(self._drafting, self._costs.paces)
-            self._waiting[member.request.id] = member
+            place = self._waiting if member.back_s is None else self._away
+            place[member.request.id] = member
         self._free_s = max(self._free_s, now_s) + (0.0 if self._span else load_s)
         self.advance(now_s)
 
@@ -166,16 +181,34 @@ class VirtualBatch:
     def advance(self, now_s: float) -> None:
         """Complete everything that ends by `now_s`, and begin the next span of steps."""
         while True:
-            if self._span is None and self._free_s <= now_s + ROUNDING_S:
+            until_s = min(now_s, self._back_s) + ROUNDING_S
+            if self._span is None and self._free_s <= until_s:
                 self._span = self._next_span()
-            if self._span is None or self._span.interval.end_s > now_s + ROUNDING_S:
+            if self._span and self._span.interval.end_s <= until_s:
+                self._complete(self._span, self._span.steps)
+            elif self._back_s <= until_s:
+                self._come_back()
+            else:
                 return
-            self._complete(self._span, self._span.steps)
+
+    def _come_back(self) -> None:
+        """Let the next conversation return that waits for its environment."""
+        back_s = self._back_s
+        id = next(id for id, member in self._away.items() if member.back_s == back_s)
+        self._end_span(back_s)
+        member = self._away.pop(id)
+        member.begin_turn()
+        self._waiting[id] = member
+        self._waiting.move_to_end(id, last=False)
+        self._free_s = max(self._free_s, back_s)
 
     def interrupt(self, now_s: float) -> None:
         """End the span of decode steps with the step in progress. A prefill goes on, because its
         batch is fixed."""
         self.advance(now_s)
+        self._end_span(now_s)
+
+    def _end_span(self, now_s: float) -> None:
         span = self._span
         if span is None or span.interval.prefill:
             return
@@ -209,7 +242,8 @@ class VirtualBatch:
             self._leave(member)
         self._ends = []
         self._drafting = setting
-        for member in (*running, *self._joining.values(), *self._waiting.values()):
+        others = (self._joining, self._waiting, self._away)
+        for member in (*running, *(one for place in others for one in place.values())):
             member.draft(self._drafting, self._costs.paces)
         for member in running:
             self._run(member)
@@ -240,7 +274,7 @@ class VirtualBatch:
 
     def _prefill(self) -> SteadyBatch:
         joining = self._joining.values()
-        squares = sum(member.context(self._steps) ** 2 for member in joining)
+        squares = sum((one.context(self._steps) - one.num_cached) ** 2 for one in joining)
         rms = math.sqrt(squares / len(joining))
         seconds = self._latency.prefill_s(self._tp_degree, len(joining), rms)
         return self._span_of((Stretch(1, seconds, 0.0),), prefill=True)
@@ -311,8 +345,12 @@ class VirtualBatch:
             _, _, member = heapq.heappop(self._ends)
             # Requests that left early stay in the heap until their planned end.
             running = self._running.get(member.request.id) is member
-            if running and member.tokens(self._steps) >= member.length:
+            if running and member.tokens(self._steps) >= member.stop:
                 self._leave(member)
+                if member.done < member.length:
+                    member.end_turn(self._free_s)
+                    self._away[member.request.id] = member
+                    continue
                 member.finished_s = self._free_s
                 self.finished.append(member)
 
@@ -327,7 +365,7 @@ class VirtualBatch:
     def _preempt(self) -> None:
         id, member = next(reversed(self._running.items()))
         self._leave(member)
-        member.has_kv = False
+        member.has_kv, member.num_cached = False, 0
         self._waiting[id] = member
         self._waiting.move_to_end(id, last=False)
         self.num_preempted += 1
@@ -336,7 +374,8 @@ class VirtualBatch:
         if member := self._running.get(id):
             self._leave(member)
             return member
-        return self._joining.pop(id, None) or self._waiting.pop(id, None)
+        others = (self._joining, self._waiting, self._away)
+        return next((place.pop(id) for place in others if id in place), None)
 
 
 def _check(setting: DraftSetting | None) -> None:

@@ -20,6 +20,7 @@ from engines.simulate.member import Acceptance, Passes
 from engines.simulate.pace import Interval
 from engines.simulate.run_config import run_config
 from engines.simulate.trace import Trace
+from engines.simulate.turns import recorded_turns
 from schemas.drafting import HISTORY, DraftingConfig
 from schemas.layout import Pool
 from schemas.rollout import DraftSetting, LengthHistory, RequestId, Rollout, RolloutRequest, Split
@@ -109,6 +110,7 @@ def simulate_step(
     check_latency(latency, cluster.tp_degree, policy_set.setting)
     requests, lengths = step_requests(rows, step)
     acceptances = known_acceptances(rows, lengths, acceptance)
+    turns = dict(zip(lengths, recorded_turns(rows.table), strict=True))
     if policy_set.drafting and not acceptances:
         unknown = "so the gain of drafting is unknown: give --acceptance"
         raise ValueError(f"{rows.source} has no acceptance at step {step}, {unknown}")
@@ -120,6 +122,7 @@ def simulate_step(
             lengths,
             acceptances=acceptances,
             replays=replays,
+            turns=turns,
             max_num_seqs=cluster.max_num_seqs,
             max_context_tokens=cluster.max_context_tokens,
             report_s=policy_set.report_s,

@@ -11,6 +11,7 @@ from engines.rollout.interface import EngineEvents
 from engines.simulate.batching import ROUNDING_S, ChooseDrafting, VirtualBatch
 from engines.simulate.member import DECODING, Acceptance, Replayed, SimulatedRequest
 from engines.simulate.pace import Interval
+from engines.simulate.turns import answer_s, turns_so_far
 from schemas.counts import DraftingCounts, KVCounts
 from schemas.drafting import HISTORY
 from schemas.rollout import (
@@ -22,6 +23,7 @@ from schemas.rollout import (
     Rollout,
     RolloutRequest,
     SavedKV,
+    Turn,
     VersionSpan,
 )
 from schemas.weights import PolicyWeights
@@ -54,6 +56,7 @@ class VirtualEngine:
     - `acceptances`: probabilities in [0, 1] that draft tokens are accepted, for all drafters or by
       drafter. Without one, every draft of the request is rejected.
     - `replays`: decode steps with drafts from history. Without them, the request has no drafts.
+    - `turns`: recorded turns of conversations, by request.
     - `choose_drafting`: chooses the draft setting by the batch; then `set_drafting` is not called.
       A request with its own `drafting` setting keeps it.
     - `report_s`: interval of progress reports, so that policies run between finished rollouts. They
@@ -80,6 +83,7 @@ class VirtualEngine:
         *,
         acceptances: Mapping[RequestId, Acceptance] | None = None,
         replays: Mapping[RequestId, Replayed] | None = None,
+        turns: Mapping[RequestId, tuple[Turn, ...]] | None = None,
         choose_drafting: ChooseDrafting | None = None,
         max_num_seqs: int = 256,
         max_context_tokens: int | None = None,
@@ -94,7 +98,7 @@ class VirtualEngine:
         self._switch = switch or SwitchTimes()
         self._lengths = lengths
         self._acceptances = acceptances or {}
-        self._replays = replays or {}
+        self._replays, self._turns = replays or {}, turns or {}
         self._batch = VirtualBatch(
             tp_degree, latency, max_num_seqs, max_context_tokens, choose_drafting
         )
@@ -277,17 +281,27 @@ class VirtualEngine:
     def _member(self, request: RolloutRequest, now_s: float) -> SimulatedRequest:
         id = request.origin
         length = min(self._lengths[id], request.max_response_tokens)
-        done = len(request.generated.token_ids) if request.generated else 0
+        before, turns = request.generated or Generated([], [], ()), self._turns.get(id, ())
+        done = before.num_sampled
         assert done < length, f"{request.id} has {done} of its {length} tokens already"
         drafted = self._acceptances.get(id, 0.0), self._replays.get(id, DECODING)
         return SimulatedRequest(
-            request, length, done, now_s, *drafted, has_kv=request.kv is not None
+            request,
+            length,
+            done,
+            now_s,
+            *drafted,
+            has_kv=request.kv is not None,
+            turns=turns,
+            num_ended=len(before.turns),
+            back_s=answer_s(before, turns),
+            observed=before.num_observed,
         )
 
     def _given_back(self, member: SimulatedRequest, keep_kv: bool) -> RolloutRequest:
         request, kv = member.request, None
         if keep_kv and member.has_kv:
-            num_tokens = len(request.prompt_token_ids) + member.done - 1
+            num_tokens = member.context(0) - 1
             kv = SavedKV(f"engine {self.index}", num_tokens, self.tp_degree)
         return replace(request, generated=self._generated(member, member.done), kv=kv)
 
@@ -310,17 +324,20 @@ class VirtualEngine:
         before = member.request.generated or Generated([], [], ())
         spans = before.spans
         new = num_tokens - sum(span.num_tokens for span in spans)
+        turns = member.turns
+        if num_tokens < member.length:
+            turns = turns_so_far(turns[: member.num_ended], member.back_s)
         if new:
             spans = (*spans, VersionSpan(self._version, new))
-        numbers = range(num_tokens)
         return Generated(
-            cast("list[int]", numbers),
-            cast("list[float]", numbers),
+            cast("list[int]", range(num_tokens + member.observed)),
+            cast("list[float]", range(num_tokens)),
             spans,
             before.num_draft_tokens + member.num_draft_tokens,
             before.num_accepted_tokens + member.num_accepted_tokens,
             before.num_verifications + member.num_verifications,
             before.num_rejections + member.num_rejections,
+            turns,
         )
 
 

@@ -3,7 +3,8 @@
 As in a run, the history of a prompt is its last earlier group: all samples with their rewards. A
 missing reward counts as 0. Sampling is exact, so drafting does not change the trace's tokens, and
 the replay (`engines.histospec.replay`) finds which drafts would have been accepted. The prefill
-generates a response's first token, so the replay starts after it.
+generates a response's first token, so the replay starts after it. The turns of a conversation are
+replayed one by one, each with all tokens before it. The passes of a conversation are their sum.
 
 Deviations:
 
@@ -12,9 +13,11 @@ Deviations:
   engine, or more parts if the engines cannot decode all requests at once. Each part is replayed
   in lockstep with its own gate.
 - Each part learns its acceptance from scratch. A real engine has learnt from earlier steps.
+- The n-th turns of all conversations of a part are replayed together.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,7 @@ import pyarrow.compute as pc
 
 from engines.histospec.acceptance import Acceptance
 from engines.histospec.gate import Gate, StepTimes
-from engines.histospec.index import build_index
+from engines.histospec.index import build_index, split_turns, turn_sizes
 from engines.histospec.matching import NO_INDEX, IndexTable
 from engines.histospec.replay import replay
 from engines.histospec.window import window_policy
@@ -47,7 +50,7 @@ def replay_step(
 ) -> dict[RequestId, Passes]:
     """Return the decode steps of every rollout of a step whose prompt has a history.
 
-    Rollouts of a single token have no decode steps and are left out.
+    Rollouts whose turns have a single token have no decode steps and are left out.
 
     Args:
         rows: One step of a trace.
@@ -84,23 +87,39 @@ def _replay_part(
     times: StepTimes,
 ) -> dict[RequestId, Passes]:
     """Replay one part. Rows without a history only make the batch larger."""
-    counts = replay(
-        [[*row["prompt_token_ids"], row["response_token_ids"][0]] for row in rows],
-        [row["response_token_ids"][1:] for row in rows],
-        table.rows,
-        slots,
-        window_policy(config.window, config.max_draft),
-        gate=Gate(times if config.gate else None),
-        acceptance=Acceptance() if config.window == "goodput" else None,
-    )
-    num_tokens = counts.num_passes + counts.num_accepted
-    columns = (counts.num_passes, num_tokens, counts.num_verifications, counts.num_drafted)
-    numbers = zip(*(column.tolist() for column in columns), strict=True)
+    gate = Gate(times if config.gate else None)
+    acceptance = Acceptance() if config.window == "goodput" else None
+    sums = np.zeros((len(rows), 4), np.int64)
+    for number, turns in enumerate(zip_longest(*map(_turns, rows))):
+        # The prefill gives the first token of a turn.
+        places = [at for at, turn in enumerate(turns) if turn and len(turn[1]) > 1]
+        known = [(before, sampled) for before, sampled in (turns[at] for at in places)]
+        if not places:
+            continue
+        counts = replay(
+            [[*before, sampled[0]] for before, sampled in known],
+            [sampled[1:] for _, sampled in known],
+            table.rows,
+            slots[places],
+            window_policy(config.window, config.max_draft),
+            gate=gate,
+            acceptance=acceptance,
+            starts=np.array([len(before) if number else 0 for before, _ in known], np.int32),
+        )
+        num_tokens = counts.num_passes + counts.num_accepted
+        columns = (counts.num_passes, num_tokens, counts.num_verifications, counts.num_drafted)
+        sums[places] += np.stack(columns, axis=1)
     return {
         RequestId(Split.TRAIN, row["step"], row["prompt_key"], row["sample_index"]): Passes(*of_row)
-        for row, slot, of_row in zip(rows, slots, numbers, strict=True)
-        if slot != NO_INDEX
+        for row, slot, of_row in zip(rows, slots, sums.tolist(), strict=True)
+        if slot != NO_INDEX and of_row[0]
     }
+
+
+def _turns(row: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the tokens before each turn of a row, and those that it sampled."""
+    sizes = turn_sizes(row["turns"])
+    return list(split_turns(row["prompt_token_ids"], row["response_token_ids"], sizes))
 
 
 def check_token_ids(trace: Trace) -> None:
@@ -129,6 +148,7 @@ def _index(
             group[0]["prompt_token_ids"],
             responses,
             rewards,
+            turns=[turn_sizes(row["turns"]) for row in group],
             min_match=config.min_match,
             max_match=config.max_match,
             max_draft=config.max_draft,

@@ -12,6 +12,10 @@ were. So tokens grow evenly, not at random. Whole tokens count as generated, and
 carried to the next step. A request may have its own draft setting (`RolloutRequest.drafting`);
 otherwise the setting of its engine applies.
 
+A conversation leaves the batch at the end of each turn, for as long as it waited when it was
+recorded. Then its observed tokens join its context, and a prefill gives the next turn its first
+token.
+
 Deviations with an acceptance from a trace:
 
 - The trace has accepted / drafted tokens, and the simulation takes this share for p. With windows
@@ -26,12 +30,12 @@ end of a step, where the gate allows more drafts.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import sub
 
 from engines.latency.expectation import expected_tokens, streamed_step
 from schemas.drafting import HISTORY
-from schemas.rollout import DraftProgress, DraftSetting, RolloutRequest
+from schemas.rollout import DraftProgress, DraftSetting, RolloutRequest, Turn
 
 PARTS = 1 << 32
 """Parts per token. Counts in integer parts have exact sums in any order."""
@@ -131,6 +135,40 @@ class SimulatedRequest:
     """Its counts when its draft setting last changed."""
     has_kv: bool = False
     """Whether its KV cache exists, on the engine or saved. Then it needs no prefill."""
+    turns: tuple[Turn, ...] = ()
+    """Its turns as recorded, with all tokens. Empty: a single turn."""
+    num_ended: int = 0
+    """Turns that have ended."""
+    back_s: float | None = None
+    """Time of the answer to its last turn, if it waits for that."""
+    observed: int = 0
+    """Tokens that its environment has given."""
+    num_cached: int = 0
+    """Tokens of its context that a prefill need not compute."""
+    stop: int = field(init=False)
+    """Response tokens at the end of its turn."""
+
+    def __post_init__(self) -> None:
+        self.stop = self._turn_end()
+
+    def _turn_end(self) -> int:
+        """Return the response tokens at the end of the turn that goes on, or that waits."""
+        begun = self.turns[: self.num_ended + (self.back_s is None)]
+        return sum(turn.num_sampled for turn in begun) if begun else self.length
+
+    def end_turn(self, now_s: float) -> None:
+        """Begin to wait for the answer to the turn that has ended."""
+        self.back_s = now_s + self.turns[self.num_ended].waited_s
+        self.num_ended += 1
+        self.carried = 0
+
+    def begin_turn(self) -> None:
+        """Go on with the next turn, after the answer to the last one."""
+        # The last token that it sampled has no keys and values.
+        self.num_cached = self.context(0) - 1 if self.has_kv else 0
+        self.observed += self.turns[self.num_ended - 1].num_observed or 0
+        self.has_kv, self.back_s = False, None
+        self.stop = self._turn_end()
 
     def draft(self, default: DraftSetting | None, paces: Mapping[str, float] | None = None) -> None:
         """Draft with the request's own setting, or else with `default`.
@@ -198,18 +236,18 @@ class SimulatedRequest:
         if self.joined is None or steps <= self.joined:
             return self.done
         gained = (self.carried + self.rate * (steps - self.joined)) // PARTS
-        return min(self.length, self.done + gained)
+        return min(self.stop, self.done + gained)
 
     def context(self, steps: int) -> int:
-        return len(self.request.prompt_token_ids) + self.tokens(steps)
+        return len(self.request.prompt_token_ids) + self.observed + self.tokens(steps)
 
     def context_parts(self, steps: int) -> int:
         """Return the context in parts of a token, the carried fraction included."""
         ran = 0 if self.joined is None else steps - self.joined
-        prompt = len(self.request.prompt_token_ids)
-        return (prompt + self.done) * PARTS + self.carried + self.rate * ran
+        given = len(self.request.prompt_token_ids) + self.observed
+        return (given + self.done) * PARTS + self.carried + self.rate * ran
 
     @property
     def steps_left(self) -> int:
-        """Steps from joining until the request has its full length."""
-        return -((self.carried - (self.length - self.done) * PARTS) // self.rate)
+        """Steps from joining until the request ends its turn."""
+        return -((self.carried - (self.stop - self.done) * PARTS) // self.rate)

@@ -25,7 +25,8 @@ from engines.simulate.handover import Handover, estimate_handover, gpu_seconds_o
 from engines.simulate.history import replay_step
 from engines.simulate.member import Acceptance, Passes
 from engines.simulate.trace import Trace
-from schemas.rollout import RequestId
+from engines.simulate.turns import recorded_turns
+from schemas.rollout import RequestId, Turn
 from schemas.simulate import ClusterLayout, DividedRun, Division
 from schemas.trainer import TrainerConfig
 
@@ -73,6 +74,7 @@ class _Script:
     lengths: Mapping[RequestId, int]
     acceptances: Mapping[RequestId, Acceptance]
     replays: Mapping[RequestId, Passes]
+    turns: Mapping[RequestId, tuple[Turn, ...]]
 
 
 def divisions(num_gpus: int, tp_degree: int) -> tuple[Division, ...]:
@@ -116,6 +118,7 @@ def simulate_division(scene: DividedScene, policy_set: PolicySet, division: Divi
             script.lengths,
             acceptances=script.acceptances,
             replays=script.replays or None,
+            turns=script.turns,
             max_num_seqs=scene.layout.max_num_seqs,
             max_context_tokens=scene.layout.max_context_tokens,
             report_s=policy_set.report_s,
@@ -158,10 +161,12 @@ def _read_script(
     lengths: dict[RequestId, int] = {}
     acceptances: dict[RequestId, Acceptance] = {}
     replays: dict[RequestId, Passes] = {}
+    turns: dict[RequestId, tuple[Turn, ...]] = {}
     for place, step in enumerate(order, start=1):
         rows = scene.trace.step(step)
         requests, of_step = step_requests(rows, place)
         lengths |= of_step
+        turns |= zip(of_step, recorded_turns(rows.table), strict=True)
         acceptances |= known_acceptances(rows, of_step, scene.acceptance)
         if policy_set.histospec:
             num_parts = max(num_engines, -(-len(rows) // scene.layout.max_num_seqs))
@@ -171,7 +176,7 @@ def _read_script(
         tokens = int((rows.column("prompt_tokens") + rows.column("response_tokens")).sum())
         train_s = tokens * scene.train_gpu_s / trainer_gpus
         steps.append(CourseStep(requests, scene.histories[step], train_s))
-    return _Script(tuple(steps), lengths, acceptances, replays)
+    return _Script(tuple(steps), lengths, acceptances, replays, turns)
 
 
 def _training(scene: DividedScene, division: Division) -> Training:

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from engines.paths import check_regular
+from engines.simulate.turns import TURNS, turn_sums, wrong_turns
 from engines.store.archive import query_all
 from schemas.trace import REQUIRED, TraceRow
 
@@ -31,6 +32,7 @@ TYPES: dict[Any, pa.DataType] = {
     "reward": pa.float64(),
     "prompt_token_ids": pa.list_(pa.int32()),
     "response_token_ids": pa.list_(pa.int32()),
+    "turns": TURNS,
 }
 SCHEMA = pa.schema(
     [pa.field(name, TYPES[name], nullable=name not in REQUIRED) for name in TraceRow.model_fields]
@@ -43,7 +45,11 @@ EXPORT = """
 SELECT origin_step AS step, epoch, prompt_key,
     CASE WHEN sample_index < 0 THEN -1 - sample_index ELSE sample_index END AS sample_index,
     len(prompt_token_ids) AS prompt_tokens,
-    response_tokens, num_accepted_tokens / nullif(num_draft_tokens, 0) AS acceptance, reward{ids}
+    response_tokens, num_accepted_tokens / nullif(num_draft_tokens, 0) AS acceptance, reward,
+    CASE WHEN len(turns) > 0 THEN [{{
+        'num_sampled': turn.num_sampled, 'num_observed': turn.num_observed,
+        'waited_s': turn.waited_s
+    }} for turn in turns] END AS turns{ids}
 FROM rollouts
 JOIN prompts USING (prompt_key)
 LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
@@ -218,12 +224,19 @@ def _rules(table: pa.Table) -> Iterator[tuple[np.ndarray, str, str]]:
     yield outside, "has acceptance outside 0..1", fix
     infinite = reward.is_valid().to_numpy() & ~np.isfinite(reward.to_numpy())
     yield infinite, "has a reward that is not finite", "give a finite number or null"
-    for part in ("prompt", "response"):
+    fix = "correct it, or drop the column turns"
+    yield wrong_turns(table), "has a turn without a sampled token, or with a number below 0", fix
+    sums = turn_sums(table)
+    response_tokens = table["response_tokens"].to_numpy()
+    wrong = table["turns"].is_valid().to_numpy() & (sums.sampled != response_tokens)
+    yield wrong, "has response_tokens unlike the sum of its turns' num_sampled", fix
+    for part, observed in (("prompt", 0), ("response", sums.observed)):
         ids = table[f"{part}_token_ids"]
         num_ids = pc.call_function("list_value_length", [ids]).to_numpy()
-        wrong = ids.is_valid().to_numpy() & (num_ids != table[f"{part}_tokens"].to_numpy())
+        num_tokens = table[f"{part}_tokens"].to_numpy() + observed
         what = f"has {part}_tokens unlike the number of its token ids"
-        yield wrong, what, "make them equal, or drop the column of token ids"
+        fix = "make them equal, or drop the column of token ids"
+        yield ids.is_valid().to_numpy() & (num_ids != num_tokens), what, fix
 
 
 def _check_unique(table: pa.Table, source: str) -> None:

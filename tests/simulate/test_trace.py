@@ -25,6 +25,13 @@ GOOD = {
 }
 
 
+def turns(*numbers):
+    """Return turns, from the tokens sampled and observed and the seconds waited in each."""
+    return [
+        dict(zip(("num_sampled", "num_observed", "waited_s"), own, strict=True)) for own in numbers
+    ]
+
+
 def changed(**columns) -> pa.Table:
     return pa.table({**GOOD, **columns})
 
@@ -65,6 +72,9 @@ def test_optional_columns_may_lack_and_others_may_be_there():
         ({"acceptance": [0.5, float("nan"), None, 0.1]}, "row 2, has acceptance outside"),
         ({"reward": [1.0, 2.0, float("inf"), 0.0]}, "t, row 3, has a reward that is not finite"),
         ({"prompt_token_ids": [[1, 2], [1], [3], [3]]}, "t, row 2, has prompt_tokens unlike"),
+        ({"turns": [None, None, None, turns((1, 3, 0.5))]}, "row 4, has response_tokens unlike"),
+        ({"turns": [None, turns((7, 0, -0.5)), None, None]}, "row 2, has a turn without"),
+        ({"turns": [turns((0, 3, 0.5), (5, None, 0.0)), None, None, None]}, "row 1, has a turn"),
         ({"response_tokens": ["x"] * 4}, "t, column 'response_tokens', is string where int64"),
         ({"response_tokens": [1.5] * 4}, "t, column 'response_tokens', is double where int64"),
     ],
@@ -129,6 +139,7 @@ def test_a_store_becomes_a_trace(tmp_path):
         "reward": 0.5,
         "prompt_token_ids": [1, 2],
         "response_token_ids": [7, 7, 7, 7],
+        "turns": None,
     }
     assert len(trace) == 2
     assert from_store(path).table["response_token_ids"].null_count == 2
