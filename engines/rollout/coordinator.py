@@ -38,7 +38,7 @@ from engines.rollout.mover import Mover
 from engines.rollout.moves import MovesKV, Policy, moves_long
 from engines.rollout.reassign import Reassigner
 from engines.rollout.reshape import Reshaper
-from engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome, Tally
+from engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome
 from engines.rollout.storing import Storing
 from engines.rollout.tracked_engine import TrackedEngine, now_s
 from engines.rollout.views import queued_view, stage_view
@@ -144,7 +144,6 @@ class Coordinator:
         if not self._on_gpus:
             raise RuntimeError("the trainer has the GPUs: take the engines' turn to roll out")
         begin = self._fleet.remaining()
-        lost = self._fleet.take_lost()
         waiting = {request.id: request for index, request in assignments if index is None}
         placed = [(index, request) for index, request in assignments if index is not None]
         stage = GenerationStage(
@@ -157,11 +156,7 @@ class Coordinator:
             policies=self._policies if policies is None else policies,
             min_rollouts=min_rollouts,
             done=asyncio.get_running_loop().create_future(),
-            tallies={
-                i: Tally(gone=i in lost)
-                for i, tracked in self._engines.items()
-                if i in lost or not tracked.gone
-            },
+            tallies=self._fleet.new_tallies(),
             num_rollouts=len(assignments),
             in_flight=in_flight,
             moves_kv=moves_kv,

@@ -30,7 +30,7 @@ from engines.rollout.engine_reports import EngineReport, Fatal, Inbox, Signal
 from engines.rollout.interface import Engine, EngineDied, EngineGone
 from engines.rollout.lifecycle import Lifecycle
 from engines.rollout.preparations import Preparations
-from engines.rollout.stage import GenerationStage
+from engines.rollout.stage import GenerationStage, Tally
 from engines.rollout.timeline_log import TimelineLog
 from engines.rollout.tracked_engine import TrackedEngine
 from schemas.layout import Pool
@@ -282,6 +282,12 @@ class Fleet:
         """Return the engines that were lost since the last call."""
         lost, self._unreported = self._unreported, set()
         return lost
+
+    def new_tallies(self) -> dict[int, Tally]:
+        """Return a new stage's tallies, by engine, with those of engines lost before it."""
+        lost = self.take_lost()
+        there = [i for i, tracked in self.engines.items() if i in lost or not tracked.gone]
+        return {i: Tally(gone=i in lost) for i in there}
 
     def revive(self, tracked: TrackedEngine) -> None:
         """Resume work with a restarted engine. Park or wake it if its pool switched layouts

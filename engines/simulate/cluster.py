@@ -114,8 +114,7 @@ def simulate_step(
     acceptances = known_acceptances(rows, lengths, acceptance)
     turns = dict(zip(lengths, recorded_turns(rows.table), strict=True))
     if policy_set.drafting and not acceptances:
-        unknown = "so the gain of drafting is unknown: give --acceptance"
-        raise ValueError(f"{rows.source} has no acceptance at step {step}, {unknown}")
+        raise ValueError(f"{rows.source} has no acceptance at step {step}: give --acceptance")
     engines = [
         VirtualEngine(
             index,
