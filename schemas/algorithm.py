@@ -198,6 +198,15 @@ class AlgorithmConfig(Frozen):
     (k1) over a response is subtracted from its reward. For example, `0.001`. Set it in place of
     `kl_coefficient` to repeat runs that penalise rewards, such as RLOO's. It costs a pass of the
     reference model. 0: none."""
+    teacher: Path | None = None
+    """Hugging Face directory of a teacher with the policy's tokens, for example `/models/Qwen3-8B`.
+    Each token's advantage is then log pi_teacher - log pi, on the policy's own responses (on-policy
+    distillation). Set it if a better model exists: it teaches every token, where a reward teaches a
+    response. The trainer holds it beside the policy, and it costs a forward pass. Default: none."""
+    reward_weight: float = Field(default=0.0, ge=0.0)
+    """Weight of the rewards' advantages beside a teacher, for example `1.0`. Raise it to get better
+    than the teacher. 0 learns from the teacher alone; rewards are then only shown. Without a
+    `teacher` it has no effect."""
     entropy_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of an entropy bonus: this times the entropy of each token's distribution, in nats, is
     subtracted from the loss. For example, `0.001`. Raise it if the entropy falls towards 0
@@ -263,7 +272,7 @@ class AlgorithmConfig(Frozen):
                     f"algorithm.{name} does nothing with algorithm.type={self.type}: leave it out, "
                     f"or set a type that reads it ({', '.join(users)})"
                 )
-        for is_wrong, message in _conflicts(self):
+        for is_wrong, message in (*_conflicts(self), *_teaching_conflicts(self)):
             if is_wrong:
                 raise ValueError(message)
         return self
@@ -282,7 +291,12 @@ class AlgorithmConfig(Frozen):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a KL penalty needs the starting policy's log-probabilities."""
+        """Whether the loss needs the log-probabilities of the starting policy or a teacher."""
+        return self.penalises_kl or self.teacher is not None
+
+    @property
+    def penalises_kl(self) -> bool:
+        """Whether the loss or the rewards have a KL penalty to the starting policy."""
         return self.kl_coefficient > 0.0 or self.reward_kl_coefficient > 0.0
 
     @property
@@ -298,6 +312,31 @@ class AlgorithmConfig(Frozen):
                 "leave samples to the next one: set staleness=0, or algorithm.kl_coefficient "
                 "instead"
             )
+
+
+def _teaching_conflicts(algorithm: AlgorithmConfig) -> Iterator[tuple[bool, str]]:
+    """Yield whether settings contradict a teacher, and what to do then."""
+    taught = algorithm.teacher is not None
+    yield (
+        algorithm.reward_weight > 0.0 and not taught,
+        "algorithm.reward_weight does nothing without a teacher: leave it out, or set "
+        "algorithm.teacher",
+    )
+    yield (
+        taught and algorithm.penalises_kl,
+        "algorithm.teacher: the trainer holds one model beside the policy, and kl_coefficient and "
+        "reward_kl_coefficient need its start: set both to 0, or leave the teacher out",
+    )
+    yield (
+        taught and algorithm.policy_loss in ("gspo", "gmpo"),
+        f"algorithm.teacher gives each token an advantage of its own, and {algorithm.type} has one "
+        "ratio for a response: set another type, for example grpo",
+    )
+    yield (
+        taught and algorithm.dynamic_sampling,
+        "algorithm.teacher also learns from groups of equal rewards, which dynamic_sampling leaves "
+        "out: set dynamic_sampling=false",
+    )
 
 
 def _loss_of(kind: str) -> str:

@@ -66,6 +66,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             SAME,
         ),
         Metric(
+            "actor/teacher_kl",
+            "nats",
+            "mean of log pi - log pi_teacher over tokens (with `teacher`)",
+        ),
+        Metric(
             "actor/entropy",
             "nats",
             "mean entropy of the sampling distributions",

@@ -14,6 +14,7 @@ from engines.learn.diagnostics import Sums, combine, nothing_like
 from engines.learn.lora import without_adapters
 from engines.learn.minibatch import Share
 from engines.learn.objective import LossTokens, policy_loss
+from engines.learn.objectives.distillation import taught_advantages
 from engines.learn.objectives.kl import kl_penalties
 from engines.learn.packing import MicroBatch, pack, plan_micro_batches
 from engines.learn.policy import PolicyModel, score_sequences
@@ -23,7 +24,7 @@ from schemas.config import TrainConfig
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The policy before training, near which a KL penalty keeps the policy."""
+    """The policy before training, near which a KL penalty keeps the policy, or a teacher."""
 
     policy: PolicyModel
     own: bool
@@ -119,11 +120,23 @@ def _loss(
     algorithm, temperature = config.algorithm, config.rollout.temperature
     with_entropy = algorithm.entropy_coefficient > 0.0
     scores = policy.score(batch, temperature, entropy_gradient=with_entropy)
-    loss, sums = policy_loss(scores.logprobs, tokens, algorithm)
-    if reference is not None and algorithm.kl_coefficient > 0.0:
+    if reference is not None and (algorithm.teacher or algorithm.kl_coefficient > 0.0):
         with torch.no_grad(), reference.at_work():
-            scored = reference.policy.score(batch, temperature)
-        penalties = kl_penalties(scores.logprobs, scored.logprobs, algorithm.kl_estimator)
+            of_reference = reference.policy.score(batch, temperature).logprobs
+    if algorithm.teacher:
+        taught, teacher_kl = taught_advantages(
+            tokens.advantages,
+            tokens.inference_logprobs,
+            of_reference,
+            tokens.counted,
+            algorithm.reward_weight,
+        )
+        tokens = replace(tokens, advantages=taught)
+    loss, sums = policy_loss(scores.logprobs, tokens, algorithm)
+    if algorithm.teacher:
+        sums["actor/teacher_kl"] = teacher_kl
+    if reference is not None and algorithm.kl_coefficient > 0.0:
+        penalties = kl_penalties(scores.logprobs, of_reference, algorithm.kl_estimator)
         kl_loss = (penalties * tokens.weights).sum()
         sums["actor/kl_loss"] = kl_loss.detach()
         loss = loss + algorithm.kl_coefficient * kl_loss

@@ -119,8 +119,9 @@ class Learner:
         self._long_canaries = LongCanaries(shape, self._config.max_model_len)
         self._reference = None
         if self._config.algorithm.needs_reference:
-            whole = config.lora is None
-            self._reference = Reference(self._load(None) if whole else self._policy, whole)
+            teacher = self._config.algorithm.teacher
+            own = config.lora is None or teacher is not None
+            self._reference = Reference(self._load(None, teacher) if own else self._policy, own)
         trained = [one for one in self._policy.parameters() if one.requires_grad]
         self._optimizer = torch.optim.AdamW(
             trained,
@@ -135,7 +136,7 @@ class Learner:
         if checkpoint_dir and state:
             self._resume(checkpoint_dir, state)
 
-    def _load(self, lora: LoraConfig | None) -> PolicyModel:
+    def _load(self, lora: LoraConfig | None, path: Path | None = None) -> PolicyModel:
         config = self._config.trainer
         loading = Loading(
             self._device,
@@ -148,7 +149,7 @@ class Learner:
             trust_remote_code=self._config.model.trust_remote_code,
             max_tokens=self._config.max_model_len,
         )
-        policy = load_policy(self._config.model.path, loading)
+        policy = load_policy(path or self._config.model.path, loading)
         policy.alone = not keeps_samples_apart(policy, self._compute_dtype)
         check_steady(policy, self._compute_dtype)
         return policy

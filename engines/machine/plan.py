@@ -37,6 +37,7 @@ from engines.pat.memory import (
     gpu_footprint,
     plan_parked_weights,
 )
+from engines.user_files import read_json_object
 from schemas.config import TrainConfig
 from schemas.drafting import DEVICE_INDEX_BYTES, DRAFTER_MEMORY_SHARE
 
@@ -124,7 +125,7 @@ def training_of(config: TrainConfig, shape: ModelShape) -> Training:
         micro_batch_tokens=trainer.micro_batch_tokens,
         response_tokens=trainer.micro_batch_tokens,
         gradient_checkpointing=trainer.gradient_checkpointing,
-        has_reference=config.algorithm.needs_reference and adapters is None,
+        reference_params=_reference_params(config, shape),
         entropy_gradient=config.algorithm.entropy_coefficient > 0.0,
         num_replicas=trainer.num_replicas,
         adapter_params=adapters,
@@ -132,6 +133,16 @@ def training_of(config: TrainConfig, shape: ModelShape) -> Training:
         offload_optimizer=trainer.offload_optimizer,
         draft_head_params=draft_head_params(shape) if config.specactor.train_head else 0,
     )
+
+
+def _reference_params(config: TrainConfig, shape: ModelShape) -> int:
+    """Return the parameters of the model that the trainer holds beside the policy. The policy
+    without its adapters takes no memory of its own. Raise ValueError for an unreadable teacher."""
+    if teacher := config.algorithm.teacher:
+        values = read_json_object(teacher / "config.json")
+        return ModelShape.from_hf_config(values.get("text_config", values)).num_params
+    own = config.algorithm.penalises_kl and not config.trainer.lora
+    return shape.num_params if own else 0
 
 
 def share_gpu(config: TrainConfig, shape: ModelShape, gpu_bytes: float) -> SharedGpu:

@@ -35,7 +35,9 @@ def trainer_advice(
     choices = _smaller(training, config)
     alone = [name for name, changed in choices.items() if fits(changed)]
     if config.takes_turns and not alone:
-        alone = _least([n for n, changed in _lesser(shape, training).items() if fits(changed)])
+        alone = _least(
+            [n for n, changed in _lesser(config, shape, training).items() if fits(changed)]
+        )
     if more := ranks(training):
         alone.append(more)
     if alone:
@@ -54,14 +56,16 @@ def _smaller(training: Training, config: TrainConfig) -> dict[str, Training]:
     return {
         "trainer.gradient_checkpointing=true": replace(training, gradient_checkpointing=True),
         f"trainer.micro_batch_tokens={least}": fewer,
-        _without_kl(config): replace(training, has_reference=False),
+        _without_reference(config): replace(training, reference_params=0),
         "trainer.num_replicas=1": replace(training, num_replicas=1),
         "trainer.offload_optimizer=true": replace(training, offload_optimizer=True),
     }
 
 
-def _without_kl(config: TrainConfig) -> str:
-    """Return the settings that need no reference model."""
+def _without_reference(config: TrainConfig) -> str:
+    """Return the settings that need no model beside the policy."""
+    if config.algorithm.teacher:
+        return "algorithm.teacher=null"
     names = ("kl_coefficient", "reward_kl_coefficient")
     used = [name for name in names if getattr(config.algorithm, name) > 0.0]
     return " and ".join(f"algorithm.{name}=0" for name in used or names[:1])
@@ -78,13 +82,15 @@ def _all_of(training: Training, choices: Iterable[Training]) -> Training:
     return replace(training, **changes)
 
 
-def _lesser(shape: ModelShape, training: Training) -> dict[str, Training]:
+def _lesser(config: TrainConfig, shape: ModelShape, training: Training) -> dict[str, Training]:
     """Return variants that train an adapter, in bfloat16, or both, by their settings."""
     lora, narrow = f"trainer.lora.rank={_LORA_RANK}", "trainer.dtype=bfloat16"
     in_half = replace(training, weight_bytes=2)
     if training.adapter_params is not None:
         return {narrow: in_half}
-    adapters = {"adapter_params": adapter_params(shape, _LORA_RANK), "has_reference": False}
+    adapters = {"adapter_params": adapter_params(shape, _LORA_RANK)}
+    if config.algorithm.teacher is None:
+        adapters["reference_params"] = 0
     return {
         lora: replace(training, **adapters),
         narrow: in_half,

@@ -4,7 +4,7 @@ Take a rank of n, and a model of P parameters: Pl in each layer, Pr in the root 
 head). The model computes in bf16 with FSDP2's units (`engines.learn.policy`). At all times a rank
 keeps, in float32,
 
-    weights                             4 P / n             and the same for a reference model
+    weights                             4 P / n             and those of a reference or teacher
     gradients, two moments              12 P / n            of the adapters alone, if any
     draft head (`train_head`)           16 (7 h h + h)      whole on each rank
 
@@ -48,7 +48,8 @@ class Training:
     response_tokens: int
     """Most predicted tokens of a micro-batch."""
     gradient_checkpointing: bool
-    has_reference: bool = False
+    reference_params: int = 0
+    """Parameters of a reference model or a teacher; 0: none."""
     num_replicas: int = 1
     """Copies of the model. Each is sharded over its part of the ranks."""
     adapter_params: int | None = None
@@ -119,7 +120,6 @@ def trainer_footprint(shape: ModelShape, training: Training) -> TrainerFootprint
     shards = training.num_ranks // training.num_replicas
     held = shape.num_params + (training.adapter_params or 0) + _trained(shape, training)
     weights, moments = training.weight_bytes * held / shards, moment_bytes(shape, training) / shards
-    reference = training.weight_bytes * shape.num_params / shards
     kept, work = widening * kept, widening * phases[peak]
     if training.offload_optimizer:
         if moments > kept + work:
@@ -127,7 +127,7 @@ def trainer_footprint(shape: ModelShape, training: Training) -> TrainerFootprint
         moments = 0.0
     return TrainerFootprint(
         state_bytes=weights + moments + 16.0 * training.draft_head_params,
-        reference_bytes=reference if training.has_reference else 0.0,
+        reference_bytes=training.weight_bytes * training.reference_params / shards,
         kept_bytes=kept,
         work_bytes=work,
         peak=peak,
@@ -136,7 +136,7 @@ def trainer_footprint(shape: ModelShape, training: Training) -> TrainerFootprint
 
 def resting_bytes(shape: ModelShape, training: Training) -> float:
     """Return the bytes of a rank's tensors between two steps: no gradients, no activations."""
-    models = shape.num_params * (2 if training.has_reference else 1)
+    models = shape.num_params + training.reference_params
     held = training.weight_bytes * (models + (training.adapter_params or 0))
     moments = 0.0 if training.offload_optimizer else moment_bytes(shape, training)
     head = 12.0 * training.draft_head_params

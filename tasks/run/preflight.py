@@ -24,7 +24,7 @@ from engines.specactor.ladder import Ladder
 from engines.tracking.forward import require_trackers
 from schemas.config import TrainConfig
 from schemas.data import Prompt
-from schemas.drafting import HISTORY, NGRAM
+from schemas.drafting import HISTORY, NGRAM, DraftModel
 from schemas.latency import PointKind
 from schemas.rollout import Split
 from schemas.secret import fill_in, secrets_of
@@ -159,6 +159,14 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
         config.max_model_len,
         "data.max_prompt_tokens + data.max_response_tokens",
     )
+    if teacher := config.algorithm.teacher:
+        check_draft_models(
+            (DraftModel(name="teacher", path=teacher),),
+            config.model,
+            "algorithm.teacher",
+            config.max_model_len,
+            "data.max_prompt_tokens + data.max_response_tokens",
+        )
     tokenizer = read_tokenizer(config.model)
     files = {Split.TRAIN: config.data.train, Split.VALIDATION: config.data.validation}
     check = partial(check_ground_truth, config.reward)

@@ -34,8 +34,12 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
+    return save_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+def save_model(path: Path, seed: int) -> Path:
+    """Write a small model with random weights, and its tokenizer."""
+    torch.manual_seed(seed)
     config = Qwen3Config(
         hidden_size=64,
         num_hidden_layers=2,

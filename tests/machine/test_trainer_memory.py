@@ -93,8 +93,8 @@ def test_settings_save_the_expected_memory() -> None:
     assert footprint(tokens=8192).kept_bytes == footprint().kept_bytes / 2
     assert footprint(checkpointing=False).bytes > footprint().bytes + 100e9
     weights = 4 * QWEN3_8B.num_params / 4
-    assert footprint(has_reference=True).bytes == footprint().bytes + weights
-    assert "of the reference model" in str(footprint(has_reference=True))
+    assert footprint(reference_params=QWEN3_8B.num_params).bytes == footprint().bytes + weights
+    assert "of the reference model" in str(footprint(reference_params=QWEN3_8B.num_params))
 
 
 def test_8b_model_needs_four_80_gb_gpus() -> None:

@@ -156,6 +156,13 @@ def test_another_algorithm_is_refused(type_: object) -> None:
         ({"type": "maxrl", "reward_kl_coefficient": 0.1}, "make rewards negative"),
         ({"type": "rloo", "scale_rewards": "mean"}, "another baseline than the group's mean"),
         ({"type": "opo", "scale_rewards": "group"}, "opo has no deviation of the group"),
+        ({"reward_weight": 1.0}, "reward_weight does nothing without a teacher"),
+        ({"teacher": "t", "kl_coefficient": 0.1}, "holds one model beside the policy"),
+        ({"teacher": "t", "type": "gmpo"}, "gmpo has one ratio for a response"),
+        (
+            {"teacher": "t", "type": "dapo"},
+            "groups of equal rewards, which dynamic_sampling leaves",
+        ),
     ],
 )
 def test_settings_that_cannot_act_together_are_refused(given: dict, message: str) -> None:

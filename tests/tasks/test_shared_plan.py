@@ -134,7 +134,7 @@ def test_ranks_share_what_rests() -> None:
     )
     training = training_of(config, shape)
     assert resting_bytes(shape, training) == 12 * shape.num_params / 8
-    with_reference = replace(training, has_reference=True, num_replicas=2)
+    with_reference = replace(training, reference_params=shape.num_params, num_replicas=2)
     assert resting_bytes(shape, with_reference) == 16 * shape.num_params / 4
 
 
