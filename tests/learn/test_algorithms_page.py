@@ -61,7 +61,9 @@ def test_page_names_exactly_the_settings() -> None:
     assert {*head[1:], *of_any} - derived == AlgorithmConfig.model_fields.keys() - {"type"}
 
 
-def test_every_metric_of_a_step_is_described(make_config: Callable[..., TrainConfig]) -> None:
+def test_every_metric_of_a_step_is_described(
+    make_config: Callable[..., TrainConfig], model_dir: Path
+) -> None:
     """No other trainer metric is described."""
     algorithm = {
         "type": "dapo",
@@ -72,7 +74,8 @@ def test_every_metric_of_a_step_is_described(make_config: Callable[..., TrainCon
         "dual_clip": 3.0,
     }
     learner = started(make_config(algorithm), staleness=1)
-    told = learner.train_step(make_batch()).keys()
+    taught = started(make_config({"teacher": model_dir}))
+    told = learner.train_step(make_batch()).keys() | taught.train_step(make_batch()).keys()
     # The trainer reports this one when it publishes adapters, not in a step.
     described = {name for name in NAMES if name.startswith(OF_TRAINER)} - {"actor/lora_arrived"}
     assert described == set(described_as(told).values())
