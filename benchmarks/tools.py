@@ -37,6 +37,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+import ray
 from rich.console import Console
 
 from benchmarks import one_step
@@ -59,11 +60,12 @@ from engines.inference.engine.conversations import NOTHING, with_turn
 from engines.inference.engine.ray_engine import RayEngine
 from engines.reports.tables import plain_table
 from engines.rollout.coordinator import Coordinator
-from engines.store.actor import StoreClient, start_store
+from engines.store.actor import start_store
 from flows.config_file import load_config
 from schemas.bench import BenchReport
 from schemas.config import TrainConfig
 from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
+from tasks.run.attach import STORE
 from tasks.run.environments import start_environments
 from tasks.run.model_inputs import model_shape
 from tasks.run.preflight import check_engine_fits, read_inputs
@@ -195,8 +197,8 @@ async def _measure(
         num_gpus = config.rollout.tp_degree if placement.num_gpus else 0
         async with AsyncExitStack() as stack:
             directory = Path(stack.enter_context(TemporaryDirectory()))
-            store = StoreClient(start_store(directory / "tools.duckdb"))
-            await start_environments(config, stack, store)
+            stack.callback(ray.kill, start_store(directory / "tools.duckdb", STORE))
+            await start_environments(config, stack, STORE)
             rows = [await _answers(config, talks, args.answers)]
             for end, share in KV_SHARES.items():
                 num_tokens = kv_tokens(talks, share, config.max_model_len)

@@ -56,11 +56,11 @@ class EnvironmentActor:
         self,
         config: TrainConfig,
         open_parser: Callable[[str, Any, Sequence[Mapping[str, Any]]], Parser],
-        store: StoreClient | None = None,
+        open_store: Callable[[], StoreClient] | None = None,
     ) -> None:
         """`config`: with absolute paths and a local model. `open_parser`: returns another parser
-        than `hermes` for its name, the tokenizer and the tools. `store`: keeps the journal. None:
-        without a journal."""
+        than `hermes` for its name, the tokenizer and the tools. `open_store`: returns the store
+        that keeps the journal. None: without a journal."""
         assert config.environment is not None
         self._config = config.environment
         self._data = config.data
@@ -79,7 +79,7 @@ class EnvironmentActor:
         self._renderer: TurnRenderer | None = None
         self._open_parser = open_parser
         self._parser = HERMES
-        self._journal = Journal(store) if store is not None else None
+        self._journal = Journal(open_store()) if open_store is not None else None
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:

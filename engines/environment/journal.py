@@ -26,7 +26,10 @@ from schemas.rollout import Generated, RequestId, VersionSpan
 WRITE_EVERY_S = 0.1
 """Seconds from a turn to the write that has it, and between two writes."""
 MAX_SHARE = 0.025
-"""Largest share of the store's time that writes may take. Slower writes come less often."""
+"""Share of the store's time from which on writes come less often."""
+LONGEST_PAUSE_S = 0.4
+"""Longest time between two writes. On a busy machine a write may take long, but a turn is lost if
+the next one ends before it."""
 
 
 class Journal:
@@ -79,7 +82,7 @@ class Journal:
             noted, self._noted = self._noted, []
             took_s = await self._store.call("add_turns", turn_rows(noted))
             self.store_s += took_s
-            self._pause_s = max(WRITE_EVERY_S, took_s / MAX_SHARE)
+            self._pause_s = min(max(WRITE_EVERY_S, took_s / MAX_SHARE), LONGEST_PAUSE_S)
 
 
 def answer_of(turn: RecordedTurn) -> EnvironmentAnswer:

@@ -199,6 +199,13 @@ class StoreClient:
         return StoredRows(table, await _answer(method, counts))
 
 
+def find_store(name: str) -> StoreClient:
+    """Return a client of the store's actor that has this name."""
+    import ray
+
+    return StoreClient(ray.get_actor(name))
+
+
 async def _answer(method: str, reply: Awaitable[Any]) -> Any:
     try:
         return await wait_for(reply, CALL_TIMEOUT_S)

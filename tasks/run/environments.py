@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -16,7 +17,7 @@ from engines.environment.pool import EnvironmentPool
 from engines.environment.process import EnvironmentSetup
 from engines.environment.rendering import TurnRenderer, check
 from engines.inference.tool_parsers import check_parser, open_parser
-from engines.store.actor import StoreClient
+from engines.store.actor import find_store
 from schemas.config import TrainConfig
 from schemas.data import Prompt
 from schemas.environment import EnvironmentConfig, EnvironmentTask
@@ -93,11 +94,11 @@ def task_of(config: TrainConfig, id: RequestId, prompt: Prompt) -> EnvironmentTa
 
 
 async def start_environments(
-    config: TrainConfig, stack: AsyncExitStack, store: StoreClient | None = None
+    config: TrainConfig, stack: AsyncExitStack, store: str | None = None
 ) -> None:
     """Start the actor that answers turns, if the run has environments. It ends with the stack.
 
-    `store`: keeps the journal. None: without a journal.
+    `store`: name of the store's actor, which keeps the journal. None: without a journal.
     """
     if config.environment is None:
         return
@@ -108,7 +109,7 @@ async def start_environments(
         EnvironmentActor,
         config,
         open_parser,
-        store,
+        store and partial(find_store, store),
         node_id=ray.get_runtime_context().get_node_id(),
         max_concurrency=MAX_CONCURRENCY,
         max_restarts=3,

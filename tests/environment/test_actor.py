@@ -61,7 +61,7 @@ def run(
     actors: list[EnvironmentActor] = []
 
     def make() -> EnvironmentActor:
-        actors.append(EnvironmentActor(config, open_parser, store))
+        actors.append(EnvironmentActor(config, open_parser, store and (lambda: store)))
         return actors[-1]
 
     async def go() -> Any:

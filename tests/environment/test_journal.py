@@ -100,7 +100,7 @@ class Driver:
     def __post_init__(self) -> None:
         self.client = LocalStore(self.path)
         self.store = self.client._store
-        self.actor = EnvironmentActor(self.config, open_parser, self.client)
+        self.actor = EnvironmentActor(self.config, open_parser, lambda: self.client)
         self.drawn: Counter[tuple[RequestId, int]] = Counter()
         """Turns that were drawn, by sample and number."""
 
