@@ -69,7 +69,7 @@ async def test_right_and_wrong_heads_change_no_token(
         assert_as_before(finished, expected)
         shares[name] = accepted_share(finished)
     await engines[1].actor.call_drafting.remote("set_draft_noise", True)
-    assert shares["right"] > 0.9
+    assert shares["right"] > 0.75  # An end of a response wastes the rest of a draft.
     assert shares["wrong"] < 0.5
     if temperature:
         assert shares["other noise"] < 0.7
