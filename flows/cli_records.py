@@ -17,7 +17,10 @@ from flows.command import run_command
     "--prompt", default="", metavar="KEY", help="Only the prompt whose key begins like this."
 )
 @click.option(
-    "--sample", type=int, metavar="N", help="With --step and --prompt: one sample in detail."
+    "--sample",
+    type=click.IntRange(-(2**31), 2**31 - 1),
+    metavar="N",
+    help="With --step and --prompt: one sample in detail.",
 )
 @click.option(
     "--split", type=click.Choice(["train", "validation"]), default="train", show_default=True

@@ -212,7 +212,11 @@ def search(
 
 
 def quoted(text: str) -> str:
-    """Return a text as a constant of SQL."""
+    """Return a text as a constant of SQL. Raise ValueError when it is not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{text[:40]!r} is not UTF-8: give letters and digits") from error
     return "'" + text.replace("'", "''") + "'"
 
 

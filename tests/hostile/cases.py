@@ -61,6 +61,9 @@ DECLARED: dict[tuple[str, str], tuple[Kind, str]] = {
     ("train", "overrides"): (Kind.WORD, ""),
     ("train", "gpus"): (Kind.WORD, ""),
     ("show", "run"): (Kind.RUN, "runs/demo"),
+    ("samples", "run"): (Kind.RUN, "runs/demo"),
+    ("samples", "prompt"): (Kind.WORD, ""),
+    ("samples", "grep"): (Kind.WORD, ""),
     ("sql", "run"): (Kind.RUN, "runs/demo"),
     ("sql", "query"): (Kind.WORD, ""),
     ("sql", "csv_file"): (Kind.OUTPUT, "out.csv"),
@@ -109,13 +112,14 @@ DECLARED: dict[tuple[str, str], tuple[Kind, str]] = {
 }
 """Kind and good value of the arguments and options that are plain words to click."""
 
-_RUNS_DIR = {"show", "sql", "report", "runs"}
+_RUNS_DIR = {"show", "samples", "sql", "report", "runs"}
 """Commands that read the runs' directory. The others create it if it is missing."""
 
 GOOD: dict[str, dict[str, Any]] = {
     "train": {"config_file": "train.yaml", "check": True},
     "runs": {},
     "show": {"run": "demo"},
+    "samples": {"run": "demo"},
     "sql": {"run": "demo", "query": "SELECT 1"},
     "report": {"run": "demo"},
     "profile": {"model": "model", "dtype": "float32", "max_context": "384"},

@@ -61,10 +61,12 @@ def fault_setter() -> Callable[..., None]:
 
 def replace_what_starts(*names: str) -> None:
     import flows.launch
+    import flows.samples_server
     import flows.ui
 
     flows.launch._carry_out = start
     flows.ui.servers = start
+    flows.samples_server.serve_samples = start
     flows.ui._check_mlflow_app = lambda: None
     for name in names:
         importlib.import_module(f"benchmarks.{name}").measure = start
