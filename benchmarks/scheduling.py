@@ -83,7 +83,9 @@ def make_scheduler(kind: Callable[..., Any], config: Any, num_blocks: int) -> An
     )  # fmt: skip
 
 
-def make_request(id: str, prompt: Iterable[int], max_tokens: int, **params: Any) -> Any:
+def make_request(
+    id: str, prompt: Iterable[int], max_tokens: int, *, priority: int = 0, **params: Any
+) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.utils.hashing import sha256
@@ -94,7 +96,7 @@ def make_request(id: str, prompt: Iterable[int], max_tokens: int, **params: Any)
     kind = RequestOutputKind.FINAL_ONLY
     given = SamplingParams(max_tokens=max_tokens, logprobs=0, output_kind=kind, **params)
     hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-    return Request(id, list(prompt), given, None, block_hasher=hasher)
+    return Request(id, list(prompt), given, None, block_hasher=hasher, priority=priority)
 
 
 @dataclass

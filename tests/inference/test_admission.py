@@ -11,6 +11,7 @@ from engines.inference.engine.arguments import engine_args
 from engines.inference.engine.extra_args import TURN_START
 from engines.inference.engine.running import Running
 from schemas.drafting import SpecActorConfig
+from schemas.environment import EnvironmentConfig
 from schemas.rollout import Generated, SavedKV, Split, Turn, VersionSpan
 from tests.inference.real import CONFIG, requests
 
@@ -136,3 +137,13 @@ def test_a_later_turn_is_known_also_when_it_was_moved(turns, num_tokens, start):
     generated = Generated(range(num_tokens), [0.0] * num_tokens, spans, turns=turns)
     (found,) = admitted_of(replace(FIRST, generated=generated if num_tokens else None))
     assert found.params["extra_args"][TURN_START] == start
+
+
+def test_a_returning_turn_goes_before_conversations_that_came_later(tmp_path):
+    first, second = Running(FIRST, 3, 1.0), Running(SECOND, 3, 1.0)
+    turn = first.with_answer(replace(FIRST, generated=Generated([8], [-0.1], (), turns=(Turn(1),))))
+    config = CONFIG.model_copy(update={"environment": EnvironmentConfig(path=tmp_path)}).engine
+    numbers = [admitted(one, config, print).priority for one in (first, turn, second)]
+    assert numbers[0] == numbers[1] < numbers[2]
+    assert engine_args(config, 0, on_cpu=True)["scheduling_policy"] == "priority"
+    assert "scheduling_policy" not in engine_args(CONFIG.engine, 0, on_cpu=True)

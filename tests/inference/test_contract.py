@@ -84,6 +84,7 @@ ATTRIBUTES = {
         "gpu_memory_utilization",
         "block_size",
         "enable_prefix_caching",
+        "scheduling_policy",
         "disable_log_stats",
         "served_model_name",
         "worker_cls",
@@ -206,7 +207,10 @@ FUNCTIONS = {
         "add_request": ["self", "request", "prompt", "parent_req", "request_index", "queue"],
     },
     "v1/engine/input_processor.py:InputProcessor": {
-        "process_inputs": ["self", "request_id", "prompt", "params", "supported_tasks"],
+        "process_inputs": [
+            *("self", "request_id", "prompt", "params", "supported_tasks", "arrival_time"),
+            *("lora_request", "tokenization_kwargs", "trace_headers", "priority"),
+        ],
         "assign_request_id": ["request"],
     },
     "v1/engine/core_client.py:AsyncMPClient": {

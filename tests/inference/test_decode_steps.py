@@ -43,12 +43,15 @@ class Told:
 class Side:
     """A scheduler at work, and what it has reported."""
 
-    def __init__(self, kind: Any, is_async: bool, drafts: bool, num_blocks: int) -> None:
+    def __init__(
+        self, kind: Any, is_async: bool, drafts: bool, num_blocks: int, policy: str
+    ) -> None:
         config = vllm_config(
             is_async=is_async,
             max_draft=MAX_DRAFT if drafts else 0,
             max_num_seqs=MAX_ROWS,
             max_num_batched_tokens=256,
+            scheduling_policy=policy,
         )
         self.scheduler = make_scheduler(kind, config, num_blocks)
         runner = FakeRunner(STOPS, drafted, self.scheduler.use_v2_model_runner)
@@ -124,8 +127,8 @@ def kinds(is_async: bool) -> tuple[Any, Any]:
     return (AsyncScheduler, HoldingAsyncScheduler) if is_async else (Scheduler, HoldingScheduler)
 
 
-def both(is_async: bool, drafts: bool, num_blocks: int) -> tuple[Side, Side]:
-    vllm, ours = (Side(kind, is_async, drafts, num_blocks) for kind in kinds(is_async))
+def both(is_async: bool, drafts: bool, num_blocks: int, policy: str) -> tuple[Side, Side]:
+    vllm, ours = (Side(kind, is_async, drafts, num_blocks, policy) for kind in kinds(is_async))
     decode_step = ours.scheduler._decode_step
 
     def counted() -> Any:
@@ -144,16 +147,18 @@ def both(is_async: bool, drafts: bool, num_blocks: int) -> tuple[Side, Side]:
 ], ids=["async", "sync", "drafts", "v2", "v2-sync", "v2-drafts", "v2-sync-drafts"])  # fmt: skip
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_are_those_of_vllm(seed, runner, is_async, drafts, num_blocks):
-    rng = random.Random(seed)
+    rng, policy = random.Random(seed), "priority" if seed % 2 else "fcfs"
     with model_runner(runner):
-        sides = both(is_async, drafts, num_blocks)
+        sides = both(is_async, drafts, num_blocks, policy)
     prompts = [range(2, 2 + rng.randint(1, 3 * BLOCK_TOKENS)) for _ in range(4)]
     num_added, alive, preempted = 0, set(), set()
     for i in range(300):
         if rng.random() < (1.0 if i < MAX_ROWS else 0.06):
             id, prompt, length = f"r{num_added}", rng.choice(prompts), rng.randint(1, 150)
             for side in sides:
-                side.scheduler.add_request(make_request(id, prompt, length, stop_token_ids=[1]))
+                side.scheduler.add_request(
+                    make_request(id, prompt, length, priority=num_added % 3, stop_token_ids=[1])
+                )
             num_added, alive = num_added + 1, alive | {id}
         if alive and rng.random() < 0.02:
             abort(sides, rng.choice(sorted(alive)))

@@ -26,6 +26,9 @@ class Admitted:
     """Tokens of the prompt, and those generated on other engines."""
     params: dict[str, Any]
     """Fields of vLLM's `SamplingParams`."""
+    priority: int
+    """vLLM starts waiting requests with a smaller number first, and preempts them last. It ignores
+    the number without an environment (`arguments.engine_args`)."""
     put: Callable[[Any], None]
     """Callback for the final `RequestOutput`, or for the error that ended the request."""
 
@@ -60,7 +63,7 @@ def admitted(
         "extra_args": extra_args,
     }
     token_ids = [*request.prompt_token_ids, *running.tokens_before]
-    return Admitted(str(request.id), token_ids, params, put)
+    return Admitted(str(request.id), token_ids, params, running.arrival, put)
 
 
 async def admit(llm: Any, requests: Sequence[Admitted]) -> None:
@@ -87,7 +90,9 @@ def _core_request(llm: Any, request: Admitted, batch: tuple[str, int]) -> Any:
     extra_args = request.params["extra_args"] | {BATCH: batch}
     params = final_params(**request.params | {"extra_args": extra_args})
     prompt = tokens_input(request.token_ids)
-    core_request = llm.input_processor.process_inputs(request.name, prompt, params, ("generate",))
+    core_request = llm.input_processor.process_inputs(
+        request.name, prompt, params, ("generate",), priority=request.priority
+    )
     llm.input_processor.assign_request_id(core_request)
     return core_request
 

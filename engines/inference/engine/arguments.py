@@ -37,6 +37,8 @@ def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any
         "kv_cache_memory_bytes": kv_cache_bytes,
         **_memory_args(rollout, on_cpu),
         "enable_prefix_caching": True,
+        # A returning turn goes before new conversations, whose blocks would evict its prefix.
+        **({"scheduling_policy": "priority"} if config.environment else {}),
         # Turn vLLM's loggers off. The served name tells engines apart in vLLM's metrics.
         "disable_log_stats": True,
         "served_model_name": f"engine-{index}",

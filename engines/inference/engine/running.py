@@ -3,10 +3,13 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from operator import lt
 from typing import Any
 
 from schemas.rollout import Generated, RolloutRequest, VersionSpan
+
+_ARRIVALS = count()
 
 
 class Running:
@@ -16,6 +19,8 @@ class Running:
         self.request = request
         self.policy_version = policy_version
         self.started_s = started_s
+        self.arrival = next(_ARRIVALS)
+        """Number of its arrival in this process. A later turn has that of its conversation."""
         self.withdrawn = False
         self.continuation: RolloutRequest | None = None
         self.num_cached_tokens: int | None = None
@@ -49,7 +54,7 @@ class Running:
         """Return the next turn of this request, on the same engine."""
         request = replace(request, drafting=self.request.drafting)
         running = Running(request, self.policy_version, self.started_s)
-        running.num_cached_tokens = self.num_cached_tokens
+        running.arrival, running.num_cached_tokens = self.arrival, self.num_cached_tokens
         return running
 
     def num_with_kv(self, num_new: int) -> int:
