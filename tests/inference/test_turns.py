@@ -2,8 +2,10 @@
 order changes a token, and each turn is what an engine without environments samples there."""
 
 import asyncio
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,17 @@ import pytest
 import pytest_asyncio
 import ray
 
+from benchmarks.one_step import fetch
 from engines.actors import RemoteActor
 from engines.environment.actor import EnvironmentActor, split_turns
-from engines.environment.client import ENVIRONMENT
+from engines.environment.client import ENVIRONMENT, EnvironmentClient
 from engines.histospec.library import IndexLibrary
 from engines.histospec.worker import histories as indexed
+from engines.inference.engine.conversations import waits
 from engines.inference.engine.ray_engine import RayEngine
 from engines.inference.tool_parsers import open_parser
-from engines.rollout.moves import Migrate, RolloutView
+from engines.rollout.coordinator import Coordinator
+from engines.rollout.moves import Defer, EngineView, Migrate, Move, Race, RolloutView
 from engines.store.rows import rollout_rows
 from schemas.drafting import NGRAM, DraftingConfig
 from schemas.environment import EnvironmentConfig, EnvironmentTask
@@ -50,7 +55,7 @@ class Sums:
         self.random = random.Random(task.seed)
         self.left = self.random.randint(0, 3)
     def step(self, turn):
-        time.sleep(0.05)
+        time.sleep(0.8)
         if self.left == 0:
             return (len(turn.text) % 11) / 10
         self.left -= 1
@@ -59,6 +64,29 @@ class Sums:
         return -1.0
 '''
 MAX_TURNS = 3
+SLOTS = 8
+"""Conversations that an engine generates at the same time."""
+DRAFTS, RACED = DraftSetting(NGRAM, 4), DraftSetting(NGRAM, 3)
+
+
+class CountingEngine(RayEngine):
+    """An engine that counts the conversations that come to it after their beginning."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_came: Counter[tuple[str, bool]] = Counter()
+        """Number of conversations by the reason, and whether they wait for an answer."""
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        self.num_came.update((reason(r), waits(r.generated)) for r in requests if r.generated)
+        await super().submit(requests)
+
+
+def reason(request: RolloutRequest) -> str:
+    """Return why a request comes to an engine after its beginning."""
+    if request.deferred_from is not None:
+        return "deferred"
+    return "raced" if request.drafting == RACED else "moved"
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +102,8 @@ async def conversing(ray_cluster, histories, tmp_path_factory):
     path: Path = tmp_path_factory.mktemp("environment") / "sums.py"
     path.write_text(SOURCE)
     environment = EnvironmentConfig(path=path, max_turns=MAX_TURNS, retries=2)
-    config = CONFIG.model_copy(update={"environment": environment})
+    rollout = CONFIG.rollout.model_copy(update={"max_num_seqs": SLOTS})
+    config = CONFIG.model_copy(update={"environment": environment, "rollout": rollout})
     actor = RemoteActor(
         "environments",
         EnvironmentActor,
@@ -87,7 +116,7 @@ async def conversing(ray_cluster, histories, tmp_path_factory):
     )
     await actor.call("start", timeout_s=120.0)
     settings = config.engine.model_copy(update={"race_kv_tokens": None, "history_dir": histories})
-    engines = [RayEngine(10 + i, settings, 0, engine_class=PacedEngine) for i in range(2)]
+    engines = [CountingEngine(10 + i, settings, 0, engine_class=PacedEngine) for i in range(2)]
     await asyncio.gather(*(engine.start() for engine in engines))
     for index, engine in enumerate(engines):
         engine.index = index
@@ -97,14 +126,12 @@ async def conversing(ray_cluster, histories, tmp_path_factory):
     await actor.stop()
 
 
-def conversations(prompts) -> list[RolloutRequest]:
-    """Return 64 requests. All samples of a prompt have the same environment."""
+@pytest.fixture(scope="module", params=[24, pytest.param(256, marks=pytest.mark.slow)])
+def conversations(request, prompts) -> list[RolloutRequest]:
+    """Return so many requests. All samples of a prompt have the same environment."""
     return [
-        replace(
-            request,
-            task=EnvironmentTask(request.id.prompt_key, "sums", "", {}, seed=number // 4),
-        )
-        for number, request in enumerate(requests(prompts[:16]))
+        replace(one, task=EnvironmentTask(one.id.prompt_key, "sums", "", {}, seed=number // 4))
+        for number, one in enumerate(requests((2 * prompts)[: request.param // 4]))
     ]
 
 
@@ -124,20 +151,32 @@ def said(finished: dict[RequestId, Rollout]) -> dict[RequestId, Conversation]:
     }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="package")
-async def alone(conversing, learner, prompts) -> dict[RequestId, Rollout]:
-    """Return the conversations on one engine, without drafts."""
-    todo = [(0, request) for request in conversations(prompts)]
-    finished, _ = await roll_out(conversing[:1], weights_of(learner, prompts), todo)
-    assert len(finished) == len(todo)
+async def converse(engines, weights, assignments, *args, **options) -> dict[RequestId, Rollout]:
+    """Return the conversations. Their environments then forget all turns, so that conversations
+    with the same ids wait for their answers again."""
+    finished, _ = await roll_out(engines, weights, assignments, *args, **options)
+    assert len(finished) == len(assignments)
+    await forget(engines, finished)
     return finished
 
 
+async def forget(engines, ids: Iterable[RequestId]) -> None:
+    environment = engines[0]._config.environment
+    await EnvironmentClient(environment).finished(list(ids))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def alone(conversing, conversations, learner, prompts) -> dict[RequestId, Rollout]:
+    """Return the conversations on one engine, without drafts."""
+    todo = [(0, request) for request in conversations]
+    return await converse(conversing[:1], weights_of(learner, prompts), todo)
+
+
 async def test_each_turn_is_what_an_engine_without_environments_samples(
-    alone, engines, learner, prompts
+    alone, conversations, engines, learner, prompts
 ) -> None:
     todo, expected = [], {}
-    given = {request.id: request for request in conversations(prompts)}
+    given = {request.id: request for request in conversations}
     for number, rollout in enumerate(list(alone.values())[::4]):
         of, before = rollout.generated, 0
         parts = split_turns(of.token_ids, of.turns)
@@ -165,35 +204,54 @@ async def test_conversations_have_turns_of_all_kinds(alone) -> None:
         assert rollout.num_cached_tokens >= 0
 
 
-class Hopping:
-    """Moves each request to the other engine, again and again."""
+class Restless:
+    """Moves, races and defers conversations, in a turn and while they wait for their answer."""
 
     def __init__(self) -> None:
-        self.num_moves = 0
+        self._seen: dict[RequestId, int] = {}
+        self._kinds = {still: cycle([Migrate, Race, Defer]) for still in (True, False)}
 
-    def decide(self, view: RolloutView) -> list[Migrate]:
-        moves = [
-            Migrate(id, 1 - engine.engine)
-            for engine in view.engines
-            for at, id in enumerate(engine.progress)
-            if at % 3 == 0
-        ]
-        self.num_moves += len(moves)
+    def decide(self, view: RolloutView) -> list[Move]:
+        moves = [move for engine in view.engines for move in self._moves(engine)]
+        self._seen = {id: num for engine in view.engines for id, num in engine.progress.items()}
         return moves
 
+    def _moves(self, engine: EngineView) -> Iterator[Move]:
+        """Yield a move of a conversation that has gained tokens, and of one that has not."""
+        progress, other = engine.progress, 1 - engine.engine
+        for still, kinds in self._kinds.items():
+            ids = [id for id in progress if (self._seen.get(id) == progress[id]) == still]
+            if ids:
+                id, kind = ids[len(self._seen) % len(ids)], next(kinds)
+                yield Race(id, other, RACED) if kind is Race else kind(id, other)
 
-async def test_no_move_or_draft_changes_a_conversation(alone, conversing, learner, prompts) -> None:
-    drafting = DraftSetting(NGRAM, 4)
-    todo = [replace(request, drafting=drafting) for request in conversations(prompts)[::-1]]
-    policy = Hopping()
-    async with paced(conversing):
-        finished, _ = await roll_out(
-            conversing,
-            weights_of(learner, prompts),
-            [(number % 2, request) for number, request in enumerate(todo)],
-            [policy],
-        )
-    assert policy.num_moves > 20
+
+async def test_no_move_or_draft_changes_a_conversation(
+    alone, conversing, conversations, learner, prompts
+) -> None:
+    """Two engines get them in another order, in two steps. The second step also has those that the
+    first one defers."""
+    weights, told = weights_of(learner, prompts), []
+    todo = [replace(request, drafting=DRAFTS) for request in conversations[::-1]]
+    first = todo[len(todo) // 3 :]
+    second = [replace(r, id=replace(r.id, step=2)) for r in todo[: len(todo) // 3]]
+    coordinator = Coordinator(conversing, [Restless()])
+    await coordinator.load_weights(weights)
+
+    async def keep(rollouts):
+        told.extend(rollouts)
+
+    async with asyncio.timeout(300), paced(conversing):
+        stages = [
+            coordinator.roll_out([(at % 2, r) for at, r in enumerate(part)], keep, min_rollouts=0)
+            for part in (first, second)
+        ]
+        await asyncio.gather(*stages)
+    finished = {replace(rollout.id.origin, step=1): rollout for rollout in await fetch(told)}
+    await forget(conversing, [rollout.id.origin for rollout in told])
+    num_came = sum((engine.num_came for engine in conversing), Counter())
+    kinds = {(why, waiting) for why in ("moved", "raced", "deferred") for waiting in (True, False)}
+    assert num_came.keys() >= kinds, num_came
     assert said(finished) == said(alone)
     assert sum(rollout.generated.num_draft_tokens for rollout in finished.values()) > 100
 
@@ -205,12 +263,12 @@ def index_conversations(rollouts: Iterable[Rollout], directory: Path) -> None:
 
 
 async def test_drafts_from_history_change_no_conversation_and_know_later_turns(
-    alone, conversing, histories, learner, prompts
+    alone, conversing, conversations, histories, learner, prompts
 ) -> None:
     """The same conversations again, as an epoch later with the same policy and noise."""
     index_conversations(alone.values(), histories)
-    todo = [(0, request) for request in conversations(prompts)]
-    finished, _ = await roll_out(conversing[:1], weights_of(learner, prompts), todo)
+    todo = [(0, request) for request in conversations]
+    finished = await converse(conversing[:1], weights_of(learner, prompts), todo)
     for path in histories.glob("*.index"):
         path.unlink()
     assert said(finished) == said(alone)
@@ -227,34 +285,41 @@ async def test_drafts_from_history_change_no_conversation_and_know_later_turns(
 
 
 async def test_an_environment_actor_that_dies_changes_no_conversation(
-    alone, conversing, learner, prompts
+    alone, conversing, conversations, learner, prompts
 ) -> None:
     """It is restarted without the answers so far, and replays the turns."""
-    todo = [(number % 2, request) for number, request in enumerate(conversations(prompts))]
+    todo = [(number % 2, request) for number, request in enumerate(conversations)]
     killed = False
 
     def kill(view: RolloutView) -> None:
         nonlocal killed
-        if not killed and view.num_finished > 8:
+        if not killed and view.num_finished > len(todo) // 8:
             killed = True
             ray.kill(ray.get_actor(ENVIRONMENT), no_restart=False)
 
-    finished, _ = await roll_out(conversing, weights_of(learner, prompts), todo, on_progress=kill)
+    finished = await converse(conversing, weights_of(learner, prompts), todo, on_progress=kill)
     assert killed
     assert said(finished) == said(alone)
 
 
-async def test_no_death_changes_a_conversation(alone, conversing, learner, prompts) -> None:
-    todo = [(number % 2, request) for number, request in enumerate(conversations(prompts))]
+async def test_no_death_changes_a_conversation(
+    alone, conversing, conversations, learner, prompts
+) -> None:
+    """The engine dies with conversations in a turn, and with others that wait for their answer."""
+    todo = [(number % 2, request) for number, request in enumerate(conversations)]
     killed = False
 
     def kill(view: RolloutView) -> None:
         nonlocal killed
-        if not killed and view.num_finished > 8:
+        here = [id for engine in view.engines if engine.engine == 1 for id in engine.progress]
+        if killed or view.num_finished <= len(todo) // 8 or not here:
+            return
+        copies = ray.get(conversing[1].actor.copy.remote(here), timeout=60)
+        if {waits(copy.generated) for copy in copies} == {True, False}:
             killed = True
             conversing[1].actor.__ray_terminate__.remote()
 
     await set_pace(conversing[1], 0.05)
-    finished, _ = await roll_out(conversing, weights_of(learner, prompts), todo, on_progress=kill)
+    finished = await converse(conversing, weights_of(learner, prompts), todo, on_progress=kill)
     assert killed
     assert said(finished) == said(alone)
