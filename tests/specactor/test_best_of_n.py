@@ -334,7 +334,7 @@ def test_a_rollout_to_its_end(homes, rates, max_batch, events):
                 assert len(methods) == 1
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(
     st.lists(
         st.tuples(
@@ -371,6 +371,17 @@ def test_what_is_remembered_changes_no_order(changes, raced):
         assert {one.id for one in ranked} == ids
         assert len(ranked) == len(ids)
         assert lacked == {d for d in DRAFTERS if any(d not in one.drafters for one in ranked)}
+
+
+def test_nobody_is_read_for_a_method_that_all_have():
+    contenders = Contenders("small", None)
+    contenders.update(view_of({e: {9 * e + i: drafted(0.5) for i in range(9)} for e in range(3)}))
+    order, wanted = contenders.order({request(4): Raced({1: "ngram"})}), {"ngram"}
+    assert [one.id for one in order.first({"small"})] == [request(4)]
+    reading = order.first(wanted)
+    next(reading)
+    wanted.clear()
+    assert len(list(reading)) < 9, "only what was read ahead, and the request that races"
 
 
 def test_a_decision_among_ten_thousand_is_quick():
