@@ -1,5 +1,6 @@
 """Algorithm 3: idle engines race the last requests."""
 
+import timeit
 from collections import Counter
 from dataclasses import replace
 
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.rollout.moves import Concede, EngineView, Race, RolloutView
-from engines.specactor.best_of_n import LEAD_TOKENS, BestOfN, Contender, Racer, assign_races
+from engines.specactor.best_of_n import LEAD_TOKENS, BestOfN, Racer, assign_races
+from engines.specactor.contenders import Contender, Contenders, Raced, rank
 from schemas.rollout import DraftProgress
 from tests.specactor.views import LARGE, NGRAM, SMALL, drafted, request, view_of
 
@@ -41,9 +43,16 @@ racers = st.lists(
 )
 
 
+def races_of(contenders, racers, settings, max_batch) -> list[Race]:
+    """Return the races of these requests, in any order."""
+    lacked = {d for d in settings if any(d not in one.drafters for one in contenders)}
+    ranked = sorted(contenders, key=rank)
+    return assign_races(lambda _: ranked, lacked, racers, settings, max_batch)
+
+
 def assigned(contenders, racers, max_batch) -> list[tuple]:
     """Return (request, drafter, engine) of each race."""
-    races = assign_races(contenders, racers, dict(zip(DRAFTERS, METHODS, strict=True)), max_batch)
+    races = races_of(contenders, racers, dict(zip(DRAFTERS, METHODS, strict=True)), max_batch)
     return [(race.id, race.drafting.drafter, race.to_engine) for race in races]
 
 
@@ -75,10 +84,10 @@ def test_a_request_stays_on_its_node_where_it_can():
     racers = [Racer(engine, None, 0, node) for engine, node in ((5, "a"), (6, "b"), (7, None))]
     on_b = [replace(contender(i, 0.1 * i), nodes=frozenset("b")) for i in range(3)]
     methods = {"ngram": NGRAM}
-    races = assign_races(on_b, racers, methods, 1)
+    races = races_of(on_b, racers, methods, 1)
     assert [race.to_engine for race in races] == [6, 5, 7]
     unknown = [replace(one, nodes=frozenset({None})) for one in on_b]
-    assert [race.to_engine for race in assign_races(unknown, racers[:2], methods, 2)] == [5, 5, 6]
+    assert [race.to_engine for race in races_of(unknown, racers[:2], methods, 2)] == [5, 5, 6]
     progress = {request(0): 100}
     engines = (
         EngineView(0, progress, node_id="b"),
@@ -277,7 +286,8 @@ def test_raced_request_continues_as_its_best_copy():
     raced = EngineView(1, {request(0): 300}, {request(0): drafted(0.9, NGRAM)})
     view = view_of({0: {0: drafted(0.1), 1: drafted(0.5)}, 2: {}}, num_tokens=90)
     moves = decider.decide(replace(view, engines=(*view.engines, raced)))
-    assert seen[-1] == {request(0): 300, request(1): 90}
+    assert seen[-1] == {request(0): 300}
+    assert dict.fromkeys(map(request, (0, 1)), 90) in seen
     assert [move.id for move in moves] == [request(1)]
 
 
@@ -322,6 +332,83 @@ def test_a_rollout_to_its_end(homes, rates, max_batch, events):
             if coming:
                 assert len(of) + len(coming) <= max_batch
                 assert len(methods) == 1
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.dictionaries(
+                st.integers(0, 9), st.sampled_from([None, *map(drafted, (0.1, 0.5, 0.9))])
+            ),
+            st.integers(0, 3),
+        ),
+        max_size=12,
+    ),
+    st.sets(st.integers(0, 9), max_size=3),
+)
+def test_what_is_remembered_changes_no_order(changes, raced):
+    """Engine after engine gets other requests, or leaves. The order is that of a new look."""
+
+    def to_come(generated):
+        return {id: 1000.0 - num for id, num in generated.items()}
+
+    def order(contenders, view):
+        contenders.update(view)
+        found = contenders.order({request(i): Raced({9: "large"}) for i in raced})
+        all_wanted = set(DRAFTERS)
+        return list(found.first(all_wanted)), found.lacked(DRAFTERS)
+
+    kept, engines = Contenders("small", to_come), {}
+    for at, (engine, of, num_engines) in enumerate(changes):
+        (engines[engine],) = view_of({engine: of}, num_tokens=10 * at).engines
+        engines = {i: e for i, e in engines.items() if i <= max(engine, num_engines)}
+        view = RolloutView(0.0, tuple(engines.values()), 0, 10)
+        ranked, lacked = order(kept, view)
+        assert (ranked, lacked) == order(Contenders("small", to_come), view)
+        ids = {id for e in engines.values() for id in e.progress}
+        assert {one.id for one in ranked} == ids
+        assert len(ranked) == len(ids)
+        assert lacked == {d for d in DRAFTERS if any(d not in one.drafters for one in ranked)}
+
+
+def test_nobody_is_read_for_a_method_that_all_have():
+    contenders = Contenders("small", None)
+    contenders.update(view_of({e: {9 * e + i: drafted(0.5) for i in range(9)} for e in range(3)}))
+    order, wanted = contenders.order({request(4): Raced({1: "ngram"})}), {"ngram"}
+    assert [one.id for one in order.first({"small"})] == [request(4)]
+    reading = order.first(wanted)
+    next(reading)
+    wanted.clear()
+    assert len(list(reading)) < 9, "only what was read ahead, and the request that races"
+
+
+def test_a_decision_among_ten_thousand_is_quick():
+    """64 engines. One has changed, and one has room for races."""
+    decider = BestOfN(METHODS, initial="small", max_batch=8)
+    home = {e: {160 * e + i: drafted((i % 90) / 100) for i in range(160)} for e in range(1, 64)}
+    engines = list(view_of({0: {}, **home}).engines)
+
+    def decide() -> int:
+        return len(decider.decide(RolloutView(0.0, tuple(engines), 0, 10_000)))
+
+    assert decide() == 8
+
+    def once():
+        # One of its races ends elsewhere, so that a place is free.
+        done, *others = decider._races
+        engines[0] = EngineView(0, dict.fromkeys(others, 1))
+        engines[1:] = [
+            replace(e, progress={id: n for id, n in e.progress.items() if id != done})
+            if done in e.progress
+            else e
+            for e in engines[1:]
+        ]
+        engines[5] = replace(engines[5])
+        assert decide() == 1
+
+    assert min(timeit.repeat(once, number=1, repeat=8)) < 5e-3
 
 
 def index_of(move: Race) -> int:
