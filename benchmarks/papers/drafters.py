@@ -5,7 +5,7 @@ A drafter of P parameters on one Hopper GPU takes for every token that it drafts
     overhead + 2 P bytes / bandwidth + batch (2 P FLOP / compute + KV of the context / bandwidth)
 
 The paper prints none of it. Assumed: 1/6 ms of launches for each layer, so 4 ms for 0.5B and 4.7 ms
-for 1.5B; 4,096 tokens of context each; 5 us to look up an n-gram. Several GPUs share the batch.
+for 1.5B; 4,096 tokens of context each; 5 us to look up an n-gram.
 
 Assumed too: the probability p that a draft token is right is constant in a response, and
 
@@ -15,7 +15,6 @@ So a hard request is hard for all drafters, and the best drafter differs (Fig. 7
 coupled drafting and the last rollouts' acceptance are near what the paper prints.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
@@ -36,8 +35,10 @@ LAUNCHES_S = 1e-3 / 6
 class AssumedDrafter:
     """A drafter's costs and acceptance."""
 
-    step_s: float
-    """Seconds to draft a token for a batch, whatever its size."""
+    weights_s: float
+    """Seconds to read the weights, for each token of a batch of any size."""
+    launches_s: float
+    """Seconds of launches for the same."""
     sequence_s: float
     """Further seconds for each request of the batch."""
     mean_acceptance: float
@@ -52,7 +53,8 @@ class AssumedDrafter:
         weights_s = 2 * params / BYTES_PER_S
         kv_s = CONTEXT_TOKENS * layers * 2 * kv_heads * head_dim * 2 / BYTES_PER_S
         return cls(
-            step_s=layers * LAUNCHES_S + weights_s,
+            weights_s=weights_s,
+            launches_s=layers * LAUNCHES_S,
             sequence_s=2 * params / FLOPS_PER_S + kv_s,
             **acceptance,
         )
@@ -62,7 +64,7 @@ SMALL, LARGE = "Qwen2.5-0.5B", "Qwen2.5-1.5B"
 DRAFTERS: Mapping[str, AssumedDrafter] = {
     SMALL: AssumedDrafter.of_model(0.49e9, 24, 2, 64, mean_acceptance=0.78, own_spread=0.5),
     LARGE: AssumedDrafter.of_model(1.54e9, 28, 2, 128, mean_acceptance=0.82, own_spread=0.5),
-    NGRAM: AssumedDrafter(step_s=0.0, sequence_s=5e-6, mean_acceptance=0.17, own_spread=1.5),
+    NGRAM: AssumedDrafter(0.0, 0.0, sequence_s=5e-6, mean_acceptance=0.17, own_spread=1.5),
 }
 """Drafters by name (5.1)."""
 REQUEST_SPREAD = 0.5
@@ -77,26 +79,33 @@ class SpeculativeLatency(LinearLatency):
     affine form of 4.1, from weights, FLOPs and KV cache.
     """
 
-    drafter_gpus: int = 1
-    """GPUs that share the drafting of an engine."""
+    engines_per_drafter: int = 1
+    """Engines that share a GPU of a drafter, with equal batches."""
+    launches: float = 1.0
+    """Seconds of launches, over those assumed."""
 
     def draft_s(self, drafter: str, batch: int, window: int) -> float:
         one = DRAFTERS[drafter]
-        share = math.ceil(batch / self.drafter_gpus)
-        return window * (one.step_s + one.sequence_s * share)
+        fixed_s = one.weights_s + self.launches * one.launches_s
+        return window * (fixed_s + one.sequence_s * batch * self.engines_per_drafter)
 
 
 LATENCY = SpeculativeLatency(**asdict(SPECACTOR_32B_TP4) | {"verifies": True})
 
 
-def draw_acceptances(ids: Iterable[RequestId], seed: int) -> dict[RequestId, dict[str, float]]:
-    """Draw p of each request with each drafter, to three digits so that equal ones are cached."""
+def draw_acceptances(
+    ids: Iterable[RequestId], seed: int, spread: float = 1.0
+) -> dict[RequestId, dict[str, float]]:
+    """Draw p of each request with each drafter, to three digits so that equal ones are cached.
+    `spread`: s_request and s_own, over those assumed."""
     ids = list(ids)
     rng = np.random.default_rng([seed, 4])
-    request = REQUEST_SPREAD * rng.standard_normal(len(ids))
+    request = spread * REQUEST_SPREAD * rng.standard_normal(len(ids))
     columns = {
         name: expit(
-            logit(one.mean_acceptance) + request + one.own_spread * rng.standard_normal(len(ids))
+            logit(one.mean_acceptance)
+            + request
+            + spread * one.own_spread * rng.standard_normal(len(ids))
         )
         .round(3)
         .tolist()

@@ -1,35 +1,44 @@
 """SpecActor's ablation (5.4, Fig. 13) in its setting: what each of its parts brings.
 
-    veRL              no drafting; also on twice the GPUs
+    veRL              no drafting; also on twice the GPUs, and with samples dealt one by one
     coupled           0.5B drafts on the verifier's GPUs in turn (vanilla speculation); n-gram too
     disaggregated     drafters on GPUs of their own, still in turn
     decoupled         Algorithm 1: drafters on GPUs out of the same 256, which do not wait (4.1)
-    reconfiguration   Algorithm 2: window and mode by request (4.1)
+    reconfiguration   Algorithm 2: window by request (4.1)
     best-of-N         Algorithm 3: freed engines race the slowest requests (4.2)
     even ends         refrain's: best-of-N, with prompts placed so that engines end together
                       (`engines.histopipe.even_ends`), by their lengths in the epoch before
+
+veRL gives all samples of a prompt to one engine, so a prompt of long responses keeps its engine
+longer than others. Dealt one by one, they spread over all engines: a fair veRL.
 
 Deviations: naive disaggregation takes the plan's layout. An engine freed with drafter GPUs runs any
 drafter at once, as models wait in host memory (4.3). A race prefills again, where the paper sends a
 part of the KV cache.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from benchmarks.papers.drafters import NGRAM, SMALL
 from benchmarks.papers.settings import Setting
-from benchmarks.papers.speculation_case import CONTEXT_TOKENS, Case, SpeculationVariant
+from benchmarks.papers.speculation_case import (
+    CONTEXT_TOKENS,
+    Assumptions,
+    Case,
+    SpeculationVariant,
+)
 from engines.histopipe.even_ends import step_requests_of
 from engines.histopipe.placement import end_together
 from engines.simulate.cluster import Simulation
 from engines.specactor.ladder import Ladder
-from engines.specactor.planner import ExecutionPlan
+from engines.specactor.planner import GpuSplit
 from schemas.rollout import DraftSetting
 
 BASELINE = "veRL"
+FAIR = "veRL, samples dealt one by one"
 COUPLED = "coupled"
 DISAGGREGATED = "disaggregated"
 PARTS = ("decoupled", "reconfiguration", "best-of-N")
@@ -40,6 +49,13 @@ WINDOW = 3
 """Window without a plan: that of Fig. 4 and 9."""
 LAST_SHARE = 0.01
 """Share of the rollouts that count as the last."""
+GRID = (
+    Assumptions(spread=0.0),
+    Assumptions(spread=2.0),
+    Assumptions(launches=0.25),
+    Assumptions(launches=2.0),
+)
+"""Assumptions under which the whole is simulated too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +66,8 @@ class SpeculationRow:
     simulation: Simulation
     speedup: float
     """Over veRL."""
+    over_fair: float
+    """Over veRL with samples dealt one by one. Of it and of veRL: 1."""
     over_coupled: float
     gain: float | None
     """Gain of a part over the part before it, of the first over coupled drafting. None: no part."""
@@ -73,7 +91,9 @@ class SpeculationAblation:
     """All variants, and the plan behind them."""
 
     rows: tuple[SpeculationRow, ...]
-    plan: ExecutionPlan
+    grid: Mapping[Assumptions, SpeculationRow]
+    """The whole by assumptions."""
+    plan: GpuSplit
     coupled_at_256: float
     """Speed-up of coupled drafting over decoding with 256 requests. Below 1 it costs."""
 
@@ -84,7 +104,13 @@ def simulate_speculation(
     """Simulate every variant. `progress` gets the name of each first."""
     case = Case.draw(setting.spec, setting.layout, step, seed)
     rows = tuple(_ablate(case, progress))
-    return SpeculationAblation(rows, case.plan(), coupled_speedup(case, 256))
+    grid = {}
+    for assumed in GRID:
+        progress(f"{WHOLE}, {assumed}")
+        at = Case.draw(setting.spec, setting.layout, step, seed, assumed)
+        (whole,) = (variant for variant in variants(at) if variant.name == WHOLE)
+        grid[assumed] = _row(whole, at.simulate(whole), rows, None)
+    return SpeculationAblation(rows, grid, case.plan(), coupled_speedup(case, 256))
 
 
 def coupled_speedup(case: Case, batch: int) -> float:
@@ -94,31 +120,43 @@ def coupled_speedup(case: Case, batch: int) -> float:
 
 
 def _ablate(case: Case, progress: Callable[[str], None]) -> Iterator[SpeculationRow]:
-    times_s: dict[str, float] = {}
+    rows: list[SpeculationRow] = []
     before = COUPLED
     for variant in variants(case):
         progress(variant.name)
-        simulation = case.simulate(variant)
-        step_s = times_s[variant.name] = simulation.step.step_s
-        gain = None
-        if variant.name in PARTS:
-            gain, before = times_s[before] / step_s, variant.name
-        # The first two are the baselines of the others.
-        over_coupled = times_s.get(COUPLED, step_s) / step_s
-        speedup = times_s[BASELINE] / step_s
-        yield SpeculationRow(variant, simulation, speedup, over_coupled, gain)
+        part = variant.name in PARTS
+        rows.append(_row(variant, case.simulate(variant), rows, before if part else None))
+        before = variant.name if part else before
+        yield rows[-1]
+
+
+def _row(
+    variant: SpeculationVariant,
+    simulation: Simulation,
+    rows: Sequence[SpeculationRow],
+    before: str | None,
+) -> SpeculationRow:
+    """Return the row of a simulation. `rows`: those before it; the first three are the baselines of
+    the others. `before`: name of the part before it."""
+    times_s = {row.variant.name: row.step_s for row in rows}
+    step_s = simulation.step.step_s
+    speedups = [times_s.get(name, step_s) / step_s for name in (BASELINE, FAIR, COUPLED)]
+    gain = times_s[before] / step_s if before else None
+    return SpeculationRow(variant, simulation, *speedups, gain)
 
 
 def variants(case: Case) -> list[SpeculationVariant]:
-    """Return veRL and coupled drafting, the other baselines, the paper's parts, and even ends."""
+    """Return the baselines, veRL and fair veRL and coupled drafting first, the paper's parts, and
+    even ends."""
     plan, num = case.plan(), case.layout.num_engines
-    apart = partial(_apart, case, plan)
+    apart = partial(_apart, plan)
     decoupled, reconfiguration, best_of_n = PARTS
     ahead = DraftSetting(SMALL, plan.window, coupled=False)
     policies = partial(case.policies, plan)
     whole = apart(best_of_n, drafting=ahead, policies=policies)
     return [
         SpeculationVariant(BASELINE, num),
+        SpeculationVariant(FAIR, num, apart=True),
         SpeculationVariant(COUPLED, num, DraftSetting(SMALL, WINDOW)),
         SpeculationVariant(f"{BASELINE}, 2x GPUs", 2 * num),
         SpeculationVariant("n-gram", num, DraftSetting(NGRAM, WINDOW)),
@@ -130,18 +168,18 @@ def variants(case: Case) -> list[SpeculationVariant]:
     ]
 
 
-def _apart(case: Case, plan: ExecutionPlan, name: str, **how: Any) -> SpeculationVariant:
+def _apart(plan: GpuSplit, name: str, **how: Any) -> SpeculationVariant:
     """Return a variant with drafters on GPUs of their own."""
-    group = plan.drafter_gpus + plan.verifier_gpus
-    return SpeculationVariant(name, case.num_gpus // group, drafter_gpus=plan.drafter_gpus, **how)
+    shared_by = plan.engines_per_drafter
+    return SpeculationVariant(name, plan.num_engines, engines_per_drafter=shared_by, **how)
 
 
-def _ended(case: Case, plan: ExecutionPlan, variant: SpeculationVariant) -> SpeculationVariant:
+def _ended(case: Case, plan: GpuSplit, variant: SpeculationVariant) -> SpeculationVariant:
     """Return the variant with prompts placed so that engines end together."""
 
     def step_s(batch: int) -> float:
         context_tokens = batch * CONTEXT_TOKENS
-        return case.latency.verify_s(plan.verifier_gpus, batch, context_tokens, plan.window)
+        return case.latency.verify_s(case.layout.tp_degree, batch, context_tokens, plan.window)
 
     placement = partial(
         end_together,

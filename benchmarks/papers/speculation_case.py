@@ -32,7 +32,7 @@ from engines.simulate.lengths import TraceLengths
 from engines.simulate.run_config import run_config
 from engines.simulate.trace import Trace
 from engines.specactor.ladder import Ladder
-from engines.specactor.planner import Cluster, ExecutionPlan, plan_decoupled
+from engines.specactor.planner import Cluster, GpuSplit, split_gpus
 from schemas.config import TrainConfig
 from schemas.rollout import DraftSetting, LengthHistory, RequestId
 from schemas.simulate import ClusterLayout
@@ -51,9 +51,21 @@ class SpeculationVariant:
     name: str
     num_engines: int
     drafting: DraftSetting | None = None
-    drafter_gpus: int = 1
+    engines_per_drafter: int = 1
     policies: Callable[[], tuple[Policy, ...]] = tuple
     placement: Placement = even
+    apart: bool = False
+    """Whether samples are dealt one by one, and not with their prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What the paper does not print, over what is assumed (`benchmarks.papers.drafters`)."""
+
+    spread: float = 1.0
+    """Spread of the acceptance between requests and between drafters."""
+    launches: float = 1.0
+    """Seconds of launches of a drafter for each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +81,23 @@ class Case:
     latency: SpeculativeLatency = LATENCY
 
     @classmethod
-    def draw(cls, spec: TraceSpec, layout: ClusterLayout, step: int, seed: int) -> "Case":
+    def draw(
+        cls,
+        spec: TraceSpec,
+        layout: ClusterLayout,
+        step: int,
+        seed: int,
+        assumed: Assumptions = Assumptions(),
+    ) -> "Case":
         epoch = spec.steps_per_epoch
         first = (step - 1) // epoch * epoch + 1
         before = range(max(1, first - epoch), first)
         rows = generate(spec, seed, [step])
         groups, ids = step_requests(rows, step)
         lengths = TraceLengths(generate(spec, seed, [*before, step])).before(step, groups)
-        return cls(rows, layout, draw_acceptances(ids, seed), lengths)
+        acceptances = draw_acceptances(ids, seed, assumed.spread)
+        latency = replace(LATENCY, launches=assumed.launches)
+        return cls(rows, layout, acceptances, lengths, latency)
 
     @property
     def num_gpus(self) -> int:
@@ -89,14 +110,14 @@ class Case:
     def mean_acceptance(self, drafter: str) -> float:
         return fmean(of_request[drafter] for of_request in self.acceptances.values())
 
-    def plan(self) -> ExecutionPlan:
+    def plan(self) -> GpuSplit:
         """Return the plan of Algorithm 1."""
-        verifiers = (self.layout.tp_degree,)
-        cluster = Cluster(len(self.rows), self.num_gpus, verifiers, CONTEXT_TOKENS)
+        num, tp_degree = len(self.rows), self.layout.tp_degree
+        cluster = Cluster(num, self.num_gpus, tp_degree, CONTEXT_TOKENS, num, num)
         p = self.mean_acceptance(SMALL)
-        return plan_decoupled(cluster, self.latency, SMALL, p, max_window=MAX_WINDOW)
+        return split_gpus(cluster, self.latency, SMALL, p, max_window=MAX_WINDOW)
 
-    def config(self, plan: ExecutionPlan, *, race: bool = True) -> TrainConfig:
+    def config(self, plan: GpuSplit, *, race: bool = True) -> TrainConfig:
         """Return the config of a real run with this plan."""
         specactor = {
             "draft_models": [{"name": name, "path": "of-the-paper"} for name in (SMALL, LARGE)],
@@ -106,25 +127,29 @@ class Case:
         }
         return run_config(
             int(self.rows.column("response_tokens").max()),
-            rollout={"tp_degree": plan.verifier_gpus, "max_num_seqs": len(self.rows)},
+            rollout={"tp_degree": self.layout.tp_degree, "max_num_seqs": len(self.rows)},
             drafting={"enabled": False, "max_draft": MAX_WINDOW},
             specactor=specactor,
         )
 
-    def inputs(self, plan: ExecutionPlan) -> StepInputs:
+    def inputs(self, plan: GpuSplit) -> StepInputs:
         """Return what a real run knows beforehand."""
         keys = self.prompt_keys
-        drafting = DraftSetting(SMALL, plan.window, plan.coupled)
+        drafting = DraftSetting(SMALL, plan.window, coupled=False)
         return StepInputs(
             plan=bare_plan(self.rows.steps[0], keys, len(self.rows) // len(keys), drafting),
-            ladder=Ladder(
-                self.latency, plan.verifier_gpus, tuple(DRAFTERS), CONTEXT_TOKENS, MAX_WINDOW
-            ),
+            ladder=self.ladder(plan),
             acceptances={name: self.mean_acceptance(name) for name in DRAFTERS},
             to_come=tokens_to_come(self.config(plan), self.lengths),
         )
 
-    def policies(self, plan: ExecutionPlan, *, race: bool = True) -> tuple[Policy, ...]:
+    def ladder(self, plan: GpuSplit) -> Ladder:
+        """Return the ladder of a real run with this plan. N-grams are looked up in turn."""
+        ahead = dict.fromkeys((SMALL, LARGE), plan.engines_per_drafter)
+        shape = self.layout.tp_degree, tuple(DRAFTERS), CONTEXT_TOKENS, MAX_WINDOW
+        return Ladder(self.latency, *shape, ahead)
+
+    def policies(self, plan: GpuSplit, *, race: bool = True) -> tuple[Policy, ...]:
         """Return the policies of a real run. Each decides for itself."""
         policies = plan_policies(self.config(plan, race=race), self.inputs(plan))
         return throttled(policies, REPORT_S)
@@ -139,7 +164,8 @@ class Case:
             report_s=REPORT_S if policies else None,
             drafting=variant.drafting,
             placement=variant.placement,
+            apart=variant.apart,
         )
-        latency = replace(self.latency, drafter_gpus=variant.drafter_gpus)
+        latency = replace(self.latency, engines_per_drafter=variant.engines_per_drafter)
         medians = {key: of_prompt.median_tokens for key, of_prompt in self.lengths.items()}
         return simulate_step(self.rows, layout, latency, policy_set, medians, self.acceptances)

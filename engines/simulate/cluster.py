@@ -62,6 +62,8 @@ class PolicySet:
     """Settings of drafting from history (`engines.simulate.history`); None: no such drafting."""
     histopipe: HistoPipeConfig | None = None
     """Settings of a pipelined run, whose placement and policies are used; None: no such run."""
+    apart: bool = False
+    """Whether samples go to engines round-robin, one by one, and not with their prompt."""
 
     @property
     def setting(self) -> DraftSetting | None:
@@ -129,6 +131,8 @@ def simulate_step(
     about = (step, requests, history or {}, known or {})
     groups, policies = _decide(policy_set, cluster, latency, *about)
     placed = [(g.engine, request) for g in groups for request in requests[g.prompt_key]]
+    if policy_set.apart:
+        placed = [(i % cluster.num_engines, request) for i, (_, request) in enumerate(placed)]
     decided = replace(policy_set, policies=policies)
     rollouts, outcome = run_virtual(roll_out(engines, decided, placed))
     ends_s = [rollout.finished_s for rollout in rollouts]

@@ -26,6 +26,7 @@ SMALL = replace(
 NAMES = {
     *("decoupled_gain", "reconfiguration_gain", "best_of_n_gain", "coupled_at_256"),
     *("speculation_speedup", "even_ends_speculation_speedup", "baseline_idle_share"),
+    *("speculation_over_fair_verl", "even_ends_speculation_over_fair_verl"),
 }
 
 
@@ -67,11 +68,15 @@ def test_only_requested_steps_are_simulated():
 
 def test_gains_are_of_each_part():
     found = simulate_speculation(SMALL, 8, 0, lambda _: None)
-    raised = tuple(replace(row, speedup=2.1, gain=row.gain and 1.3) for row in found.rows)
+    raised = tuple(
+        replace(row, speedup=2.1, over_fair=1.6, gain=row.gain and 1.3) for row in found.rows
+    )
     figures = speculation_figures(replace(found, rows=raised))
     assert figures == {
         "coupled_at_256": found.coupled_at_256,
         **{f"{part}_gain": 1.3 for part in ("decoupled", "reconfiguration", "best_of_n")},
         "speculation_speedup": 2.1,
         "even_ends_speculation_speedup": 2.1,
+        "speculation_over_fair_verl": 1.6,
+        "even_ends_speculation_over_fair_verl": 1.6,
     }

@@ -12,6 +12,7 @@ from benchmarks.papers.specactor import (
     SpeculationAblation,
     SpeculationRow,
 )
+from benchmarks.papers.speculation_case import Assumptions
 from engines.reports.simulation import Ablation, Cell
 
 PRINTED_GAINS = dict(zip(PARTS, (1.3, 1.2, 1.2), strict=True))
@@ -23,14 +24,22 @@ COLUMNS = {
     "step_s": ",.1f",
     "speedup": ".2f",
     PAPER: "",
+    "over_fair": ".2f",
     "over_coupled": ".2f",
     "gain": ".2f",
     "paper_gain": "",
     "last_rate": ".1%",
     "num_races_won": "",
 }
-FOLLOWED = {WHOLE: "speculation_speedup", ENDS: "even_ends_speculation_speedup"}
-"""Figures over veRL."""
+GRID_COLUMNS = {
+    "spread": ".2f",
+    "launches": ".2f",
+    "step_s": ",.1f",
+    "speedup": ".2f",
+    "over_fair": ".2f",
+}
+FOLLOWED = {WHOLE: "speculation", ENDS: "even_ends_speculation"}
+"""Variants whose speed-ups over both kinds of veRL are figures."""
 NOTES = """\
 SIMULATION. Assumed, as the paper does not print it: lengths; draft times (1/6 ms of launches
 for each layer); the acceptance of each request by each drafter, constant over a response.
@@ -39,6 +48,7 @@ A gain is over the part before it, that of `decoupled` over `coupled`. The paper
 what its 33.4 % are longer than; veRL is taken.
 Last rate: accepted of the drafts for the last hundredth of the rollouts. The paper prints 48.7
 to 72.3 % with all its parts, and almost 0 with n-gram (5.2). Over coupled it prints 1.7 to 2.0.
+Over fair: over veRL whose samples are dealt to the engines one by one.
 Even ends: refrain places prompts by their lengths in the epoch before, so that engines end
 together."""
 
@@ -46,14 +56,16 @@ together."""
 def show_speculation(ablation: SpeculationAblation, console: Console) -> Ablation:
     """Print the ablation, and return its figures."""
     plan = ablation.plan
-    title = f"specactor, plan: {plan.drafter_gpus} GPU drafts for {plan.verifier_gpus}"
+    title = f"specactor, plan: {plan.num_drafters} drafters, {plan.num_engines} engines"
     show_rows(f"{title}, window {plan.window}", map(_told_row, ablation.rows), COLUMNS, console)
     console.print(
         f"SIMULATION coupled speculation with 256 requests: {ablation.coupled_at_256:.2f} of "
         'decoding here; paper: "no or negative speedup" (3, Fig. 6b)'
     )
     console.print(NOTES, soft_wrap=True)
-    return Ablation(speculation_figures(ablation), list(map(_json_row, ablation.rows)))
+    grid = [_grid_row(assumed, row) for assumed, row in ablation.grid.items()]
+    show_rows(f"{WHOLE} under other assumptions, over the above", grid, GRID_COLUMNS, console)
+    return Ablation(speculation_figures(ablation), [*map(_json_row, ablation.rows), *grid])
 
 
 def speculation_figures(ablation: SpeculationAblation) -> dict[str, float]:
@@ -64,7 +76,8 @@ def speculation_figures(ablation: SpeculationAblation) -> dict[str, float]:
         if row.gain is not None:
             figures[f"{name.lower().replace('-', '_')}_gain"] = row.gain
         if name in FOLLOWED:
-            figures[FOLLOWED[name]] = row.speedup
+            figures[f"{FOLLOWED[name]}_speedup"] = row.speedup
+            figures[f"{FOLLOWED[name]}_over_fair_verl"] = row.over_fair
     return figures
 
 
@@ -75,6 +88,7 @@ def _json_row(row: SpeculationRow) -> dict[str, Cell]:
         "num_engines": row.variant.num_engines,
         "step_s": row.step_s,
         "speedup": row.speedup,
+        "over_fair": row.over_fair,
         "over_coupled": row.over_coupled,
         "idle_share": row.simulation.step.idle_share,
         "last_rate": row.last_rate or 0.0,
@@ -82,6 +96,11 @@ def _json_row(row: SpeculationRow) -> dict[str, Cell]:
         "num_races_won": moves.num_races_won,
         "wasted_tokens": moves.wasted_tokens,
     }
+
+
+def _grid_row(assumed: Assumptions, row: SpeculationRow) -> dict[str, Cell]:
+    times = {"step_s": row.step_s, "speedup": row.speedup, "over_fair": row.over_fair}
+    return {"spread": assumed.spread, "launches": assumed.launches} | times
 
 
 def _told_row(row: SpeculationRow) -> dict[str, Cell]:

@@ -62,8 +62,8 @@ def test_verifying_is_affine_in_the_batch(window):
     assert two - one == pytest.approx(10 * (window + 1) * LATENCY.sequence_s)
 
 
-def test_drafter_gpus_share_the_batch():
-    two = replace(LATENCY, drafter_gpus=2)
-    assert two.draft_s(SMALL, 9, 3) == LATENCY.draft_s(SMALL, 5, 3)
+def test_engines_share_a_drafter():
+    two = replace(LATENCY, engines_per_drafter=2)
+    assert two.draft_s(SMALL, 9, 3) == LATENCY.draft_s(SMALL, 18, 3)
     assert LATENCY.draft_s(SMALL, 1, 1) < LATENCY.draft_s(LARGE, 1, 1)
     assert LATENCY.draft_s(NGRAM, 1, 1) < 1e-4

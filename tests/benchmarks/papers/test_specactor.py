@@ -10,6 +10,7 @@ from benchmarks.papers.specactor import (
     BASELINE,
     COUPLED,
     ENDS,
+    FAIR,
     PARTS,
     WHOLE,
     SpeculationRow,
@@ -46,11 +47,21 @@ def test_every_variant_generates_the_same_tokens(case, simulated):
 
 
 def test_drafter_gpus_come_out_of_the_same(case):
-    assert case.plan().drafter_gpus == 1
+    plan = case.plan()
+    assert 4 * plan.num_engines + plan.num_drafters <= 40
     engines = {variant.name: variant.num_engines for variant in variants(case)}
-    assert engines[BASELINE] == engines[COUPLED] == 10
-    assert {engines[part] for part in PARTS} == {8}
+    assert engines[BASELINE] == engines[FAIR] == engines[COUPLED] == 10
+    assert {engines[part] for part in PARTS} == {plan.num_engines}
     assert engines[f"{BASELINE}, 2x GPUs"] == 20
+
+
+def test_samples_dealt_one_by_one_end_sooner(simulated):
+    engines = {r.request.id: r.engine for r in simulated[FAIR].rollouts}
+    by_prompt: dict[str, set[int]] = {}
+    for id, engine in engines.items():
+        by_prompt.setdefault(id.prompt_key, set()).add(engine)
+    assert {len(own) for own in by_prompt.values()} == {10}
+    assert simulated[FAIR].step.step_s < simulated[BASELINE].step.step_s
 
 
 def test_each_part_is_faster_than_the_one_before(simulated):
@@ -80,7 +91,7 @@ def test_freed_engine_works_again_with_another_drafter(simulated):
 
 def test_n_gram_is_of_no_use_to_the_last(simulated):
     rows = {
-        name: SpeculationRow(variant, simulated[name], 1.0, 1.0, None)
+        name: SpeculationRow(variant, simulated[name], 1.0, 1.0, 1.0, None)
         for variant in variants(Case.draw(SPEC, LAYOUT, 8, 0))
         if (name := variant.name)
     }
@@ -95,6 +106,9 @@ def test_the_same_seed_gives_the_same_rows():
     assert [row.step_s for row in once.rows] == [row.step_s for row in again.rows]
     by_name = {row.variant.name: row for row in once.rows}
     assert by_name[BASELINE].speedup == by_name[COUPLED].over_coupled == 1.0
+    assert by_name[FAIR].over_fair == 1.0
+    whole, fair = by_name[WHOLE], by_name[FAIR]
+    assert whole.over_fair == pytest.approx(whole.speedup / fair.speedup)
     product = 1.0
     for part in PARTS:
         product *= by_name[part].gain
