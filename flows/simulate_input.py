@@ -22,7 +22,7 @@ from engines.simulate.cluster import PLACEMENTS, PolicySet, check_latency, even
 from engines.simulate.counted_latency import CountedLatency
 from engines.simulate.history import DRAFTINGS, check_token_ids
 from engines.simulate.trace import Trace, from_store, measured_s, read_trace
-from schemas.drafting import HISTORY
+from schemas.drafting import HISTORY, TEXT_DRAFTERS
 from schemas.latency import PointKind
 from schemas.rollout import DraftSetting
 from schemas.scheduling import HistoPipeConfig
@@ -217,7 +217,8 @@ def _policy_set(text: str) -> PolicySet:
             f"--policies: {text!r} does not say how to draft: write {placement}+DRAFTER:WINDOW, "
             f"the window at least 1, for example {placement}+ngram:4"
         )
-    return replace(placed, drafting=DraftSetting(drafter, int(window)))
+    setting = DraftSetting(drafter, int(window), coupled=drafter in TEXT_DRAFTERS)
+    return replace(placed, drafting=setting)
 
 
 def chosen_steps(text: str, known: Sequence[int], source: str) -> tuple[int, ...]:

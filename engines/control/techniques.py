@@ -40,8 +40,7 @@ from schemas.step import StepPlan
 MAX_RACE_BATCH = 8
 """Responses that one engine races at the same time: few, so that each is fast."""
 RECONFIGURE_TOKENS = 1000
-"""Tokens between two choices of a response's window and coupling: its acceptance changes little in
-fewer."""
+"""Tokens between two choices of a response's window: its acceptance changes little in fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +282,7 @@ def _race_settings(config: TrainConfig, inputs: StepInputs) -> list[DraftSetting
         drafter = setting.drafter
         at = known.get(drafter, mean), MAX_RACE_BATCH
         if drafter in ladder.drafters:
-            setting = ladder.best_setting(drafter, *at, coupled=setting.coupled)
+            setting = ladder.best_setting(drafter, *at)
         speeds[setting] = ladder.pace(setting, *at).tokens_per_s if drafter in known else 0.0
     return sorted(speeds, key=speeds.__getitem__, reverse=True)
 
@@ -298,8 +297,5 @@ def _reconfiguration(config: TrainConfig, inputs: StepInputs) -> Reconfiguration
     if not config.specactor.draft_models or inputs.ladder is None:
         return None
     return Reconfiguration(
-        inputs.ladder,
-        coupled=False,
-        every_tokens=RECONFIGURE_TOKENS,
-        prompt_tokens=inputs.prompt_tokens,
+        inputs.ladder, every_tokens=RECONFIGURE_TOKENS, prompt_tokens=inputs.prompt_tokens
     )

@@ -1,13 +1,15 @@
 """How fast a draft setting is: tokens, drafts and seconds of a step. Pure.
 
-    coupled     1 + p + ... + p^w tokens; verifies w drafts, which are drafted before the step
-    decoupled   tokens and drafts of `expectation.paced_step`; drafted while a step runs
-    seconds     s = D + V(m): D of the slowest coupled drafting, m the mean drafts verified
+    in turn    1 + p + ... + p^w tokens; verifies w drafts, which are drafted before the step
+    ahead      tokens and drafts of `expectation.streamed_step`; drafted while a step runs
+    seconds    s = D + V(m): D of the slowest drafting in turn, m the mean drafts verified
 
-p: probability that a draft token is accepted. w: the draft window. Decoupled, m depends on the
-drafts that arrive within s, and s on m. So s is a fixed point. Compared with batches simulated
-token by token (`tests/specactor/test_settled.py`), tokens per step are off by 0.5 % on average and
-by less than 3 % everywhere.
+p: probability that a draft token is accepted. w: the draft window. Ahead, m depends on the drafts
+that arrive within s, and s on m. So s is a fixed point. The ladder, the planner, reconfiguration
+and forecasts take speeds from here; simulated engines take tokens from `streamed_step` and settle s
+step by step. Compared with the protocol token by token (`tests/specactor/test_settled.py`), tokens
+per second are off by less than 3 %. A drafter is taken to draft for all requests in each step.
+Those that are far enough ahead rest, so one whose time depends on its batch is a little faster.
 """
 
 import math
@@ -17,7 +19,7 @@ from typing import NamedTuple
 
 from scipy.optimize import brentq
 
-from engines.latency.expectation import expected_tokens, paced_step, rounded_pace
+from engines.latency.expectation import expected_tokens, rounded_pace, streamed_step
 from engines.latency.interface import Latency
 from schemas.rollout import DraftSetting
 
@@ -47,34 +49,16 @@ class Pace(NamedTuple):
 
 
 def draft_s(latency: Latency, setting: DraftSetting, batch: int) -> float:
-    """Return the seconds to draft for a batch: a whole window if coupled, else a token each."""
+    """Return the seconds to draft for a batch: a whole window in turn, else a token each."""
     return latency.draft_s(setting.drafter, batch, setting.window if setting.coupled else 1)
 
 
-def pace(drafted: Drafted, drafting_s: float, verify_s: Callable[[float], float]) -> Pace:
+def pace(
+    drafted: Drafted, batch: int, drafting_s: float, verify_s: Callable[[float], float]
+) -> Pace:
     """Return the pace in a batch whose requests are all drafted for alike. The arguments are those
     of `batch_paces`."""
-    return batch_paces({drafted: 1}, 1, lambda _: drafting_s, verify_s)[drafted]
-
-
-def decoupled_paces(
-    drafter: str,
-    acceptance: float,
-    token_s: float,
-    verify_s: Callable[[float], float],
-    max_window: int,
-) -> dict[DraftSetting, Pace]:
-    """Return the pace of each decoupled setting, the shortest window first, up to one that is as
-    fast as the next. `token_s`: seconds to draft a token for each request of the batch."""
-    paces: dict[DraftSetting, Pace] = {}
-    before: Pace | None = None
-    for window in range(1, max_window + 1):
-        setting = DraftSetting(drafter, window, coupled=False)
-        found = pace((setting, acceptance), token_s, verify_s)
-        if found == before:
-            break
-        paces[setting] = before = found
-    return paces
+    return batch_paces({drafted: batch}, batch, lambda _: drafting_s, verify_s)[drafted]
 
 
 def batch_paces(
@@ -85,13 +69,15 @@ def batch_paces(
 ) -> dict[Drafted, Pace]:
     """Return the pace of each way of drafting in one batch.
 
-    `counts`: requests that are drafted for in each way, out of `num_requests`.
+    `counts`: requests that are drafted for in each way, out of `num_requests`. A request that is
+    alone in its batch is taken to have its drafter alone.
     `drafting_s`: see `draft_s`; at least 0.
     `verify_s`: seconds by the mean draft tokens that a request verifies; positive, never falling.
     """
     costs_s = {setting: drafting_s(setting) for setting in dict.fromkeys(of for of, _ in counts)}
     before_s = max((cost_s for of, cost_s in costs_s.items() if of.coupled), default=0.0)
     coupled = sum(num * of.window for (of, _), num in counts.items() if of.coupled)
+    alone = num_requests == 1
     ahead: dict[DraftSetting, list[tuple[int, float]]] = {}
     for (setting, acceptance), num in counts.items():
         if not setting.coupled:
@@ -103,7 +89,8 @@ def batch_paces(
     @cache
     def num_arrived(setting: DraftSetting, pace: float) -> float:
         of_each = ahead[setting]
-        return sum(num * paced_step(setting.window, p, pace).num_verified for num, p in of_each)
+        steps = ((num, streamed_step(setting.window, p, pace, alone)) for num, p in of_each)
+        return sum(num * step.num_verified for num, step in steps)
 
     @cache
     def excess_s(step_s: float) -> float:
@@ -117,7 +104,7 @@ def batch_paces(
     return {
         (of, p): Pace(expected_tokens(of.window, p), of.window, costs_s[of], step_s)
         if of.coupled
-        else Pace(*paced_step(of.window, p, arrivals[of])[:2], 0.0, step_s)
+        else Pace(*streamed_step(of.window, p, arrivals[of], alone)[:2], 0.0, step_s)
         for of, p in counts
     }
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from engines.latency.fitted import FittedLatency
 from engines.specactor.ladder import Ladder, SpeedupSurface
-from schemas.drafting import HISTORY, NGRAM
+from schemas.drafting import HISTORY, NGRAM, TEXT_DRAFTERS
 from schemas.latency import PointKind, Profile, ProfilePoint
 from schemas.profile import ProfileReport
 
@@ -127,8 +127,8 @@ def draw_speedup(surface: SpeedupSurface, drafter: str, path: Path) -> None:
 
 
 def profiled_ladder(profile: Profile) -> Ladder | None:
-    """Return the draft ladder at the first TP degree and the median verified context. Return None
-    without drafters.
+    """Return the draft ladder at the first TP degree and the median verified context. Each draft
+    model has a process for every engine. Return None without drafters.
 
     The history is on the ladder if n-gram drafting is, because both take the same time
     (`engines.latency.fitted`).
@@ -143,6 +143,7 @@ def profiled_ladder(profile: Profile) -> Ladder | None:
         tuple(sorted(history.union(latency.drafters))),
         float(np.median([point.context_tokens / point.batch for point in points])),
         max(point.window for point in points),
+        ahead={name: 1 for name in latency.drafters if name not in TEXT_DRAFTERS},
     )
 
 

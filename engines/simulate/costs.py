@@ -1,20 +1,20 @@
 """Predict the time of a decode step whose requests draft in different ways. Pure.
 
-A step verifies the drafts of all requests at once (SpecActor 4.1: requests of different windows and
-modes in one batch). For coupled requests, drafting comes before the step. For decoupled requests,
-drafting runs during the step before, and the step verifies the drafts that have arrived:
+A step verifies the drafts of all requests at once (SpecActor 4.1: requests of different windows in
+one batch). Drafting in turn comes before the step. Drafting ahead runs during the step before, and
+the step verifies the drafts that have arrived:
 
-    step = draft_s(coupled) + verify_s(all)
+    step = draft_s(in turn) + verify_s(all)
 
-So one coupled request makes the whole batch wait. If windows differ, the formula uses their mean,
-linear between whole windows. Several drafters draft one after the other before a step, but side by
-side during a step.
+So one request that is drafted for in turn makes the whole batch wait. If windows differ, the
+formula uses their mean, linear between whole windows. Several drafters draft one after the other
+before a step, but side by side during a step.
 
 The pace is the number of draft tokens per request that arrive during a step. It decides how many
-tokens a decoupled step yields (`engines.latency.expectation`, streamed). The paper's max(w D, V)
-is not needed, because a step never waits for a whole window. The pace changes the step's time, and
-the time changes the pace: `set_paces` is repeated until neither changes. Paces are rounded, so that
-they change rarely.
+tokens a step yields of a request that is drafted for ahead (`engines.latency.expectation`). The
+paper's max(w D, V) is not needed, because a step never waits for a whole window. The pace changes
+the step's time, and the time changes the pace: `set_paces` is repeated until neither changes. Paces
+are rounded, so that they change rarely.
 """
 
 import math
@@ -24,7 +24,7 @@ from functools import partial
 
 from engines.latency.forecast import step_s
 from engines.latency.interface import Latency
-from engines.simulate.member import PARTS, SimulatedRequest
+from engines.simulate.member import PARTS, DrafterPace, SimulatedRequest
 from schemas.rollout import DraftSetting
 
 
@@ -43,11 +43,11 @@ class StepCosts:
         self._settings = Counter[DraftSetting | None]()
         """Number of members by draft setting."""
         self._coupled = Counter[str]()
-        """Number of coupled members by drafter."""
+        """Number of members that are drafted for in turn, by drafter."""
         self._before = Counter[str]()
-        """Draft tokens of the coupled members by drafter, in parts of a token."""
-        self.paces: Mapping[str, float] = {}
-        """Tokens that each drafter drafts per decoupled request during a step."""
+        """Draft tokens of these members by drafter, in parts of a token."""
+        self.paces: Mapping[str, DrafterPace] = {}
+        """Pace of each drafter that drafts ahead."""
 
     def add(self, member: SimulatedRequest) -> None:
         self._count(member, 1)
@@ -70,23 +70,28 @@ class StepCosts:
 
     def set_paces(self, context_tokens: float) -> bool:
         """Set each drafter's pace for this batch. Return whether a pace has changed."""
-        decoupled = Counter[str]()
+        ahead = Counter[str]()
         for setting, num in self._settings.items():
             if setting and not setting.coupled:
-                decoupled[setting.drafter] += num
-        if not decoupled:
+                ahead[setting.drafter] += num
+        if not ahead:
             return False
         step_s = self.step_s()(context_tokens)
         paces = {
-            drafter: _pace(step_s, self._latency.draft_s(drafter, num, 1), self.paces.get(drafter))
-            for drafter, num in decoupled.items()
+            drafter: self._pace(drafter, step_s, self._latency.draft_s(drafter, num, 1))
+            for drafter, num in ahead.items()
         }
         changed = any(pace != self.paces.get(drafter) for drafter, pace in paces.items())
         self.paces = {**self.paces, **paces}
         return changed
 
+    def _pace(self, drafter: str, step_s: float, draft_s: float) -> DrafterPace:
+        before = self.paces.get(drafter)
+        num_drafts = _rounded(step_s, draft_s, before.num_drafts if before else None)
+        return DrafterPace(num_drafts, alone=self._batch == 1)
+
     def _before_s(self) -> float:
-        """Return the seconds of drafting for coupled requests before a step."""
+        """Return the seconds of drafting before a step."""
         seconds = 0.0
         for drafter, parts in self._before.items():
             if not parts:
@@ -110,7 +115,7 @@ class StepCosts:
             self._before[setting.drafter] += parts
 
 
-def _pace(step_s: float, draft_s: float, before: float | None) -> float:
+def _rounded(step_s: float, draft_s: float, before: float | None) -> float:
     """Return the tokens drafted in a step, rounded.
 
     The unit is 1/16 below 1, 1/8 from 1 to 2, 1/4 from 2 to 4, and so on. If the pace differs from

@@ -3,8 +3,8 @@
 The tokens that a step yields depend on the request's draft setting:
 
     no drafting      1
-    coupled          1 + p + ... + p^w, an expectation (`engines.latency.expectation`)
-    decoupled        an expectation too (streamed, in the same module)
+    in turn          1 + p + ... + p^w, an expectation (`engines.latency.expectation`)
+    ahead            an expectation too (`streamed_step`, in the same module)
     history          the mean over the replayed response (`engines.simulate.history`)
 
 Here w is the draft window, and p the probability that a draft token is accepted if those before it
@@ -28,6 +28,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import sub
+from typing import NamedTuple
 
 from engines.latency.expectation import expected_tokens, streamed_step
 from schemas.drafting import HISTORY
@@ -75,17 +76,27 @@ Replayed = Passes | Mapping[int, Passes]
 which limits the verified drafts."""
 
 
-def drafted_passes(setting: DraftSetting, acceptance: float, pace: float = math.inf) -> Passes:
-    """Return the expected decode steps of a request with this draft setting.
+class DrafterPace(NamedTuple):
+    """How fast a drafter that drafts ahead is for the requests of an engine."""
 
-    `pace`: draft tokens that arrive during a step; only decoupled drafting depends on it.
-    """
+    num_drafts: float
+    """Draft tokens of each request that arrive during a step."""
+    alone: bool
+    """Whether the engine has one request."""
+
+
+FASTEST = DrafterPace(math.inf, alone=False)
+
+
+def drafted_passes(setting: DraftSetting, acceptance: float, pace: DrafterPace = FASTEST) -> Passes:
+    """Return the expected decode steps of a request with this draft setting. `pace`: only drafting
+    ahead depends on it."""
     window = setting.window
     if setting.coupled:
         tokens, verifying, verified = expected_tokens(window, acceptance), 1.0, float(window)
         rejecting = 1.0 - acceptance**window
     else:
-        tokens, verified, verifying, rejecting = streamed_step(window, acceptance, pace)
+        tokens, verified, verifying, rejecting = streamed_step(window, acceptance, *pace)
     return Passes(
         num_passes=NUM_STEPS,
         num_tokens=NUM_STEPS * tokens,
@@ -132,7 +143,9 @@ class SimulatedRequest:
     has_kv: bool = False
     """Whether its KV cache exists, on the engine or saved. Then it needs no prefill."""
 
-    def draft(self, default: DraftSetting | None, paces: Mapping[str, float] | None = None) -> None:
+    def draft(
+        self, default: DraftSetting | None, paces: Mapping[str, DrafterPace] | None = None
+    ) -> None:
         """Draft with the request's own setting, or else with `default`.
 
         Do not call it while the request runs. `paces`: by drafter, as in `drafted_passes`. Raise
@@ -145,7 +158,7 @@ class SimulatedRequest:
         self.passes = self._passes(setting, paces or {})
         self.rate = self.passes.rate
 
-    def _passes(self, setting: DraftSetting | None, paces: Mapping[str, float]) -> Passes:
+    def _passes(self, setting: DraftSetting | None, paces: Mapping[str, DrafterPace]) -> Passes:
         if setting is None:
             return DECODING
         if setting.drafter == HISTORY:
@@ -154,7 +167,7 @@ class SimulatedRequest:
         acceptance = self.acceptance
         if isinstance(acceptance, Mapping):
             acceptance = acceptance.get(setting.drafter, 0.0)
-        return drafted_passes(setting, acceptance, paces.get(setting.drafter, math.inf))
+        return drafted_passes(setting, acceptance, paces.get(setting.drafter, FASTEST))
 
     def leave(self, steps: int) -> None:
         """Take the request out of the batch, and add up its tokens and counts."""

@@ -4,10 +4,11 @@
 
 A rung gives a drafter's speed-up over plain decoding with the best window, by batch and by p, the
 probability that a draft token is accepted. It comes from the latency model alone, so from offline
-profiling (RhymeRL 5.4, pre-profiling). It needs neither the policy nor its texts. Drafting and
-verification take turns:
+profiling (RhymeRL 5.4, pre-profiling). It needs neither the policy nor its texts. A text drafter
+drafts in turn with verification, a draft model ahead of it in a process of its own; both speeds are
+those of `engines.latency.drafting_pace`:
 
-    speedup(w, p) = E[tokens] * decode_s / (verify_s + draft_s),  E[tokens] = 1 + p + ... + p^w
+    speedup(w, p) = tokens / s * decode_s
 
 p is measured from the tokens that verifications look at: the accepted ones and, if a verification
 stops early, the rejected one. So p = accepted / (accepted + rejections), whatever the lengths of
@@ -20,15 +21,16 @@ p^k:
 `token_acceptance` inverts this if only the rate is known. The paper uses one word for both.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import brentq
 
-from engines.latency.drafting_pace import Pace, decoupled_paces, draft_s, pace
+from engines.latency.drafting_pace import Pace, draft_s, pace
 from engines.latency.expectation import expected_tokens
 from engines.latency.forecast import step_s
 from engines.latency.interface import Latency
@@ -103,34 +105,68 @@ class Ladder:
     context_tokens_each: float
     """Mean context of one sequence, in tokens."""
     max_window: int = 32
+    ahead: Mapping[str, int] = field(default_factory=dict)
+    """Drafters with processes of their own, which draft ahead. By name, the engines that share one
+    process: it drafts for all their batches. The other drafters draft in turn with verification."""
+    max_drafted: int | None = None
+    """Most requests in one step of a drafter process; for more it takes several steps. None: any
+    number."""
+
+    def setting(self, drafter: str, window: int) -> DraftSetting:
+        """Return the setting with this window, in turn or ahead as the drafter drafts."""
+        return DraftSetting(drafter, window, coupled=drafter not in self.ahead)
 
     def pace(
         self,
-        setting: DraftSetting,
+        setting: DraftSetting | None,
         acceptance: float,
         batch: int = 1,
         context_tokens_each: float | None = None,
     ) -> Pace:
         """Return the pace of one request in a batch of requests like it.
 
-        `context_tokens_each`: mean context of a request. None: the ladder's.
+        `setting`: None for no drafts. `context_tokens_each`: mean context of a request. None: the
+        ladder's.
         """
-        drafting_s = draft_s(self.latency, setting, batch)
         verify_s = self._verify_s(batch, context_tokens_each)
-        return pace((setting, acceptance), drafting_s, verify_s)
+        if setting is None:
+            return Pace(1.0, 0.0, 0.0, verify_s(0))
+        return pace((setting, acceptance), batch, self._draft_s(setting, batch), verify_s)
+
+    def paces(
+        self,
+        drafter: str,
+        acceptance: float,
+        batch: int = 1,
+        context_tokens_each: float | None = None,
+    ) -> dict[DraftSetting | None, Pace]:
+        """Return the pace of each window, no drafts first, up to a window that changes nothing. The
+        arguments are those of `pace`."""
+        at = acceptance, batch, context_tokens_each
+        paces: dict[DraftSetting | None, Pace] = {None: self.pace(None, *at)}
+        before: Pace | None = None
+        for window in range(1, self.max_window + 1):
+            setting = self.setting(drafter, window)
+            found = self.pace(setting, *at)
+            if found == before:
+                break
+            paces[setting] = before = found
+        return paces
 
     def speedup(self, drafter: str, acceptance: float, batch: int, window: int) -> float:
         """Return tokens per second with this window over tokens per second without drafts."""
-        if window == 0:
-            return 1.0
-        found = self.pace(DraftSetting(drafter, window), acceptance, batch)
-        return found.tokens * (self._verify_s(batch)(0) / found.step_s)
+        setting = self.setting(drafter, window) if window else None
+        plain = self.pace(None, acceptance, batch)
+        return self.pace(setting, acceptance, batch).tokens_per_s / plain.tokens_per_s
 
     def best(self, drafter: str, acceptance: float, batch: int) -> Choice:
         """Return the fastest window. In a tie, return the smaller, so 0 unless drafting pays."""
-        windows = range(self.max_window + 1)
-        choices = (Choice(w, self.speedup(drafter, acceptance, batch, w)) for w in windows)
-        return max(choices, key=lambda choice: choice.speedup)
+        paces = self.paces(drafter, acceptance, batch)
+        setting = max(paces, key=lambda setting: paces[setting].tokens_per_s)
+        if setting is None:
+            return Choice(0, 1.0)
+        speedup = paces[setting].tokens_per_s / paces[None].tokens_per_s
+        return Choice(setting.window, speedup)
 
     def best_setting(
         self,
@@ -138,24 +174,13 @@ class Ladder:
         acceptance: float,
         batch: int = 1,
         context_tokens_each: float | None = None,
-        *,
-        coupled: bool | None = None,
     ) -> DraftSetting:
-        """Return the shortest window that is nearly the fastest (`NEAR`), coupled if one such is.
-
-        The arguments are those of `pace`. `coupled`: the mode. None: choose it.
-        """
-        paces: dict[DraftSetting, Pace] = {}
-        if coupled is not False:
-            in_turn = (DraftSetting(drafter, w) for w in range(1, self.max_window + 1))
-            at = acceptance, batch, context_tokens_each
-            paces |= {setting: self.pace(setting, *at) for setting in in_turn}
-        if not coupled:
-            token_s = self.latency.draft_s(drafter, batch, 1)
-            verify_s = self._verify_s(batch, context_tokens_each)
-            paces |= decoupled_paces(drafter, acceptance, token_s, verify_s, self.max_window)
-        enough = max(of.tokens_per_s for of in paces.values()) / (1.0 + NEAR)
-        return next(setting for setting, of in paces.items() if of.tokens_per_s >= enough)
+        """Return the shortest window that is nearly the fastest (`NEAR`) of those that draft. The
+        arguments are those of `pace`."""
+        paces = self.paces(drafter, acceptance, batch, context_tokens_each)
+        speeds = {setting: of.tokens_per_s for setting, of in paces.items() if setting}
+        enough = max(speeds.values()) / (1.0 + NEAR)
+        return next(setting for setting, speed in speeds.items() if speed >= enough)
 
     def surfaces(
         self, batches: Sequence[int], acceptances: Sequence[float]
@@ -168,6 +193,14 @@ class Ladder:
             ]
             surfaces[drafter] = SpeedupSurface(tuple(batches), tuple(acceptances), np.array(best))
         return surfaces
+
+    def _draft_s(self, setting: DraftSetting, batch: int) -> float:
+        """Return the seconds of drafting: see `drafting_pace.draft_s`."""
+        num_drafted = batch * self.ahead.get(setting.drafter, 1)
+        if setting.coupled or self.max_drafted is None:
+            return draft_s(self.latency, setting, num_drafted)
+        num_steps = math.ceil(num_drafted / self.max_drafted)
+        return num_steps * draft_s(self.latency, setting, math.ceil(num_drafted / num_steps))
 
     def _verify_s(
         self, batch: int, context_tokens_each: float | None = None
@@ -193,4 +226,4 @@ def choose_drafter(
     if not paying:
         return None
     drafter = max(paying, key=lambda drafter: choices[drafter].speedup)
-    return DraftSetting(drafter, choices[drafter].window)
+    return ladder.setting(drafter, choices[drafter].window)

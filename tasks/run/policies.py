@@ -1,7 +1,6 @@
 """Choose the drafter and the policies of a step, from what the run knows when rollouts begin."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from math import inf
 
 from engines.control.stage_end import StageEnd
@@ -22,8 +21,7 @@ from engines.latency.measured import measured_by
 from engines.pat.costs import SwitchCosts
 from engines.rollout.moves import Policy
 from engines.specactor.health import DrafterHealth
-from engines.specactor.ladder import Ladder, choose_drafter
-from engines.specactor.planner import Cluster, plan_decoupled
+from engines.specactor.ladder import choose_drafter
 from schemas.config import TrainConfig
 from schemas.drafting import HISTORY, NGRAM
 from schemas.rollout import DraftSetting, LengthHistory, Split
@@ -49,19 +47,7 @@ def choose_drafting(run: Run, health: DrafterHealth, num_requests: int) -> Draft
     batch = _batch(run.config, num_requests)
     acceptances = health.acceptances(ladder, batch)
     chosen = choose_drafter(ladder, acceptances, batch)
-    if chosen is None:
-        return None
-    setting = draft_setting(run.config, chosen.drafter, chosen.window)
-    if setting is None or setting.coupled:
-        return setting
-    plan = plan_decoupled(
-        _cluster(run.config, ladder, num_requests),
-        ladder.latency,
-        chosen.drafter,
-        acceptances[chosen.drafter],
-        max_window=ladder.max_window,
-    )
-    return replace(setting, window=plan.window)
+    return draft_setting(run.config, chosen.drafter, chosen.window) if chosen else None
 
 
 def choose_trials(run: Run, health: DrafterHealth, step: int, num_requests: int) -> dict[str, int]:
@@ -248,11 +234,3 @@ def _batch(config: TrainConfig, num_requests: int) -> int:
     """Return the number of requests of one engine at the start of a step."""
     each = -(-num_requests // config.rollout.num_engines)
     return max(1, min(each, config.rollout.max_num_seqs))
-
-
-def _cluster(config: TrainConfig, ladder: Ladder, num_requests: int) -> Cluster:
-    """Return the cluster for SpecActor's Algorithm 1. The run uses its window only, and keeps its
-    GPUs as they are."""
-    tp_degree = config.rollout.tp_degree
-    num_gpus = config.rollout.num_engines * tp_degree + len(config.engine.drafter_processes)
-    return Cluster(max(1, num_requests), num_gpus, (tp_degree,), ladder.context_tokens_each)

@@ -1,6 +1,7 @@
 """Check a run's config, model, data and scorer before anything expensive starts."""
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -259,13 +260,19 @@ def _ladder(config: TrainConfig, latency: FittedLatency | None) -> Ladder | None
     None: there is no profile or no draft model."""
     if latency is None or not config.specactor.draft_models:
         return None
-    drafters = tuple(name for name in config.specactor.drafters if name in latency.drafters)
+    specactor, rollout = config.specactor, config.rollout
+    drafters = tuple(name for name in specactor.drafters if name in latency.drafters)
     if config.drafting.enabled and NGRAM in drafters:
         drafters = (HISTORY, *drafters)
     return Ladder(
         latency,
-        config.rollout.tp_degree,
+        rollout.tp_degree,
         drafters,
         config.typical_context_tokens,
         max_window=config.engine.max_draft,
+        ahead={
+            model.name: math.ceil(rollout.num_engines / model.num_engines)
+            for model in specactor.draft_models
+        },
+        max_drafted=rollout.max_num_seqs,
     )

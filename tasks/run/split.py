@@ -73,12 +73,17 @@ def _plan(config: TrainConfig, drafter: str, num_gpus: int) -> GpuSplit:
     held = int(latency.profile.kv_capacity_tokens(tp_degree) / context_tokens)
     num_requests = config.drawn_prompts_per_step * config.rollout.group_size
     return split_gpus(
-        Cluster(num_requests, num_gpus, (tp_degree,), context_tokens),
+        Cluster(
+            num_requests,
+            num_gpus,
+            tp_degree,
+            context_tokens,
+            max_batch=max(1, min(config.rollout.max_num_seqs, held)),
+            max_drafted=config.rollout.max_num_seqs,
+        ),
         latency,
         drafter,
         EXPECTED_ACCEPTANCE,
-        max_batch=max(1, min(config.rollout.max_num_seqs, held)),
-        max_drafted=config.rollout.max_num_seqs,
         max_window=config.engine.max_draft,
     )
 

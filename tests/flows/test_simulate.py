@@ -15,7 +15,9 @@ from engines.simulate.trace import Trace, measured_s, read_trace, write_trace
 from engines.store.rows import rollout_rows
 from engines.store.store import Store
 from flows.cli import main
+from flows.simulate_input import read_policies
 from schemas.latency import PointKind, Profile, ProfilePoint
+from schemas.rollout import DraftSetting
 from schemas.simulate import ClusterLayout
 from tests.simulate.test_trace import changed
 from tests.store.test_store import make_rollout
@@ -297,6 +299,12 @@ def test_draft_model_costs_more_than_a_lookup():
     policies = ("--policies", "even+ngram:4,even+qwen2.5-0.5b:4", "--acceptance", "0.8")
     found = simulated("trace.parquet", *H100, *policies)
     assert found["figures"]["even_qwen2_5_0_5b_4_speedup"] < 1.0
+
+
+def test_a_draft_model_drafts_ahead_and_ngrams_in_turn():
+    model, ngram = read_policies("even+small:4,even+ngram:4")
+    assert model.drafting == DraftSetting("small", 4, coupled=False)
+    assert ngram.drafting == DraftSetting("ngram", 4, coupled=True)
 
 
 def test_a_paper_beside_its_facts(directory):

@@ -13,10 +13,9 @@ from engines.simulate.costs import StepCosts
 from engines.simulate.member import SimulatedRequest
 from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
 from tests.simulate.latencies import LinearLatency
-from tests.specactor.expectations import streamed_tokens_per_s
 
 LATENCY = LinearLatency(0.01)
-COUPLED, DECOUPLED = DraftSetting("small", 4), DraftSetting("small", 4, coupled=False)
+IN_TURN, AHEAD = DraftSetting("small", 4), DraftSetting("small", 4, coupled=False)
 SLOW_S = 0.005
 """Seconds in which the drafter `slow` drafts one token."""
 
@@ -49,28 +48,29 @@ def verify_s(window):
 
 
 def share(setting, pace=math.inf, acceptance=0.5):
-    """Return the mean number of draft tokens that a decoupled step verifies."""
-    return streamed_step(setting.window, acceptance, pace).num_verified
+    """Return the mean number of draft tokens that a step verifies, drafted ahead for a request that
+    is alone."""
+    return streamed_step(setting.window, acceptance, pace, alone=True).num_verified
 
 
-def test_coupled_drafting_is_added_and_decoupled_drafting_is_hidden():
-    assert step_s(COUPLED) == pytest.approx(verify_s(4) + 0.004)
-    assert step_s(DECOUPLED) == pytest.approx(verify_s(share(DECOUPLED)))
+def test_drafting_in_turn_is_added_and_drafting_ahead_is_hidden():
+    assert step_s(IN_TURN) == pytest.approx(verify_s(4) + 0.004)
+    assert step_s(AHEAD) == pytest.approx(verify_s(share(AHEAD)))
     assert step_s(None) == pytest.approx(0.01)
 
 
-def test_in_one_batch_all_wait_for_the_coupled():
-    mean = (4 + share(DECOUPLED)) / 2
-    assert step_s(COUPLED, DECOUPLED) == pytest.approx(verify_s(mean) + 0.004)
-    assert step_s(COUPLED, None) == pytest.approx(verify_s(2) + 0.004)
+def test_in_one_batch_all_wait_for_drafting_in_turn():
+    mean = (4 + share(AHEAD)) / 2
+    assert step_s(IN_TURN, AHEAD) == pytest.approx(verify_s(mean) + 0.004)
+    assert step_s(IN_TURN, None) == pytest.approx(verify_s(2) + 0.004)
 
 
-def test_coupled_drafters_take_turns_and_decoupled_ones_do_not():
+def test_drafters_in_turn_add_up_and_drafters_ahead_do_not():
     slow = DraftSetting("slow", 2)
-    assert step_s(COUPLED, slow) == pytest.approx(verify_s(3) + 0.004 + 0.01)
+    assert step_s(IN_TURN, slow) == pytest.approx(verify_s(3) + 0.004 + 0.01)
     slow = DraftSetting("slow", 2, coupled=False)
-    mean = (share(DECOUPLED) + share(slow)) / 2
-    assert step_s(DECOUPLED, slow) == pytest.approx(verify_s(mean))
+    mean = (share(AHEAD) + share(slow)) / 2
+    assert step_s(AHEAD, slow) == pytest.approx(verify_s(mean))
 
 
 def test_paces_are_those_of_the_batch():
@@ -80,8 +80,11 @@ def test_paces_are_those_of_the_batch():
         one.draft(DraftSetting(drafter, 4, coupled=False))
         costs.add(one)
     assert costs.set_paces(10.0)
-    assert costs.paces == {"small": 10.0, "slow": 2.0}
+    assert costs.paces == {"small": (10.0, False), "slow": (2.0, False)}
     assert not costs.set_paces(10.0)
+    costs.remove(one)
+    assert costs.set_paces(10.0)
+    assert costs.paces["small"].alone
 
 
 def finish(batch):
@@ -98,24 +101,24 @@ def batch_of(*members, latency=LATENCY):
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("window", [1, 2, 4, 8])
 @pytest.mark.parametrize("drafter", ["small", "slow"])
-def test_a_decoupled_request_is_as_fast_as_its_protocol(acceptance, window, drafter):
+def test_a_request_is_as_fast_as_its_protocol(acceptance, window, drafter):
     """A step takes as long as 2 draft tokens of `slow`, and longer than 8 of `small`."""
     setting = DraftSetting(drafter, window, coupled=False)
     latency = TwoDrafters(0.01)
     done = finish(batch_of(member("a", setting, acceptance, 20_000), latency=latency))["a"]
     draft_s = latency.draft_s(drafter, 1, 1)
     mean_s = verify_s(share(setting, 0.01 / draft_s, acceptance))
-    expected = streamed_tokens_per_s(window, acceptance, draft_s, mean_s)
-    assert 20_000 / done.finished_s == pytest.approx(expected, rel=0.01)
+    tokens = streamed_step(window, acceptance, mean_s / draft_s, alone=True).tokens
+    assert 20_000 / done.finished_s == pytest.approx(tokens / mean_s, rel=0.01)
 
 
-def test_decoupled_counts_add_up():
-    done = finish(batch_of(member("a", DECOUPLED, 0.5, 3001)))["a"]
-    step = streamed_step(4, 0.5, 10.0)
+def test_counts_of_drafting_ahead_add_up():
+    done = finish(batch_of(member("a", AHEAD, 0.5, 3001)))["a"]
+    step = streamed_step(4, 0.5, 10.0, alone=True)
     steps = round((done.finished_s - 0.01) / verify_s(step.num_verified))
     assert done.num_verifications == pytest.approx(steps * step.verifying, abs=1)
     assert done.num_draft_tokens == pytest.approx(steps * step.num_verified, abs=1)
-    # A decoupled window has as many accepted tokens as a coupled one.
+    # A window drafted ahead has as many accepted tokens as one in turn.
     rate = done.num_accepted_tokens / done.num_draft_tokens
     assert rate == pytest.approx((0.5 + 0.5**2 + 0.5**3 + 0.5**4) / 4, rel=0.02)
 
@@ -130,7 +133,7 @@ def test_acceptances_are_of_each_drafter():
 
 
 def test_request_keeps_its_own_drafting():
-    batch = batch_of(member("own", COUPLED, 0.5, 400), member("other", None, 0.5, 400))
+    batch = batch_of(member("own", IN_TURN, 0.5, 400), member("other", None, 0.5, 400))
     batch.set_drafting(DraftSetting("small", 1), 1.0)
     done = finish(batch)
     assert done["own"].num_draft_tokens == 4 * done["own"].num_verifications
@@ -140,7 +143,7 @@ def test_request_keeps_its_own_drafting():
 @settings(deadline=None)
 @given(st.floats(0.02, 0.8), st.integers(1, 8), st.booleans())
 def test_redrafting_loses_nothing_and_holds_from_the_end_of_the_step(at_s, window, coupled):
-    batch = batch_of(member("a", COUPLED, 0.5, 500), member("b", COUPLED, 0.5, 500))
+    batch = batch_of(member("a", IN_TURN, 0.5, 500), member("b", IN_TURN, 0.5, 500))
     setting = DraftSetting("small", window, coupled)
     batch.redraft({id_of("a"): setting, id_of("gone"): setting}, at_s)
     a, b = batch.find(id_of("a")), batch.find(id_of("b"))
@@ -148,7 +151,7 @@ def test_redrafting_loses_nothing_and_holds_from_the_end_of_the_step(at_s, windo
     assert a.tokens(steps) == b.tokens(steps)
     drafted = a.drafted(steps)
     assert drafted == b.drafted(steps)
-    if setting != COUPLED:
+    if setting != IN_TURN:
         assert a.progress(steps).setting == setting
         assert (a.progress(steps).num_draft_tokens, a.progress(steps).num_accepted_tokens) == (0, 0)
     done = finish(batch)
@@ -159,7 +162,7 @@ def test_redrafting_loses_nothing_and_holds_from_the_end_of_the_step(at_s, windo
 @settings(deadline=None)
 @given(st.floats(0.0, 1.0), st.integers(1, 12), st.integers(1, 30))
 def test_accepted_tokens_never_exceed_drafted_ones(acceptance, window, steps):
-    batch = batch_of(member("a", COUPLED, acceptance), latency=TwoDrafters(0.01))
+    batch = batch_of(member("a", IN_TURN, acceptance), latency=TwoDrafters(0.01))
     batch.redraft({id_of("a"): DraftSetting("slow", window, coupled=False)}, 0.1)
     batch.redraft({id_of("a"): DraftSetting("small", window, coupled=False)}, 0.2)
     one = batch.find(id_of("a"))
@@ -170,7 +173,7 @@ def test_accepted_tokens_never_exceed_drafted_ones(acceptance, window, steps):
 
 def test_counting_changes_nothing():
     counted, plain = (
-        batch_of(member("a", COUPLED, 0.3), member("b", DECOUPLED, 0.7)) for _ in range(2)
+        batch_of(member("a", IN_TURN, 0.3), member("b", AHEAD, 0.7)) for _ in range(2)
     )
     for i in range(1, 40):
         counted.count([id_of("a"), id_of("b"), id_of("c")], i * 0.07)

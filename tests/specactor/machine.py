@@ -1,7 +1,11 @@
-"""Event-driven simulations of a drafter and a verifier, to check `engines.latency.expectation`.
+"""A drafter and its verifiers, token by token, to check `engines.latency`.
 
-They follow the protocol and share no code with the formulas. Each draft token is right with
-probability p, drawn when it is drafted. After a wrong token, all that follow are useless.
+The machine shares no code with the formulas. Both ends of each stream are those of a run
+(`engines.specactor.streams`). A draft token is right with probability p, drawn when it is drafted.
+After a wrong token, all that follow are wrong.
+
+    drafter    reads what was verified, then drafts one token for each request that wants one
+    verifier   never waits: at the end of a step it takes the drafts that have arrived
 """
 
 import heapq
@@ -9,100 +13,75 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-DRAFTED, VERIFIED = 0, 1
+import numpy as np
+
+from engines.specactor.streams import Drafted, DraftStream, Opened, Verified, VerifyStream, agreeing
+from schemas.counts import StreamCounts
+
+WRONG, RIGHT = 0, 1
+DRAFTER = -1
+"""The drafter's place among the events. Engines count from 0."""
+NUM_POSITIONS = 1 << 20
+TEXT = np.full(NUM_POSITIONS, RIGHT, np.int32)
+JITTER = 0.02
+"""Steps take up to this share less or more, as on real engines."""
+
+
+@dataclass
+class Row:
+    """A request at both ends."""
+
+    drafter: DraftStream
+    verifier: VerifyStream
+    taken: list[int] = field(default_factory=list)
+    """Drafts that the running step verifies."""
 
 
 @dataclass
 class Machine:
-    window: int
-    acceptance: float
-    draft_token_s: float
-    verify_s: float
-    seed: int = 0
-    num_tokens: int = 0
-    now_s: float = 0.0
-    most_wasted: int = 0
-    """Most draft tokens that one mismatch cost."""
-    pending: list[bool] = field(default_factory=list)
-    """Whether each unverified draft token is right."""
-
-    def run(self, num_steps: int) -> "Machine":
-        self._random = random.Random(self.seed)
-        self._events, self._generation, self._drafting = [], 0, False
-        self._begin_step()
-        self._begin_token()
-        while num_steps:
-            self.now_s, kind, payload = heapq.heappop(self._events)
-            if kind == DRAFTED and payload == self._generation:
-                self._drafting = False
-                self.pending.append(self._random.random() < self.acceptance)
-                self._begin_token()
-            elif kind == VERIFIED:
-                self._end_step(payload)
-                num_steps -= 1
-        return self
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.now_s
-
-    def _begin_token(self) -> None:
-        if not self._drafting and len(self.pending) < 2 * self.window - 1:
-            self._drafting = True
-            at_s = self.now_s + self.draft_token_s
-            heapq.heappush(self._events, (at_s - 1e-9, DRAFTED, self._generation))
-
-    def _begin_step(self) -> None:
-        taken = min(len(self.pending), self.window)
-        heapq.heappush(self._events, (self.now_s + self.verify_s, VERIFIED, taken))
-
-    def _end_step(self, taken: int) -> None:
-        verified, beyond = self.pending[:taken], self.pending[taken:]
-        num_right = verified.index(False) if False in verified else taken
-        self.num_tokens += num_right + 1
-        if num_right == taken and beyond and beyond[0]:
-            self.pending = beyond[1:]
-        else:
-            self.most_wasted = max(self.most_wasted, len(self.pending) - num_right)
-            self.pending = []
-            self._generation += 1
-            self._drafting = False
-        self._begin_step()
-        self._begin_token()
-
-
-@dataclass
-class BatchMachine:
-    """A batch on one verifier. All requests verify in the same step, whose time depends on how much
-    it verifies. Meanwhile each request is drafted for, token after token."""
+    """Engines with equal batches that share one drafter. All requests of an engine verify in the
+    same step, whose time depends on how much it verifies."""
 
     window: int
     acceptance: float
-    draft_token_s: float
-    """Seconds to draft one token for each request."""
+    draft_s: Callable[[int], float]
+    """Seconds to draft one token for so many requests."""
     verify_s: Callable[[float], float]
     """Seconds of a step, given the mean number of draft tokens that it verifies for a request."""
-    batch: int
+    batch: int = 1
+    num_engines: int = 1
     seed: int = 0
     num_steps: int = 0
+    """Steps of all engines."""
     num_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     num_rejections: int = 0
     now_s: float = 0.0
 
-    def run(self, num_steps: int) -> "BatchMachine":
+    def run(self, num_steps: int) -> "Machine":
+        """Run until each engine has made about so many steps."""
         self._random = random.Random(self.seed)
-        self._pending: list[list[bool]] = [[] for _ in range(self.batch)]
-        self._next_s: list[float | None] = [self.draft_token_s] * self.batch
-        """When the next token of each request is drafted. None: its drafter waits."""
-        for _ in range(num_steps):
-            taken = [min(len(pending), self.window) for pending in self._pending]
-            self.now_s += self.verify_s(sum(taken) / self.batch)
-            for i, num in enumerate(taken):
-                self._draft(i)
-                self._verify(i, num)
-        self.num_steps = num_steps
+        self.counts = StreamCounts()
+        self._rows = [
+            [self._open(f"{engine}-{i}") for i in range(self.batch)]
+            for engine in range(self.num_engines)
+        ]
+        self._drafting: list[Row] | None = None
+        """Requests of the drafter's step. None: it waits."""
+        self._drafts: list[list[tuple[Row, Drafted]]] = [[] for _ in self._rows]
+        """Drafts on their way to each engine."""
+        self._verified: list[tuple[Row, Verified]] = []
+        self._events: list[tuple[float, int]] = []
+        for engine in range(self.num_engines):
+            self._begin_step(engine)
+        self._begin_drafting()
+        while self.num_steps < num_steps * self.num_engines:
+            self.now_s, place = heapq.heappop(self._events)
+            if place == DRAFTER:
+                self._end_drafting()
+            else:
+                self._end_step(place)
         return self
 
     @property
@@ -113,23 +92,56 @@ class BatchMachine:
     @property
     def tokens_per_s(self) -> float:
         """Tokens of one request."""
-        return self.num_tokens / self.now_s / self.batch
+        return self.num_tokens / self.now_s / self.batch / self.num_engines
 
-    def _draft(self, i: int) -> None:
-        at_s, pending = self._next_s[i], self._pending[i]
-        while at_s is not None and at_s <= self.now_s + 1e-9:
-            pending.append(self._random.random() < self.acceptance)
-            at_s = at_s + self.draft_token_s if len(pending) < 2 * self.window - 1 else None
-        self._next_s[i] = at_s
+    def _open(self, id: str) -> Row:
+        opened = Opened(id, [RIGHT], 0, self.window, False, NUM_POSITIONS)
+        return Row(DraftStream(opened, self.counts), VerifyStream(1))
 
-    def _verify(self, i: int, taken: int) -> None:
-        verified, beyond = self._pending[i][:taken], self._pending[i][taken:]
-        num_right = verified.index(False) if False in verified else taken
-        self.num_tokens += num_right + 1
-        self.num_drafted += taken
+    def _after(self, seconds: float, place: int) -> None:
+        seconds *= 1.0 + self._random.uniform(-JITTER, JITTER)
+        heapq.heappush(self._events, (self.now_s + seconds, place))
+
+    def _begin_step(self, engine: int) -> None:
+        num_taken = sum(len(row.taken) for row in self._rows[engine])
+        self._after(self.verify_s(num_taken / self.batch), engine)
+
+    def _end_step(self, engine: int) -> None:
+        self.num_steps += 1
+        for row in self._rows[engine]:
+            self._verify(row)
+        for row, told in self._drafts[engine]:
+            row.verifier.receive(told, TEXT)
+        self._drafts[engine] = []
+        for row in self._rows[engine]:
+            row.taken = row.verifier.pending[: self.window]
+        self._begin_step(engine)
+        if self._drafting is None:
+            self._begin_drafting()
+
+    def _verify(self, row: Row) -> None:
+        num_right = agreeing(row.taken, [RIGHT] * len(row.taken))
+        emitted = [RIGHT] * (num_right + 1)
+        self._verified.append((row, Verified("", row.verifier.num_tokens, emitted)))
+        row.verifier.advance(emitted)
+        self.num_tokens += len(emitted)
+        self.num_drafted += len(row.taken)
         self.num_accepted += num_right
-        self.num_rejections += num_right < taken
-        goes_on = num_right == taken and bool(beyond) and beyond[0]
-        self._pending[i] = beyond[1:] if goes_on else []
-        if not goes_on or self._next_s[i] is None:
-            self._next_s[i] = self.now_s + self.draft_token_s
+        self.num_rejections += num_right < len(row.taken)
+
+    def _begin_drafting(self) -> None:
+        for row, told in self._verified:
+            row.drafter.verified(told)
+        self._verified = []
+        wanting = [row for rows in self._rows for row in rows if row.drafter.wants]
+        self._drafting = wanting or None
+        if wanting:
+            self._after(self.draft_s(len(wanting)), DRAFTER)
+
+    def _end_drafting(self) -> None:
+        for row in self._drafting or []:
+            right = WRONG not in row.drafter.ahead and self._random.random() < self.acceptance
+            engine = int(row.drafter.opened.id.partition("-")[0])
+            told = row.drafter.drafted(RIGHT if right else WRONG, ended=False)
+            self._drafts[engine].append((row, told))
+        self._begin_drafting()

@@ -6,7 +6,7 @@ from engines.specactor.health import MIN_DRAFT_TOKENS, NUM_RECENT, DrafterHealth
 from engines.specactor.ladder import Ladder, choose_drafter
 from tests.specactor.latencies import AffineLatency
 
-LADDER = Ladder(AffineLatency(10e-3, 1e-4, 5e-5), 4, ("small",), 1000.0, max_window=8)
+LADDER = Ladder(AffineLatency(10e-3, 1e-4, 5e-5), 4, ("small",), 1000.0, 8, {"small": 1})
 BATCH = 64
 
 
@@ -57,7 +57,7 @@ def test_a_collapse_takes_it_off_the_ladder_at_once():
 
 
 def test_halved_acceptance_that_pays_is_no_collapse():
-    free = Ladder(AffineLatency(10e-3, 0.0, 0.0), 4, ("small",), 1000.0, max_window=8)
+    free = Ladder(AffineLatency(10e-3, 0.0, 0.0), 4, ("small",), 1000.0, 8, {"small": 1})
     health = health_of(0.9, 0.3)
     assert free.best("small", 0.3, 1).window
     assert not health.collapsed("small", free, 1)

@@ -1,5 +1,7 @@
 """The draft ladder chooses the fastest drafter, by acceptances that are measured from rates."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,8 +19,9 @@ from tests.specactor.latencies import AffineLatency
 from tests.specactor.views import NGRAM, SMALL, drafted
 
 MACHINE = AffineLatency()
-LADDER = Ladder(MACHINE, 4, ("ngram", "small", "large"), 1000.0, max_window=8)
-COSTLY = Ladder(AffineLatency(5e-3, 3e-4, 3e-4), 4, LADDER.drafters, 1000.0, max_window=8)
+AHEAD = {"small": 1, "large": 2}
+LADDER = Ladder(MACHINE, 4, ("ngram", "small", "large"), 1000.0, 8, AHEAD)
+COSTLY = Ladder(AffineLatency(5e-3, 3e-4, 3e-4), 4, LADDER.drafters, 1000.0, 8, AHEAD)
 
 rates = st.dictionaries(st.sampled_from(LADDER.drafters), st.floats(0, 1))
 
@@ -67,6 +70,7 @@ def test_the_largest_speed_up_is_chosen(acceptances, batch, ladder):
         assert most <= 1.0
     else:
         assert best[chosen.drafter] == (chosen.window, most)
+        assert chosen.coupled == (chosen.drafter == "ngram")
         assert most > 1.0
 
 
@@ -78,6 +82,15 @@ def test_the_choice_changes_with_acceptance_and_batch():
     assert choose_drafter(LADDER, better, 1).drafter == "small"
     assert choose_drafter(COSTLY, alike, 512) is None
     assert choose_drafter(LADDER, {"unknown": 1.0}, 1) is None
+
+
+def test_a_drafter_that_serves_more_engines_is_slower():
+    alone, shared = (replace(LADDER, ahead={"small": num}) for num in (1, 40))
+    assert alone.best("small", 0.8, 64).speedup > 1.05 * shared.best("small", 0.8, 64).speedup
+    setting = shared.setting("small", 3)
+    in_steps = replace(shared, max_drafted=128)
+    assert in_steps.pace(setting, 0.8, 64).tokens < shared.pace(setting, 0.8, 64).tokens
+    assert in_steps.pace(setting, 0.8, 3) == shared.pace(setting, 0.8, 3)
 
 
 def test_the_ladder_as_a_grid():

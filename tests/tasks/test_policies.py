@@ -163,7 +163,7 @@ async def test_switch_costs_are_those_measured_in_the_run():
     assert controller.effects.costs == told
 
 
-LADDER = Ladder(AffineLatency(10e-3, 1e-4, 5e-5), 1, ("ngram", "small"), 300.0, max_window=8)
+LADDER = Ladder(AffineLatency(10e-3, 1e-4, 5e-5), 1, ("ngram", "small"), 300.0, 8, {"small": 2})
 PIPELINED = {"staleness": 1}
 DRAFTING = {"specactor": {"draft_models": [DRAFTER]}}
 CONFIGS = {

@@ -1,6 +1,7 @@
 """A step's drafter is chosen by the draft ladder and by the acceptance of earlier steps."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,12 +20,12 @@ from tasks.run.policies import (
     known_acceptances,
     settings_of,
 )
-from tasks.run.preflight import Inputs
+from tasks.run.preflight import Inputs, _ladder
 from tests.conftest import DEMO
 from tests.flows.commands import altered_model
 from tests.specactor.latencies import AffineLatency
 
-LADDER = Ladder(AffineLatency(10e-3, 1e-4, 5e-5), 1, ("ngram", "small"), 300.0, max_window=8)
+LADDER = Ladder(AffineLatency(10e-3, 1e-4, 5e-5), 1, ("ngram", "small"), 300.0, 8, {"small": 2})
 MODEL = {"name": "small", "path": str(DEMO / "drafter")}
 
 
@@ -94,18 +95,30 @@ def test_with_a_ladder_it_is_the_best_of_the_last_steps():
     run.saw(0, "small", 0.85)
     chosen = drafting_of(run)
     assert chosen is not None
-    assert (chosen.drafter, chosen.coupled) == ("small", False)
-    assert 1 <= chosen.window <= 8
+    window = LADDER.best("small", 0.85, 32).window
+    assert chosen == DraftSetting("small", window, coupled=False), "64 requests on two engines"
     run.saw(1, "small", 0.1)
     assert drafting_of(run) is None, "drafts after the acceptance has collapsed"
     run.saw(1, "ngram", 0.9)
     assert drafting_of(run).drafter == "ngram"
 
 
+def test_the_ladder_knows_how_the_run_drafts():
+    """Three engines share two processes of the model. N-grams and history draft in turn."""
+    run = config(draft_models=[MODEL | {"num_engines": 2}]).model_copy(
+        update={"rollout": config().rollout.model_copy(update={"num_engines": 3})}
+    )
+    ladder = _ladder(run, SimpleNamespace(drafters=("ngram", "small")))
+    assert ladder.ahead == {"small": 2}
+    assert ladder.max_drafted == run.rollout.max_num_seqs
+    in_turn = {drafter for drafter in ladder.drafters if ladder.setting(drafter, 4).coupled}
+    assert in_turn == {"histospec", "ngram"}
+
+
 def test_the_history_is_on_the_ladder_and_drafts_in_its_own_way():
     costs = {"histospec": (0.0, 1e-6), "small": (1e-3, 1e-6)}
     latency = AffineLatency(10e-3, 1e-4, 5e-5, costs)
-    run = run_of(Ladder(latency, 1, ("histospec", "small"), 300.0, max_window=8))
+    run = run_of(Ladder(latency, 1, ("histospec", "small"), 300.0, 8, {"small": 2}))
     run.saw(0, "small", 0.5)
     assert drafting_of(run).drafter == "small"
     run.saw(1, "histospec", 0.8)
@@ -146,7 +159,7 @@ def test_a_freed_engine_races_with_what_is_expected_to_be_the_fastest():
     assert unknown[1] == DraftSetting("small", 4, coupled=False)
     known = raced(run_of(LADDER), small=0.85, ngram=0.1)
     assert [setting.drafter for setting in known] == ["small", "ngram", "histospec"]
-    assert known[0] == LADDER.best_setting("small", 0.85, 8, coupled=False)
+    assert known[0] == LADDER.best_setting("small", 0.85, 8)
     assert known[0].window != 4
     assert raced(run_of(LADDER), small=0.3, ngram=0.9)[0].drafter == "ngram"
 
