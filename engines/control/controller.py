@@ -3,8 +3,8 @@
     view ─outlook─► forecast in three scenarios of the lengths ─reshaping─► the switches that pay
 
 A switch must pay in the main scenario, be better now than later, and pay on average over all three.
-Races and migrations have rules of their own (`engines.control.techniques`): engines that are free
-cost nobody anything, and to weigh them against switches brought less than 1 %.
+Races and migrations have rules of their own (`engines.control.techniques`). To weigh them against
+switches as well brought nothing in simulation (docs/decisions/2-one-controller.md).
 
 With `shares_engines`, free engines race the requests of other engines. Only a pool that may be the
 last of the stage is then switched. For this the controller keeps the last forecast of every pool.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from engines.control.outlook import Outlook
-from engines.control.reshaping import PoolLook, Reshaping
+from engines.control.reshaping import Reshaping
 from engines.control.state import StepState
 from engines.rollout.moves import EngineView, Reshape, RolloutView
 from schemas.layout import Pool
@@ -82,27 +82,26 @@ class Controller:
         state = self.outlook.forecast(seen_view)
         looks = [look for pool in pools if (look := self.reshaping.look(pool, state))]
         self._ends_s |= {look.pool.index: view.elapsed_s + max(look.ends_s) for look in looks}
-        found = [
-            (look, best) for look in looks if self._may_be_last(look) and (best := look.best())
-        ]
-        paying = [
+        moves = [
             Reshape(look.pool.index, made.tp_degree, made.move_kv)
-            for look, (value, made) in found
+            for look in looks
+            for value, made in look.best()
             if look.stays - value > self.margin * look.stays
         ]
-        return self._paying_on_average(seen_view, state, paying)
-
-    def _paying_on_average(
-        self, view: RolloutView, state: StepState, moves: Sequence[Reshape]
-    ) -> list[Reshape]:
         if not moves or not self.outlook.remaining.is_known:
-            return list(moves)
-        states = [state, *(self.outlook.forecast(view, scenario) for scenario in SCENARIOS)]
-        return [move for move in moves if fmean(self._gain(move, of) for of in states) > 0.0]
+            return moves
+        others = [self.outlook.forecast(seen_view, scenario) for scenario in SCENARIOS]
+        last_s = max(self._ends_s.get(i, math.inf) for i in self.reshaping.pools) - view.elapsed_s
+        return [move for move in moves if self._pays_in_all(move, [state, *others], last_s)]
 
-    def _gain(self, move: Reshape, state: StepState) -> float:
-        look = self.reshaping.look(self.reshaping.pools[move.pool], state)
-        return look.gain(move.tp_degree, move_kv=move.move_kv) if look else 0.0
+    def _pays_in_all(self, move: Reshape, states: Sequence[StepState], last_s: float) -> bool:
+        """Return whether the switch pays on average over the scenarios. If free engines race, its
+        pool must also end near `last_s` in one of them."""
+        pool = self.reshaping.pools[move.pool]
+        looks = [look for state in states if (look := self.reshaping.look(pool, state))]
+        if self.shares_engines and max(max(one.ends_s) for one in looks) < (1 - NEAR) * last_s:
+            return False
+        return fmean(look.gain(move.tp_degree, move_kv=move.move_kv) for look in looks) > 0.0
 
     def _next_pools(self, view: RolloutView) -> tuple[list[Pool], list[EngineView]]:
         """Take the round's next pools, as many as `max_requests` allows. Return them and their
@@ -125,11 +124,6 @@ class Controller:
                 self._ends_s[pool.index] = 0.0
             del self._todo[0]
         return pools, engines
-
-    def _may_be_last(self, look: PoolLook) -> bool:
-        """Return whether free engines help nobody, or the pool may be the last of the stage."""
-        ends_s = [self._ends_s.get(index, math.inf) for index in self.reshaping.pools]
-        return not self.shares_engines or self._ends_s[look.pool.index] >= (1 - NEAR) * max(ends_s)
 
     def _due(self, view: RolloutView) -> bool:
         free = frozenset(engine.engine for engine in view.engines if not engine.progress)

@@ -137,15 +137,15 @@ class PoolLook:
     sources: Sequence[EngineState]
     state: StepState
 
-    def best(self) -> tuple[float, Switched] | None:
-        """Return the best switch with known latencies and its value, if it pays and now is the best
-        moment for it."""
+    def best(self) -> list[tuple[float, Switched]]:
+        """Return the value of the best switch with known latencies, and the switch. Empty if it
+        does not pay, or a later one is better."""
         for value, made in sorted(self._switched(), key=lambda at: at[0]):
             if value >= self.stays or any(later < value for later in self._laters()):
-                return None
+                return []
             if self._knows(*self.sources, *made.targets):
-                return value, made
-        return None
+                return [(value, made)]
+        return []
 
     def gain(self, tp_degree: int, *, move_kv: bool) -> float:
         """Return how much less the value is with this switch. 0 if no request would be left."""

@@ -130,10 +130,9 @@ class Coordinator:
         A request starts on its assigned engine, or on another one if that is gone or its GPUs are
         in another layout. Without an engine it waits until a policy starts it (`moves.Start`).
         `weights`: policy version to generate with; default: that of `load_weights`.
-        `min_rollouts`: requests that must finish in this stage. The rest may be deferred to the
-        next stage, if that one sets `min_rollouts` too. None: no request is deferred from or to
-        this stage.
-        `in_flight`: see `GenerationStage`.
+        `min_rollouts`: requests that must finish in this stage. The rest may be deferred to a next
+        stage that sets `min_rollouts` too. None: none is deferred from or to this stage.
+        `in_flight`, `moves_kv`: see `GenerationStage`.
 
         Raises RuntimeError while the trainer has the GPUs, `EngineGone` when no engine is left. The
         future raises `EngineDied` when one engine dies more than `max_restarts` times in a run, or

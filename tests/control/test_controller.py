@@ -102,6 +102,8 @@ def test_a_round_of_many_takes_several_goes():
     for elapsed_s in (0, 1, 2, 5):
         controller.decide(view_of(busy, elapsed_s=elapsed_s))
     assert looks == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+    controller.decide(view_of(busy, elapsed_s=10))
+    assert looks[3] == [4, 5, 6, 7], "the last round has not looked at these"
 
 
 def test_large_batches_are_not_changed():
