@@ -7,7 +7,7 @@
     actor repeats no call ◄── answers to these turns ◄────────────────────────────┘
 
 The store may lack the turns of the last moment. Engines draw these again, with the same tokens. So
-the journal waits for nobody, and it writes less often if writes would take the store's time.
+nobody waits for the journal, and it writes less often if writes would take the store's time.
 """
 
 import asyncio

@@ -215,17 +215,15 @@ _OF_SAMPLE = """t.split = r.split AND t.origin_step = r.origin_step AND t.prompt
 """
 """Whether an open turn t belongs to the sample of a rollout r, which may have been deferred."""
 
-ADD_TURNS = f"""
-INSERT INTO open_turns BY NAME
-FROM new_turns AS t WHERE NOT EXISTS (FROM rollouts AS r WHERE {_OF_SAMPLE})
-"""
+CLOSE_TURNS = f"DELETE FROM open_turns AS t USING rollouts AS r WHERE {_OF_SAMPLE}"
 
-CLOSE_TURNS = f"DELETE FROM open_turns AS t USING finished AS r WHERE {_OF_SAMPLE}"
-
-OPEN_TURNS = """
-FROM open_turns
+OPEN_TURNS = f"""
+FROM open_turns AS t
 WHERE coalesce(split = $split AND origin_step = $step, true)
+  AND NOT EXISTS (FROM rollouts AS r WHERE {_OF_SAMPLE})
 ORDER BY rowid
+"""
+"""Some turns may have come after their rollout. The next rollout of any conversation removes them.
 """
 
 FORGET_TURNS = """

@@ -49,18 +49,18 @@ class Store(StepRecords):
             con.register("rows", rows.select(["prompt_key", "prompt_token_ids"]))
             con.execute("INSERT INTO prompts FROM rows ON CONFLICT DO NOTHING")
             rows = rows.drop_columns(["prompt_token_ids"])
+            num_new = self._archive.insert_new(con, "rollouts", rows, epoch=epoch)
             if any(len(chunk.flatten()) for chunk in rows["turns"].chunks):
-                con.register("finished", rows)
                 con.execute(queries.CLOSE_TURNS)
-            return self._archive.insert_new(con, "rollouts", rows, epoch=epoch)
+            return num_new
 
     def add_turns(self, rows: pa.Table) -> float:
-        """Add the rows of `turns.turn_rows`, without those of conversations whose rollout the store
-        has. Return the seconds that it took, without waiting for other writers."""
+        """Add the rows of `turns.turn_rows`. Return the seconds that it took, without waiting for
+        other writers."""
         with self._transaction() as con:
             began_s = time.perf_counter()
             con.register("new_turns", rows)
-            con.execute(queries.ADD_TURNS)
+            con.execute("INSERT INTO open_turns BY NAME FROM new_turns")
         return time.perf_counter() - began_s
 
     def open_turns(self, split: Split | None = None, step: int | None = None) -> pa.Table:

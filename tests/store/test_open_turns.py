@@ -77,6 +77,8 @@ def test_turns_go_with_their_rollout_and_late_ones_are_left_out(store: Store) ->
     assert [*known(store)] == [(1, 2)]
     add(store, turn(0), turn(0, sample=1), turn(1, sample=2))
     assert {key: len(turns) for key, turns in known(store).items()} == {(1, 2): 2}
+    add_rollouts(store, talk(TURNS, sample=3))
+    assert store._fetch("SELECT count(*) FROM open_turns") == [(2,)]
 
 
 def test_a_crash_while_a_rollout_lands_loses_and_doubles_nothing(
