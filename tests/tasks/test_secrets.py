@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines.learn.mirror import Mirror
-from engines.tracking.mlflow_run import _flat_params
+from engines.tracking.mlflow_run import flat_params
 from flows.config_file import load_config, override
 from schemas.config import TrainConfig
 from schemas.reward import FunctionReward
@@ -51,7 +51,7 @@ def test_no_record_shows_them(tmp_path: Path) -> None:
 
     given = config(tmp_path)
     assert_hidden(given.model_dump_json())
-    assert_hidden(str(_flat_params(given)))
+    assert_hidden(str(flat_params(given)))
     assert_hidden(repr(given))
     assert_hidden(to_json(train.serialize_parameters({"config": given, "resume": False})).decode())
     reaches = train.validate_parameters({"config": given, "resume": False})["config"]
