@@ -177,9 +177,10 @@ async def _move_model(
 
 async def kv_rule(run: Run, engines: Engines, plan: StepPlan) -> MovesKV:
     """Return which requests take keys and values along when they race or migrate: those for which
-    that is faster by the profile, or by the last step's measurements."""
-    if not (run.config.pat.tp_degrees or run.config.specactor.races):
-        return moves_long
+    that is faster by the profile, or by the last step's measurements. None of them if the engines
+    can save none."""
+    if not (run.config.pat.tp_degrees or run.config.engine.moves_kv):
+        return lambda *_: False
     last = None if plan.split is Split.VALIDATION else await last_known(run, plan.step)
     latency = run.inputs.latency or (measured_by(last.shares) if last else None)
     return _costs(run, latency, engines, last).moves_kv if latency else moves_long
