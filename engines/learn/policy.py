@@ -69,29 +69,51 @@ class PolicyModel(nn.Module):
     ) -> TokenScores:
         """Score `batch.targets` under softmax(logits / temperature). Raise ValueError for a sample
         that is too long for the engines' positions."""
+        targets = torch.from_numpy(batch.targets).to(self.device)
+        return self(*self._row(batch), targets, temperature, entropy_gradient)
+
+    def _row(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor, SampleBounds]:
         longest = max(batch.num_tokens)
         if self._most_positions is not None and longest > self._most_positions:
             raise ValueError(beyond(longest, self._most_positions))
-        arrays = (batch.input_ids, batch.position_ids, batch.predict_at, batch.targets)
-        tensors = (torch.from_numpy(array).to(self.device) for array in arrays)
-        bounds = SampleBounds.of(batch.num_tokens, self.device)
-        return self(*tensors, bounds, temperature, entropy_gradient)
+        arrays = (batch.input_ids, batch.position_ids, batch.predict_at)
+        input_ids, position_ids, predict_at = (
+            torch.from_numpy(array).to(self.device) for array in arrays
+        )
+        return input_ids, position_ids, predict_at, SampleBounds.of(batch.num_tokens, self.device)
+
+    def hidden_states(self, batch: MicroBatch) -> Float[Tensor, "tokens width"]:
+        """Return the input of the output layer for each of `batch.targets`."""
+        return self._hidden(*self._row(batch))
+
+    def logits(self, hidden: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens vocab"]:
+        """Return the logits of hidden states, float32. With FSDP2, unshard the policy before."""
+        return self._head.logits(self.model, hidden)
+
+    def _hidden(
+        self,
+        input_ids: Int[Tensor, "row"],
+        position_ids: Int[Tensor, "row"],
+        predict_at: Int[Tensor, "tokens"],
+        segments: SampleBounds,
+    ) -> Float[Tensor, "tokens width"]:
+        with row_of(segments):
+            output = decoder_of(self.model)(
+                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False
+            )
+        return output.last_hidden_state[0, predict_at]
 
     def forward(
         self,
         input_ids: Int[Tensor, "row"],
         position_ids: Int[Tensor, "row"],
         predict_at: Int[Tensor, "tokens"],
-        targets: Int[Tensor, "tokens"],
         segments: SampleBounds,
+        targets: Int[Tensor, "tokens"],
         temperature: float,
         entropy_gradient: bool = False,
     ) -> TokenScores:
-        with row_of(segments):
-            output = decoder_of(self.model)(
-                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False
-            )
-        hidden = output.last_hidden_state[0, predict_at]
+        hidden = self._hidden(input_ids, position_ids, predict_at, segments)
         chunk_tokens = max(1, MAX_LOGITS // self.vocab_size)
         settings = (temperature, entropy_gradient)
         if len(targets) <= chunk_tokens:

@@ -2,7 +2,11 @@
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from engines.learn.policy import PolicyModel
 
@@ -21,3 +25,4 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> 
     # Reshard the root too. Otherwise, after a forward pass without a backward pass (as for
     # canaries), its parameters would no longer be the ones that the optimiser knows.
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    register_fsdp_forward_method(policy, "hidden_states")
