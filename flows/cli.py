@@ -393,8 +393,8 @@ def bench(name: str | None, args: tuple[str, ...], listed: bool) -> None:
     run_command(list_benches if listed else lambda: launch_bench(name, args))
 
 
-main.add_command(cli_inputs.data)
-main.add_command(cli_inputs.config)
+for command in (cli_inputs.data, cli_inputs.config, cli_inputs.drafter):
+    main.add_command(command)
 
 if __name__ == "__main__":
     main()

@@ -1,5 +1,6 @@
-"""Commands about the inputs of a run: `refrain data` and `refrain config`."""
+"""Commands about the inputs of a run: `refrain data`, `refrain config` and `refrain drafter`."""
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -77,3 +78,73 @@ def config(**options: Any) -> None:
     from flows.show_config import launch_config
 
     run_command(lambda: launch_config(**options))
+
+
+@click.group()
+def drafter() -> None:
+    """Make drafters for `specactor`."""
+
+
+@drafter.command()
+@click.argument("model", type=options.DIRECTORY)
+@click.argument("data", nargs=-1, required=True, type=options.FILE)
+@click.option(
+    "-o",
+    "--out",
+    required=True,
+    type=options.DIRECTORY,
+    metavar="DIR",
+    help="The head's directory.",
+)
+@options.count("--prompts", default=512, show_default=True, help="Most prompts to answer.")
+@options.count("--samples", default=4, show_default=True, help="Responses to each prompt.")
+@options.count("--tokens", default=256, show_default=True, help="Longest response.")
+@options.count(
+    "--prompt-tokens",
+    default=1024,
+    show_default=True,
+    help="Longest prompt; longer ones are left out.",
+)
+@click.option(
+    "--temperature",
+    type=options.Finite(0.05, 5.0),
+    default=1.0,
+    show_default=True,
+    metavar="T",
+    help="Sampling temperature, best that of your runs.",
+)
+@click.option(
+    "--window",
+    type=click.IntRange(1, 16),
+    default=4,
+    show_default=True,
+    metavar="N",
+    help="Tokens that the head learns to draft one after the other.",
+)
+@options.count(
+    "--steps", default=300, show_default=True, help="Updates, each on about 2,000 tokens."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="bfloat16",
+    show_default=True,
+    help="Data type of the model.",
+)
+@click.option("--trust-remote-code", is_flag=True, help="Run the Python code in MODEL.")
+@options.seed(default=0, show_default=True)
+@click.option("--overwrite", is_flag=True, help="Replace the head in DIR.")
+def train(model: Path, **values: Any) -> None:
+    """Train a draft head for MODEL on its own responses to the prompts of DATA.
+
+    MODEL is a Hugging Face directory, DATA are files with prompts as in `data.train`. The command
+    prints how often the head drafts the right token on held-out prompts. A tenth of the prompts is
+    held out. Nothing is written until the head is trained.
+
+    \b
+    refrain drafter train models/smollm2 data/smollm2/train.parquet --out heads/smollm2
+    refrain drafter train /models/Qwen3-8B train.parquet --out heads/qwen3 --steps 2000
+    """
+    from flows.drafter import launch_drafter_train
+
+    run_command(lambda: launch_drafter_train(model, **values))
