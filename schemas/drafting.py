@@ -122,6 +122,11 @@ class SpecActorConfig(Frozen):
     """Directory of a draft head, for example `/files/head`, made by `refrain drafter train`. The
     engines draft with it where history knows less, from the first epoch on. Set it if first epochs
     are slow. It needs `rollout.tp_degree: 1` and `model_runner: v1`. Default: no head."""
+    train_head: bool = False
+    """Train the head along: after each update the trainer trains it on some of the step's rollouts,
+    and engines get it with the weights, for example `true`. Set it if the policy moves so far that
+    `rollout/spec_accept_length` falls from epoch to epoch. It costs the trainer a few forward
+    passes a step. Off: the head stays as it is."""
     window: int = Field(default=4, ge=1, le=64)
     """Draft tokens per verification, w, for example `6`. A draft model is at most 2w - 1 tokens
     ahead. Raise it if nearly all drafts are accepted. With a profile of the draft model, responses
@@ -157,6 +162,11 @@ class SpecActorConfig(Frozen):
         if self.drafter not in names:
             raise ValueError(
                 f"specactor.drafter: there is no {self.drafter!r}; it is one of {', '.join(names)}"
+            )
+        if self.train_head and not self.head:
+            raise ValueError(
+                "specactor.train_head needs a head to begin with: make one with `refrain drafter "
+                "train`, and set specactor.head to its directory"
             )
         return self
 

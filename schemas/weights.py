@@ -48,3 +48,6 @@ class PolicyWeights:
     """Sentences for people."""
     long_canaries: tuple[Canary, ...] = ()
     """Further canaries, one of them long. Empty at most syncs (`engines.learn.canaries`)."""
+    draft_head: Path | None = None
+    """Directory of the draft head that was trained along, which all nodes see. None: there is
+    none."""

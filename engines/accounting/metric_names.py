@@ -233,6 +233,21 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "tokens drafted after a wrong draft or after the response's end",
         ),
         Metric("drafter/{name}/max_wasted", "tokens", "most tokens wasted by one failure"),
+        Metric(
+            "draft_head/loss",
+            "nats",
+            "KL(policy, head) of a draft token (this and the next ones with `train_head`)",
+        ),
+        Metric(
+            "draft_head/skipped_updates",
+            "updates",
+            "updates with nothing to draft, or without a finite loss",
+        ),
+        Metric(
+            "draft_head/accept_length_before, accept_length_after",
+            "tokens",
+            "expected tokens per verification of the head before and after training on the step",
+        ),
         Metric("history/num_indexed", "prompts", "prompts of the step that have an index"),
         Metric("history/index_bytes", "bytes", "size of all index files"),
         Metric("history/num_damaged", "files", "damaged indexes that were rebuilt"),

@@ -22,6 +22,7 @@ from engines.draft_head.model import DraftHead
 from engines.draft_head.training import Agreement, SampledTokens, backpropagate, measure
 from engines.learn.packing import MicroBatch, TokenSequence
 from engines.learn.policy import PolicyModel
+from engines.learn.training_state import MOMENTS
 
 MAX_GRAD_NORM = 1.0
 WARMUP_UPDATES = 10
@@ -74,6 +75,7 @@ class HeadTraining:
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate * self._share()
         self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
         self._num_done += 1
         return loss
 
@@ -89,12 +91,7 @@ class HeadTraining:
 
     def tensors(self) -> list[Tensor]:
         """Return the head's weights and moments."""
-        moments = [
-            value
-            for state in self._optimizer.state.values()
-            for value in state.values()
-            if value.ndim
-        ]
+        moments = [state[name] for state in self._optimizer.state.values() for name in MOMENTS]
         return [*self.head.parameters(), *moments]
 
     def state(self) -> dict[str, Any]:
@@ -158,12 +155,13 @@ def follows(batch: MicroBatch) -> NDArray[np.bool_]:
     return np.concatenate([[False], directly])
 
 
-def choose_sequences(
+def draw_sequences(
     sequences: Sequence[TokenSequence], max_tokens: int, seed: Sequence[int]
-) -> list[TokenSequence]:
-    """Return a random part of the sequences, with at most `max_tokens` tokens, but at least one
-    sequence."""
+) -> tuple[list[TokenSequence], list[TokenSequence]]:
+    """Draw sequences of at most `max_tokens` tokens in all, but at least one sequence. Return them
+    and the others."""
     order = np.random.default_rng(seed).permutation(len(sequences))
-    chosen = [sequences[at] for at in order]
-    ends = np.cumsum([one.num_input_tokens for one in chosen])
-    return chosen[: max(1, int(np.searchsorted(ends, max_tokens, side="right")))]
+    shuffled = [sequences[at] for at in order]
+    ends = np.cumsum([one.num_input_tokens for one in shuffled])
+    num_drawn = max(1, int(np.searchsorted(ends, max_tokens, side="right")))
+    return shuffled[:num_drawn], shuffled[num_drawn:]

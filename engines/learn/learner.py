@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
@@ -34,8 +33,10 @@ from engines.learn.precision import ComputeIn
 from engines.learn.publishing import WholeTensors, whole_tensors
 from engines.learn.rollouts import choose_canaries, read_rollouts
 from engines.learn.rounding_loss import LOW, warning_of
+from engines.learn.run_head import RunHead, head_state
 from engines.learn.sample_isolation import ALONE, keeps_samples_apart
 from engines.learn.schedule import learning_rate_share
+from engines.learn.sharding import make_mesh
 from engines.learn.training_samples import TrainingSample, read_training_samples
 from engines.learn.training_state import MOMENTS
 from schemas.config import TrainConfig
@@ -62,6 +63,8 @@ class Learner:
         assert 0 <= rank < world_size
         self.policy_version = 0
         """Number of training steps that made the current weights."""
+        self.head: RunHead | None = None
+        """The draft head, if it is trained along."""
         self._canary_token_ids: Sequence[Sequence[int]] = ()
         self._config = config
         self._rank = rank
@@ -96,7 +99,8 @@ class Learner:
         """Yield the weights and moments that are on this rank's device."""
         models = [self._policy, *([self._reference.policy] if self._reference else [])]
         moments = (state[name] for state in self._optimizer.state.values() for name in MOMENTS)
-        for tensor in chain(*(model.parameters() for model in models), moments):
+        head = self.head.training.tensors() if self.head else []
+        for tensor in chain(*(model.parameters() for model in models), moments, head):
             if tensor.device.type == self._device.type:
                 yield tensor
 
@@ -126,6 +130,8 @@ class Learner:
             fused=True,
         )
         self._scheduler = LambdaLR(self._optimizer, lambda done: learning_rate_share(done, config))
+        if self._config.specactor.train_head:
+            self.head = RunHead(self._config, self._policy)
         if checkpoint_dir and state:
             self._resume(checkpoint_dir, state)
 
@@ -133,7 +139,7 @@ class Learner:
         config = self._config.trainer
         loading = Loading(
             self._device,
-            mesh=self._mesh(),
+            mesh=make_mesh(self._device, self._world_size, config.num_replicas),
             gradient_checkpointing=config.gradient_checkpointing,
             dtype=getattr(torch, config.dtype),
             compute_dtype=self._compute_dtype,
@@ -147,18 +153,6 @@ class Learner:
         check_steady(policy, self._compute_dtype)
         return policy
 
-    def _mesh(self) -> DeviceMesh | None:
-        num_replicas = self._config.trainer.num_replicas
-        if self._world_size == 1:
-            if self._device.type == "cpu":
-                return None
-            if not dist.is_initialized():
-                dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-        if num_replicas == 1:
-            return init_device_mesh(self._device.type, (self._world_size,))
-        shape = (num_replicas, self._world_size // num_replicas)
-        return init_device_mesh(self._device.type, shape, mesh_dim_names=("replica", "shard"))
-
     def _resume(self, checkpoint_dir: Path, state: checkpoint.CheckpointState) -> None:
         saved = training_state.read(checkpoint_dir / checkpoint.TRAINING_STATE_FILE)
         training_state.apply(
@@ -171,6 +165,8 @@ class Learner:
             world_size=self._world_size,
         )
         self._place_moments("cpu" if self._config.trainer.offload_optimizer else None)
+        if self.head:
+            self.head.restore(saved)
         self.policy_version = state.policy_version
 
     def train_step(self, batch: pa.Table) -> dict[str, float]:
@@ -199,6 +195,8 @@ class Learner:
         self.policy_version += 1
         self._canary_token_ids = choose_canaries(rollouts)
         self._long_canaries.train_on(rollouts)
+        if self.head:
+            metrics |= self.head.train(rollouts, self.policy_version)
         return self._summarise(updates, shares) | metrics
 
     def _assign_shares(self, minibatches: Sequence[Sequence[TrainingSample]]) -> list[Share]:
@@ -354,7 +352,7 @@ class Learner:
         """
         assert not self._host_copies.hold_something, "weights are not on the GPU"
         directory = checkpoint.checkpoints_dir(self._config)
-        small = training_state.capture(self._optimizer, self._scheduler)
+        small = training_state.capture(self._optimizer, self._scheduler) | head_state(self.head)
         trained = training_state.trained_tensors(self._policy, self._optimizer)
         dtype = getattr(torch, self._config.model.dtype)
         export = training_state.host_tensors(self._policy, dtype, keep=self._rank == 0)

@@ -1,7 +1,8 @@
 """FSDP2: how a policy is sharded, and when its layers are gathered."""
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
@@ -26,3 +27,17 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> 
     # canaries), its parameters would no longer be the ones that the optimiser knows.
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     register_fsdp_forward_method(policy, "hidden_states")
+
+
+def make_mesh(device: torch.device, world_size: int, num_replicas: int) -> DeviceMesh | None:
+    """Return the mesh of all ranks: shards, or replicas of shards (HSDP). A single GPU gets a mesh
+    of one, for mixed precision; a single process on a CPU gets none."""
+    if world_size == 1:
+        if device.type == "cpu":
+            return None
+        if not dist.is_initialized():
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    if num_replicas == 1:
+        return init_device_mesh(device.type, (world_size,))
+    shape = (num_replicas, world_size // num_replicas)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard"))

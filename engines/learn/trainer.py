@@ -123,7 +123,8 @@ class TrainerActor:
         warnings = self._learner.warn_of_rounding(arrived)
         if file is None:
             return None
-        return PolicyWeights(policy_version, file, short, not_handed, arrived, warnings, long)
+        head = self._learner.head.publish(policy_version) if self._learner.head else None
+        return PolicyWeights(policy_version, file, short, not_handed, arrived, warnings, long, head)
 
     def _canaries(
         self, token_ids: Sequence[Sequence[int]] | None

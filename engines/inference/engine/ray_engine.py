@@ -177,6 +177,8 @@ class RayEngine:
             await self._call("call_drafting", "load_draft_head", str(directory))
 
     async def load_weights(self, weights: PolicyWeights) -> float:
+        if weights.draft_head:
+            await self.load_draft_head(weights.draft_head)
         return await self._call("load_weights", weights)
 
     async def park(self) -> None:
