@@ -4,15 +4,16 @@
 
 Nothing is trained: the policy does not change. The bench answers the same prompts in several epochs
 at each temperature, each epoch with new noise. The temperature controls the entropy: a trained 7B
-model has 0.2 to 0.6 nats per token at temperature 1, a small untrained one 2 and more. Three
-engines generate in turn:
+model has 0.2 to 0.6 nats per token at temperature 1, a small untrained one 2 and more. Engines
+generate in turn:
 
     stock   vLLM as installed: no speculation, its own sampling
     off     refrain with drafting off
     on      refrain with drafting on, and the history of earlier epochs
+    head    the same with a draft head beside the history (with --head DIR)
 
-Engines of `off` and `on` must generate the same tokens; in bfloat16 near-ties may flip. A lap of
-`on` is compared with the lap of `off` beside it. `nats` is the mean of -log p over the sampled
+All but `stock` must generate the same tokens; in bfloat16 near-ties may flip. A lap of `on` is
+compared with the lap of `off` beside it. `nats` is the mean of -log p over the sampled
 tokens. `own`, `shared` and `siblings` are shares of all tokens and add up to `from drafts`. `gated`
 is the share of steps that verified nothing.
 
@@ -21,24 +22,25 @@ prompt lookup would draft. `if cheap` is the decoding speed-up of refrain's draf
 where verifying a token takes a tenth of generating one, for example a GPU with few rows.
 
 The first temperature has more laps (`--first-laps`): drafts gain least there, so you see what they
-cost. Choose sizes so that a lap takes at least half a minute. On a GPU all three engines share the
-first card (not run on one yet).
+cost. Choose sizes so that a lap takes at least half a minute. On a GPU all engines share the first
+card (not run on one yet).
 """
 
 import asyncio
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
 from benchmarks import one_step
 from benchmarks.laps import Measured, Row, check_counts, rows_with
 from benchmarks.lockstep import Batch, generate_again
-from benchmarks.temperature_engines import DialRun, DialTurn, groups_of
+from benchmarks.temperature_engines import DRAFTING, DialRun, DialTurn, groups_of
 from engines.histospec.library import PromptHistory
 from engines.histospec.predicted_gain import CHEAP, RowTimes
 from engines.reports.tables import plain_table
@@ -50,6 +52,7 @@ from schemas.rollout import RequestId
 
 PACKAGES = (*one_step.PACKAGES, "transformers")
 SOURCES = ("own", "shared", "siblings", "ngram")
+OF_HEAD = ("acceptance_length", "acceptance_rate", "speculation_rate", "gated")
 COMPARED = ("nats", "speculation_rate", "acceptance_length", "gated", *SOURCES, "if_cheap")
 
 
@@ -81,6 +84,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="data type of the engines [default: float32, in which no token may differ]",
     )
     parser.add_argument(
+        "--head", type=Path, metavar="DIR", help="a draft head, from `refrain drafter train`"
+    )
+    parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="a PNG that shows the speed-up over entropy"
     )
 
@@ -108,7 +114,7 @@ def read_arguments(args: Namespace) -> tuple[TrainConfig, list[float], list[Prom
     """Return a config for the model, the temperatures and the prompts. Raise ValueError for a model
     or data that a run would refuse, and for numbers out of bounds."""
     from engines.data.dataset import load_dataset
-    from tasks.run.model_inputs import check_model, read_tokenizer
+    from tasks.run.model_inputs import check_draft_head, check_model, read_tokenizer
     from tasks.run.preflight import check_engine_fits
 
     check_counts(args, "prompts", "tokens", "prompt_tokens", "epochs", "laps", "first_laps")
@@ -120,6 +126,7 @@ def read_arguments(args: Namespace) -> tuple[TrainConfig, list[float], list[Prom
     config = _config(args)
     check_model(config.model, "MODEL")
     check_engine_fits(config)
+    check_draft_head(args.head, config.model)
     tokenizer = read_tokenizer(config.model)
     found = load_dataset([args.data], tokenizer, args.prompt_tokens).prompts
     if len(found) < args.prompts:
@@ -195,9 +202,9 @@ def _key_of(config: TrainConfig, id: RequestId) -> int:
 
 
 def share_identical(turns: Sequence[DialTurn]) -> float:
-    """Return the share of sequences of `on` that equal those of `off` token for token."""
+    """Return the share of sequences with drafting that equal those of `off` token for token."""
     of = {(turn.engine, turn.temperature, turn.epoch, turn.number): turn.lap for turn in turns}
-    pairs = [(lap, of["off", *rest]) for (engine, *rest), lap in of.items() if engine == "on"]
+    pairs = [(lap, of["off", *rest]) for (engine, *rest), lap in of.items() if engine in DRAFTING]
     return fmean(
         list(tokens) == list(off.tokens[id])
         for on, off in pairs
@@ -224,6 +231,11 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
             found[f"on_over_stock_{end}"] = _ratio(laps, "stock")
             on = rows_with(laps, engine="on")
             found |= {f"{name}_{end}": median(row[name] for row in on) for name in COMPARED}
+            if head := rows_with(laps, engine="head"):
+                found[f"head_over_off_{end}"] = _ratio(laps, "off", "head")
+                found |= {
+                    f"head_{name}_{end}": median(row[name] for row in head) for name in OF_HEAD
+                }
     useless, last = _end(max(temperatures)), _end(min(temperatures))
     found["on_over_off_where_useless"] = min(
         found[f"on_over_off_{useless}_epoch_{epoch}"] for epoch in epochs
@@ -232,10 +244,10 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
-def _ratio(laps: Sequence[Row], other: str) -> float:
-    """Return the tokens per second of `on` / those of another engine, lap by lap."""
+def _ratio(laps: Sequence[Row], other: str, engine: str = "on") -> float:
+    """Return the tokens per second of an engine / those of another one, lap by lap."""
     of = {row["lap"]: row["tokens_per_s"] for row in rows_with(laps, engine=other)}
-    compared = [row for row in rows_with(laps, engine="on") if row["lap"] in of]
+    compared = [row for row in rows_with(laps, engine=engine) if row["lap"] in of]
     return median(row["tokens_per_s"] / of[row["lap"]] for row in compared)
 
 
@@ -259,7 +271,24 @@ def show(report: BenchReport, console: Console) -> None:
             f"{of['if_cheap']:.2f}",
         )
     console.print(table)
+    if rows_with(report.rows, engine="head"):
+        console.print(_head_table(report.figures, places))
     console.print(f"sequences that are the same with drafting: {report.figures['identical']:.1%}")
+
+
+def _head_table(figures: dict[str, float], places: Iterable[tuple[float, int]]) -> Table:
+    table = plain_table("temperature", "epoch", "head/off", "length", "accepted", "gated")
+    for temperature, epoch in places:
+        end = f"{_end(temperature)}_epoch_{epoch}"
+        table.add_row(
+            f"{temperature:g}",
+            str(epoch),
+            f"{figures[f'head_over_off_{end}']:.3f}",
+            f"{figures[f'head_acceptance_length_{end}']:.2f}",
+            f"{figures[f'head_acceptance_rate_{end}']:.0%}",
+            f"{figures[f'head_gated_{end}']:.0%}",
+        )
+    return table
 
 
 def draw(

@@ -40,8 +40,8 @@ from tasks.run.model_inputs import model_shape
 from tasks.run.ray_cluster import ray_cluster
 
 AS_IT_IS = PolicyWeights(policy_version=0, source=None, canaries=())
-GPU_SHARE = 0.3
-"""Share of the GPU's memory for each of the three engines."""
+GPU_SHARE = 0.9
+"""Share of the GPU's memory for all engines."""
 CPU_KV_BYTES = 2 * 2**30
 """Largest KV cache of an engine on a CPU."""
 WARM_UP_TOKENS = 8
@@ -75,7 +75,10 @@ KINDS: dict[str, tuple[type[VLLMEngine], DraftingConfig]] = {
     "stock": (StockDialEngine, UNDRAFTED),
     "off": (DialEngine, UNDRAFTED),
     "on": (DialEngine, DraftingConfig()),
+    "head": (DialEngine, DraftingConfig()),
 }
+DRAFTING = ("on", "head")
+"""Engines that draft."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class DialTurn:
             "tokens_per_s": num_tokens / self.lap.seconds,
             "nats": -fmean(value for one in logprobs for value in one),
         }
-        return row | (self._drafted(num_tokens) if self.engine == "on" else {})
+        return row | (self._drafted(num_tokens) if self.engine in DRAFTING else {})
 
     def _drafted(self, num_tokens: int) -> Row:
         (share,) = self.lap.outcome.shares
@@ -136,16 +139,21 @@ class DialRun:
     """Directory of the indexes."""
     console: Console
 
+    @property
+    def kinds(self) -> list[str]:
+        """Names of the engines."""
+        return [name for name in KINDS if name != "head" or self.args.head]
+
     async def run(self, temperatures: Sequence[float]) -> list[DialTurn]:
-        with ray_cluster("bench", [Wanted("three engines", 1, "a GPU, where there is one")]) as on:
-            engines = {name: self._engine(name, bool(on.num_gpus)) for name in KINDS}
+        with ray_cluster("bench", [Wanted("all engines", 1, "a GPU, where there is one")]) as on:
+            engines = {name: self._engine(name, bool(on.num_gpus)) for name in self.kinds}
             coordinators = {name: Coordinator([one]) for name, one in engines.items()}
             try:
                 for name, coordinator in coordinators.items():
                     self.console.print(f"starting {name}")
                     await coordinator.start()
                     warm_up = await self._roll_out(coordinator, 0, WARM_UP_TOKENS)
-                    # The drafting engine starts last: it needs a history to warm up its drafter.
+                    # Drafting engines start last: they need a history to warm up their drafter.
                     History(self.directory).add(0, self.prompts, warm_up.tokens)
                 turns: list[DialTurn] = []
                 for temperature in temperatures:
@@ -163,8 +171,12 @@ class DialRun:
     def _engine(self, name: str, on_gpu: bool) -> RayEngine:
         engine_class, drafting = KINDS[name]
         changes: dict[str, Any] = {"drafting": drafting, "history_dir": self.directory}
+        if name == "head":
+            changes["specactor"] = self.config.specactor.model_copy(
+                update={"head": self.args.head.absolute()}
+            )
         if on_gpu:
-            rollout = {"gpu_memory_utilization": GPU_SHARE}
+            rollout = {"gpu_memory_utilization": GPU_SHARE / len(self.kinds)}
         else:
             rollout = {"kv_cache_bytes": self._kv_bytes()}
         changes["rollout"] = self.config.rollout.model_copy(update=rollout)
@@ -194,7 +206,7 @@ class DialRun:
         for epoch in range(1, self.args.epochs + 1):
             for number in range(num_laps):
                 # Stock vLLM is measured once: further laps only measure what drafts cost.
-                names = [name for name in KINDS if not number or name != "stock"]
+                names = [name for name in self.kinds if not number or name != "stock"]
                 for name in in_turn(names, epoch + number):
                     lap = await self._roll_out(coordinators[name], epoch)
                     turns.append(DialTurn(name, temperature, epoch, number, lap))

@@ -11,7 +11,7 @@ from engines.draft_head.model import DraftHead
 from engines.draft_head.training import Agreement
 from engines.inference.engine.checkpoint_engine import CheckpointEngine
 from engines.inference.engine.in_process import InProcessEngine
-from engines.learn.head_training import HeadTraining, choose_sequences
+from engines.learn.head_training import HeadTraining, draw_sequences
 from engines.learn.loading import Loading, load_policy
 from engines.learn.packing import MicroBatch, TokenSequence, pack
 from engines.learn.policy import PolicyModel
@@ -119,7 +119,7 @@ def train_head(
     )
     budget = config.trainer.micro_batch_tokens
     batches = pack(sequences, budget, alone=policy.alone)
-    measured = choose_sequences(held_out, HELD_OUT_TOKENS, (config.seed,))
+    measured, _ = draw_sequences(held_out, HELD_OUT_TOKENS, (config.seed,))
     tests = pack(measured, budget, alone=policy.alone)
     training.set_scale(batches[0])
     before = training.agreement(tests)

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
@@ -51,7 +52,10 @@ def test_commands_and_options_are_known(page: Path) -> None:
     for line in COMMAND.findall(code):
         name, *arguments = shlex.split(line)
         assert name in known, line
-        options = {option for parameter in known[name].params for option in parameter.opts}
+        command = known[name]
+        if isinstance(command, click.Group):
+            command = command.commands[arguments[0]]
+        options = {option for parameter in command.params for option in parameter.opts}
         given = {argument for argument in arguments if argument.startswith("--")}
         # Each bench has its own options.
         assert name == "bench" or given <= options, line

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.real import COMPARED, add_arguments, figures, read_arguments, share_identical
+from benchmarks.real import (
+    COMPARED,
+    OF_HEAD,
+    add_arguments,
+    figures,
+    read_arguments,
+    share_identical,
+)
 from benchmarks.temperature_engines import DialTurn
 from tests.conftest import DEMO, REPOSITORY
 
@@ -26,7 +33,8 @@ def given(*more: str) -> Namespace:
 def lap(engine: str, temperature: float, epoch: int, number: int, speed: float) -> dict[str, Any]:
     row = {"engine": engine, "temperature": temperature, "epoch": epoch, "lap": number}
     row |= {"tokens_per_s": speed}
-    return row | (dict.fromkeys(COMPARED, 0.5) if engine == "on" else {})
+    measured = {"on": COMPARED, "head": OF_HEAD}.get(engine, ())
+    return row | dict.fromkeys(measured, 0.5)
 
 
 def test_a_lap_is_compared_with_the_one_beside_it() -> None:
@@ -42,6 +50,10 @@ def test_a_lap_is_compared_with_the_one_beside_it() -> None:
     assert found["on_over_off_where_useless"] == pytest.approx(0.95)
     assert found["on_over_off_t04"] == pytest.approx(1.3)
     assert found["nats_t04_epoch_2"] == 0.5
+    assert not any("head" in name for name in found)
+    rows = [row for row in rows if (row["temperature"], row["epoch"]) == (1.0, 1)]
+    rows.append(lap("head", 1.0, 1, 1, 150.0))
+    assert figures(rows)["head_over_off_t10_epoch_1"] == pytest.approx(0.75)
 
 
 def test_one_different_token_is_found() -> None:
@@ -52,6 +64,7 @@ def test_one_different_token_is_found() -> None:
     assert share_identical([off, turn("on", [3, 4])]) == 1.0
     assert share_identical([off, turn("on", [3, 5])]) == 0.5
     assert share_identical([off, turn("on", [3, 4, 5])]) == 0.5
+    assert share_identical([off, turn("on", [3, 4]), turn("head", [3, 5])]) == 0.75
 
 
 @pytest.mark.parametrize(
@@ -65,6 +78,7 @@ def test_one_different_token_is_found() -> None:
         ("--epochs=0", "--epochs 0: give at least 1"),
         ("--prompts=100000", r"--prompts 100000: .* has \d+ usable ones"),
         ("--tokens=1000000", "has a context of"),
+        ("--head=nowhere", "specactor.head: nowhere has no head.json"),
         ("--plot=plot.txt", "--plot plot.txt: give a name that ends in .png"),
     ],
 )
