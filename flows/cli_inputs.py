@@ -122,7 +122,7 @@ def drafter() -> None:
     help="Tokens that the head learns to draft one after the other.",
 )
 @options.count(
-    "--steps", default=300, show_default=True, help="Updates, each on about 2,000 tokens."
+    "--steps", default=1000, show_default=True, help="Updates, each on about 1,000 tokens."
 )
 @click.option(
     "--dtype",
@@ -143,7 +143,7 @@ def train(model: Path, **values: Any) -> None:
 
     \b
     refrain drafter train models/smollm2 data/smollm2/train.parquet --out heads/smollm2
-    refrain drafter train /models/Qwen3-8B train.parquet --out heads/qwen3 --steps 2000
+    refrain drafter train /models/Qwen3-8B train.parquet --out heads/qwen3 --steps 5000
     """
     from flows.drafter import launch_drafter_train
 

@@ -21,8 +21,6 @@ HELD_OUT_SHARE = 0.1
 """Share of the prompts that the head is not trained on: its agreement is measured there."""
 AT_ONCE = 256
 """Requests that vLLM gets at once, about."""
-UPDATE_TOKENS = 2048
-"""Tokens of an update, prompts included, or those of the longest sample."""
 
 
 def launch_drafter_train(
@@ -63,7 +61,7 @@ def launch_drafter_train(
                 "temperature": temperature,
                 "max_num_seqs": together * samples,
             },
-            "trainer": {"micro_batch_tokens": max(UPDATE_TOKENS, prompt_tokens + tokens)},
+            "trainer": {"micro_batch_tokens": prompt_tokens + tokens},
         }
     )
     chosen = read_prompts(config, prompts)

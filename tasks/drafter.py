@@ -25,6 +25,9 @@ from schemas.weights import PolicyWeights
 from tasks.run.model_inputs import model_shape
 
 LEARNING_RATE = 1e-3
+UPDATE_TOKENS = 1024
+"""Tokens of an update, prompts included, or those of the longest sample. Whole distributions as
+targets make the gradient of so few tokens good enough."""
 HELD_OUT_TOKENS = 8192
 """Most tokens of held-out samples that agreement is measured on, prompts included."""
 CPU_KV_BYTES = 2 * 2**30
@@ -117,7 +120,7 @@ def train_head(
         learning_rate=LEARNING_RATE,
         num_updates=num_updates,
     )
-    budget = config.trainer.micro_batch_tokens
+    budget = max([UPDATE_TOKENS, *(one.num_input_tokens for one in (*sequences, *held_out))])
     batches = pack(sequences, budget, alone=policy.alone)
     measured, _ = draw_sequences(held_out, HELD_OUT_TOKENS, (config.seed,))
     tests = pack(measured, budget, alone=policy.alone)

@@ -16,14 +16,17 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engines.checksums import sha256_of_all
+from engines.draft_head.files import save
+from engines.draft_head.model import DraftHead
 from engines.learn import training_state
 from engines.learn.checkpoint import MODEL_DIR
 from engines.learn.learner import Learner
 from engines.learn.loading import Loading, load_policy
 from engines.learn.packing import TokenSequence, pack
 from schemas.config import TrainConfig
+from schemas.drafting import SpecActorConfig
 from schemas.inputs import ModelConfig
-from tests.learn.conftest import make_batch
+from tests.learn.conftest import VOCAB_SIZE, make_batch
 from tests.learn.test_attention import SHAPES, SMALL
 from tests.learn.test_export import assert_as_it_came_in
 
@@ -142,9 +145,15 @@ def test_ways_to_save_memory_change_no_update(
     world_size, given = OTHERS[name]
     algorithm = ALGORITHMS[0]
     plain = {setting: given[setting] for setting in ("lora", "learning_rate") if setting in given}
-    config = make_run(make_config, "alone", algorithm=algorithm, **plain)
+    save(DraftHead(64), tmp_path / "head", vocab_size=VOCAB_SIZE, window=3)
+    specactor = SpecActorConfig(head=tmp_path / "head", train_head=True)
+    config, together = (
+        make_run(make_config, name, algorithm=algorithm, **own).model_copy(
+            update={"specactor": specactor}
+        )
+        for name, own in (("alone", plain), ("together", given))
+    )
     alone = train(config, 0, 1, None)
-    together = make_run(make_config, "together", algorithm=algorithm, **given)
     first, resumed, _ = train_on(world_size, together, tmp_path / "meet")
     assert_same(first, alone)
     assert_same(resumed, train(config, 0, 1, alone["path"]))
