@@ -25,6 +25,7 @@ from engines.machine.trainer_advice import trainer_advice
 from engines.machine.trainer_memory import (
     Training,
     adapter_params,
+    draft_head_params,
     moment_bytes,
     resting_bytes,
     trainer_footprint,
@@ -129,6 +130,7 @@ def training_of(config: TrainConfig, shape: ModelShape) -> Training:
         adapter_params=adapters,
         weight_bytes=DTYPE_BYTES[trainer.dtype],
         offload_optimizer=trainer.offload_optimizer,
+        draft_head_params=draft_head_params(shape) if config.specactor.train_head else 0,
     )
 
 

@@ -6,6 +6,7 @@ keeps, in float32,
 
     weights                             4 P / n             and the same for a reference model
     gradients, two moments              12 P / n            of the adapters alone, if any
+    draft head (`train_head`)           16 (7 h h + h)      whole on each rank
 
 A backward pass has three phases. The largest of them adds to that, for T tokens of which R are
 predicted:
@@ -58,6 +59,8 @@ class Training:
     """Whether moments are on the GPU only during the update, when there are no activations."""
     entropy_gradient: bool = False
     """Whether the loss has an entropy bonus."""
+    draft_head_params: int = 0
+    """Parameters of a draft head that is trained along: whole on each rank, in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ def trainer_footprint(shape: ModelShape, training: Training) -> TrainerFootprint
             peak, work = "update", moments - kept
         moments = 0.0
     return TrainerFootprint(
-        state_bytes=weights + moments,
+        state_bytes=weights + moments + 16.0 * training.draft_head_params,
         reference_bytes=reference if training.has_reference else 0.0,
         kept_bytes=kept,
         work_bytes=work,
@@ -136,7 +139,8 @@ def resting_bytes(shape: ModelShape, training: Training) -> float:
     models = shape.num_params * (2 if training.has_reference else 1)
     held = training.weight_bytes * (models + (training.adapter_params or 0))
     moments = 0.0 if training.offload_optimizer else moment_bytes(shape, training)
-    return (held + moments) * training.num_replicas / training.num_ranks
+    head = 12.0 * training.draft_head_params
+    return (held + moments) * training.num_replicas / training.num_ranks + head
 
 
 def moment_bytes(shape: ModelShape, training: Training) -> float:
@@ -160,6 +164,11 @@ def adapter_params(shape: ModelShape, rank: int) -> int:
     else:
         ends += 3 * (hidden + inner)
     return rank * ends * shape.num_layers
+
+
+def draft_head_params(shape: ModelShape) -> int:
+    """Return the number of parameters of a draft head of the usual inner size."""
+    return shape.hidden_size * (7 * shape.hidden_size + 1)
 
 
 def _layer_bytes(shape: ModelShape, tokens: int) -> float:

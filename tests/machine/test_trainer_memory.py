@@ -8,9 +8,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.memory import CASES, PROMPT_TOKENS, RESPONSE_TOKENS, qwen3_config
 from benchmarks.tracked_memory import track_peak
+from engines.draft_head.model import DraftHead
 from engines.latency.model_shape import SHAPES, ModelShape
 from engines.learn.lora import add_adapters
-from engines.machine.trainer_memory import Training, adapter_params, trainer_footprint
+from engines.machine.trainer_memory import (
+    Training,
+    adapter_params,
+    draft_head_params,
+    trainer_footprint,
+)
 from schemas.bench import BenchReport
 from schemas.trainer import LoraConfig
 from tests.conftest import REPOSITORY
@@ -104,3 +110,9 @@ def test_adapters_are_counted_as_peft_makes_them(changes: dict[str, Any]) -> Non
     add_adapters(model, LoraConfig(rank=4))
     made = sum(one.numel() for one in model.parameters() if one.requires_grad)
     assert made == adapter_params(ModelShape.from_hf_config(config, "small"), 4)
+
+
+def test_a_draft_head_is_counted_as_it_is_made() -> None:
+    num = sum(one.numel() for one in DraftHead(SMALL["hidden_size"]).parameters())
+    assert num == draft_head_params(ModelShape.from_hf_config(SMALL, "small"))
+    assert footprint(draft_head_params=num).bytes == footprint().bytes + 16 * num
