@@ -175,11 +175,11 @@ def _targets(
     tokens: SampledTokens, logits: Logits, temperature: float
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the tokens, with the policy's log-probabilities there."""
-    with torch.no_grad():
-        size = max(1, MAX_LOGITS // logits(tokens.hidden[:1]).shape[-1])
-        for first in range(0, len(tokens.token_ids), size):
-            chunk = slice(first, first + size)
-            yield chunk, F.log_softmax(logits(tokens.hidden[chunk]) / temperature, dim=-1)
+    scored = torch.no_grad()(lambda hidden: F.log_softmax(logits(hidden) / temperature, dim=-1))
+    size = max(1, MAX_LOGITS // scored(tokens.hidden[:1]).shape[-1])
+    for first in range(0, len(tokens.token_ids), size):
+        chunk = slice(first, first + size)
+        yield chunk, scored(tokens.hidden[chunk])
 
 
 def _drafts_in(
