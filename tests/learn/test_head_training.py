@@ -51,7 +51,7 @@ def test_the_loss_falls_and_the_policy_stays(model_dir: Path) -> None:
     batches = pack(sequences(), 128)
     training.set_scale(batches[0])
     agreed = training.agreement(batches)
-    losses = [training.update(batch) for _ in range(12) for batch in batches]
+    losses = [training.update(batch) for _ in range(8) for batch in batches]
     assert losses[-1] is not None
     assert losses[0] is not None
     assert losses[-1] < 0.7 * losses[0]
@@ -99,7 +99,7 @@ def head_of(learner: Learner) -> dict:
 
 
 def steps(learner: Learner, versions: range) -> list[dict[str, float]]:
-    return [learner.train_step(make_batch(v, policy_version=v)) for v in versions]
+    return [learner.train_step(make_batch(v, 2, 3, policy_version=v)) for v in versions]
 
 
 def test_a_head_that_is_trained_along_leaves_the_policy_as_it_is(config: TrainConfig) -> None:
@@ -138,10 +138,9 @@ def test_a_head_of_another_size_is_refused(config: TrainConfig) -> None:
 def test_engines_find_the_heads_of_the_last_versions(config: TrainConfig) -> None:
     learner = started(config)
     assert learner.head
-    published = []
-    for version in range(4):
-        steps(learner, range(version, version + 1))
-        published.append(learner.head.publish(version + 1))
+    published = [learner.head.publish(version) for version in range(3)]
+    steps(learner, range(1))
+    published.append(learner.head.publish(3))
     assert [path.is_dir() for path in published] == [False, False, True, True]
     newest = load(published[-1], hidden_size=64, vocab_size=VOCAB_SIZE)
     torch.testing.assert_close(newest.state_dict(), learner.head.training.head.state_dict())
