@@ -93,7 +93,10 @@ def read_prompts(config: TrainConfig, most: int) -> list[Prompt]:
 
     check_version()
     check_model(config.model, "MODEL")
-    check_engine_fits(config)
+    try:
+        check_engine_fits(config)
+    except ValueError as error:
+        raise ValueError(f"--prompt-tokens and --tokens: {error}") from error
     check_against_transformers(config.model, config.max_model_len)
     tokenizer, longest = read_tokenizer(config.model), config.data.max_prompt_tokens
     settings = PromptSettings(drops_overlong=True)

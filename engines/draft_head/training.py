@@ -47,7 +47,7 @@ class SampledTokens(NamedTuple):
     """Whether a token comes directly after the one before it, in the same text."""
 
 
-class Drafts(NamedTuple):
+class DepthDrafts(NamedTuple):
     """Drafts of one depth: one for each token that can be drafted at this depth."""
 
     at: Int[Tensor, "drafts"]
@@ -90,7 +90,7 @@ class Agreement:
         )
 
 
-def unroll(head: DraftHead, tokens: SampledTokens, depth: int) -> list[Drafts]:
+def unroll(head: DraftHead, tokens: SampledTokens, depth: int) -> list[DepthDrafts]:
     """Return the drafts of depths 1 to `depth`. Sampled tokens are fed back (teacher forcing).
 
     A draft of depth d begins d tokens before its own, and all tokens between are sampled.
@@ -103,7 +103,7 @@ def unroll(head: DraftHead, tokens: SampledTokens, depth: int) -> list[Drafts]:
         kept = has_next & tokens.follows[(start + reached + 1) * has_next]
         start, states = start[kept], states[kept]
         states = head.step(states, tokens.embeddings[start + reached])
-        drafts.append(Drafts(start + reached + 1, head.output(states)))
+        drafts.append(DepthDrafts(start + reached + 1, head.output(states)))
     return drafts
 
 
@@ -183,7 +183,7 @@ def _targets(
 
 
 def _drafts_in(
-    chunk: slice, drafts: Sequence[Drafts]
+    chunk: slice, drafts: Sequence[DepthDrafts]
 ) -> Iterator[tuple[int, tuple[slice, Tensor]]]:
     """Yield each depth's drafts of the tokens in a chunk: their rows, and their tokens' places in
     the chunk. Depths without any are left out."""
@@ -195,7 +195,7 @@ def _drafts_in(
             yield d, (slice(first, last), one.at[first:last] - chunk.start)
 
 
-def _count(drafts: Sequence[Drafts], right: Sequence[Tensor]) -> Agreement:
+def _count(drafts: Sequence[DepthDrafts], right: Sequence[Tensor]) -> Agreement:
     """`right`: whether each depth's draft of a token is right, [tokens] each."""
     chains = [
         torch.stack([right[k][one.at - d + k] for k in range(d + 1)]).all(0)

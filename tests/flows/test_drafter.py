@@ -39,8 +39,9 @@ def test_a_model_that_is_none_is_refused_before_anything_starts(tmp_path: Path) 
 
 def test_a_single_prompt_is_refused(tmp_path: Path) -> None:
     pq.write_table(pq.read_table(DATA).slice(0, 1), tmp_path / "one.parquet")
-    said = refusal(DEMO / "model", tmp_path / "one.parquet", "--out", tmp_path / "head")
-    assert "needs at least 2" in said
+    given = DEMO / "model", tmp_path / "one.parquet", "--out", tmp_path / "head"
+    assert "needs at least 2" in refusal(*given, "--prompt-tokens=128")
+    assert refusal(*given).startswith("error: --prompt-tokens and --tokens: ")
 
 
 @pytest.mark.engine
