@@ -80,9 +80,9 @@ def test_agreement_is_that_of_draws_with_shared_noise() -> None:
 
 
 def test_acceptance_counts_drafts_whose_predecessors_are_right() -> None:
-    tokens, _ = policy_of(60)
+    tokens, _ = policy_of(600)
     head = random_head()
-    right = [torch.rand(60) < 0.6 for _ in range(DEPTH)]
+    right = [torch.rand(600) < 0.6 for _ in range(DEPTH)]
     chains: dict[int, list[bool]] = {}
     accepted = [0] * DEPTH
     for depth, at, _ in drafts_of(head, tokens):
