@@ -4,6 +4,7 @@ A fake actor stands in for the engine.
 """
 
 import asyncio
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -15,6 +16,7 @@ from engines.rollout.interface import EngineDied, EngineEvents
 from schemas.counts import DraftingCounts
 from schemas.engine import EngineSetup
 from schemas.rollout import FinishedRollout, FinishReason
+from schemas.weights import PolicyWeights
 from tests.inference.real import CONFIG, requests
 
 STALL_S = 0.4
@@ -152,3 +154,27 @@ async def test_new_actor_gets_the_drafting_state(monkeypatch):
     await engine.take_drafting_counts()
     await engine.start()
     assert made == ["of step 2", "of step 2", "of step 3"]
+
+
+class Recorder(Actor):
+    """Fake actor that records the calls of methods."""
+
+    def __init__(self) -> None:
+        super().__init__(progress(0))
+        self.calls: list[tuple] = []
+
+    async def call(self, method, *args, **named):
+        self.calls.append((method, *args))
+        return await super().call(method, *args, **named)
+
+
+async def test_a_head_comes_with_the_weights_and_before_them():
+    engine = await engine_of(actor := Recorder())
+    engine._started = True
+    weights = PolicyWeights(4, None, (), draft_head=Path("/run/head/4"))
+    await engine.load_weights(weights)
+    loaded = ("call_drafting", "load_draft_head", "/run/head/4")
+    assert actor.calls[-2:] == [loaded, ("load_weights", weights)]
+    assert engine._config.specactor.head == Path("/run/head/4")
+    await engine.load_weights(PolicyWeights(5, None, ()))
+    assert len(actor.calls) == 4

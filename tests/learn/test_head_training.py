@@ -15,6 +15,7 @@ from engines.learn.head_training import HeadTraining, draw_sequences, follows
 from engines.learn.learner import Learner
 from engines.learn.loading import Loading, load_policy
 from engines.learn.packing import TokenSequence, pack
+from engines.learn.trainer import TrainerActor
 from schemas.config import TrainConfig
 from schemas.drafting import SpecActorConfig
 from tests.learn.conftest import VOCAB_SIZE, make_batch, started
@@ -144,6 +145,21 @@ def test_engines_find_the_heads_of_the_last_versions(config: TrainConfig) -> Non
     assert [path.is_dir() for path in published] == [False, False, True, True]
     newest = load(published[-1], hidden_size=64, vocab_size=VOCAB_SIZE)
     torch.testing.assert_close(newest.state_dict(), learner.head.training.head.state_dict())
+
+
+def test_weights_are_published_with_the_head(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = TrainerActor(config, 0)
+    monkeypatch.setattr(actor, "_announced", actor._files.path)  # Couriers need Ray.
+    actor.restore(None)
+    try:
+        weights = actor.publish(0, [[1, 2, 3]])
+    finally:
+        actor.shutdown()
+    assert weights
+    assert weights.draft_head == config.run_dir / "head" / "0"
+    load(weights.draft_head, hidden_size=64, vocab_size=VOCAB_SIZE)
 
 
 def test_training_needs_a_head_to_begin_with() -> None:
