@@ -36,8 +36,8 @@ class DraftHead(nn.Module):
         self.up = nn.Linear(2 * hidden_size, 2 * self.inner_size, bias=False)
         self.down = nn.Linear(self.inner_size, hidden_size, bias=False)
         self.scale = nn.Parameter(torch.ones(hidden_size))
-        """[H]: factor of each element of a state that becomes the input of the `lm_head`. Begin
-        training with the root mean square of each element of the policy's hidden states."""
+        """[H]: factor of each element of a state that becomes the input of the `lm_head`. Training
+        begins with the root mean square of all elements of the policy's hidden states."""
         with torch.no_grad():
             self.mix.weight.copy_(torch.eye(hidden_size, 2 * hidden_size))
             self.down.weight.zero_()
