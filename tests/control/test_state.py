@@ -140,8 +140,8 @@ def test_a_conversation_that_begins_anew_has_its_own_length():
 
 def test_a_conversation_has_observed_tokens_in_its_context():
     view = view_of({0: {1: 500}, 1: {2: 500}})
-    talking = outlook(context_rates={request(1).prompt_key: 1.5}).forecast(view).engines
-    (first,), (other,) = (talking[index].copies for index in (0, 1))
+    talking = outlook(context_rates={request(1).prompt_key: 1.5}).forecast(view).forecasts
+    (first,), (other,) = (talking[index].engine.copies for index in (0, 1))
     assert first.context_tokens - other.context_tokens == 250
     assert first.advanced(100).context_tokens == first.context_tokens + 150
     assert first.context_at_end == first.context_tokens + 1.5 * first.remaining_tokens
