@@ -47,7 +47,6 @@ async def forgetful(engines, learner, prompts, tmp_path_factory):
     for engine in engines:
         await engine.load_weights(weights_of(policy, prompts))
     yield right_head(tmp_path_factory.mktemp("right"), scale)
-    await dial(engines, 1.0, gate=True)
     for engine in engines:
         await engine.load_weights(weights_of(learner, prompts))
 
@@ -69,6 +68,7 @@ async def test_right_and_wrong_heads_change_no_token(
         assert_as_before(finished, expected)
         shares[name] = accepted_share(finished)
     await engines[1].actor.call_drafting.remote("set_draft_noise", True)
+    await dial(engines, 1.0, gate=True)
     assert shares["right"] > 0.75  # An end of a response wastes the rest of a draft.
     assert shares["wrong"] < 0.5
     if temperature:
