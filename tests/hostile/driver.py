@@ -60,11 +60,13 @@ def fault_setter() -> Callable[..., None]:
 
 
 def replace_what_starts(*names: str) -> None:
+    import flows.drafter
     import flows.launch
     import flows.samples_server
     import flows.ui
 
     flows.launch._carry_out = start
+    flows.drafter.make_head = start
     flows.ui.servers = start
     flows.samples_server.serve_samples = start
     flows.ui._check_mlflow_app = lambda: None

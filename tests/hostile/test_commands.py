@@ -5,15 +5,14 @@ from pathlib import Path
 import click
 import pytest
 
-from flows.cli import main
-from tests.hostile.cases import GOOD, Hostile, cases, kind_of, parameters
+from tests.hostile.cases import COMMANDS, GOOD, Hostile, cases, kind_of, parameters
 from tests.hostile.driver_client import Answer, Driver
 from tests.hostile.judge import complaints
 from tests.hostile.place import HostilePlace
 
 
 def test_every_command_and_parameter_has_cases() -> None:
-    assert set(GOOD) == set(main.commands)
+    assert set(GOOD) == set(COMMANDS)
     for command, parameter in parameters():
         kind_of(command, parameter)
 

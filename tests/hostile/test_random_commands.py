@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli import main
-from tests.hostile.cases import Hostile, cases
+from tests.hostile.cases import COMMANDS, Hostile, cases
 from tests.hostile.driver_client import Driver
 from tests.hostile.judge import complaints
 from tests.hostile.place import HostilePlace
@@ -58,7 +57,7 @@ def test_inputs_drawn_at_random_are_refused(
     seed = int(os.environ.get("HOSTILE_SEED") or secrets.randbits(32))
     print(f"HOSTILE_SEED={seed}")
     drawn = random.Random(seed)
-    known = [case for command in main.commands for case in cases(place, command)]
+    known = [case for command in COMMANDS for case in cases(place, command)]
     usable = [case for case in known if shim or not case.fault]
     wrong = []
     for case in drawn.sample(usable, NUM_VALUES):

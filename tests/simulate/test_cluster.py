@@ -190,7 +190,7 @@ def test_a_default_is_for_the_rows_without_acceptance(default, num_steps):
 def test_drafting_needs_an_acceptance():
     trace = Trace(changed(acceptance=[None] * 4), "t")
     layout = ClusterLayout(num_engines=1)
-    with pytest.raises(ValueError, match=r"t has no acceptance at step 1, .* give --acceptance"):
+    with pytest.raises(ValueError, match=r"t has no acceptance at step 1: give --acceptance"):
         simulate_step(trace.step(1), layout, LATENCY, DRAFTING)
     with pytest.raises(ValueError, match=r"a share of draft tokens, from 0 to 1, not 1\.5"):
         simulate_step(trace.step(1), layout, LATENCY, DRAFTING, acceptance=1.5)
