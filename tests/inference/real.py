@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from benchmarks.one_step import fetch
 from engines.learn.learner import Learner
 from engines.rollout.coordinator import Coordinator
+from engines.rollout.moves import moves_long
 from schemas.config import TrainConfig
 from schemas.keys import sample_key
 from schemas.rollout import FinishedRollout, RequestId, Rollout, RolloutRequest, Split
@@ -52,7 +53,9 @@ def requests(prompts: Sequence[tuple[int, ...]], seed: int = 0) -> list[RolloutR
     ]
 
 
-async def roll_out(engines, weights, assignments, policies=(), on_progress=None, pools=()):
+async def roll_out(
+    engines, weights, assignments, policies=(), on_progress=None, pools=(), moves_kv=moves_long
+):
     """Run a stage on the engines. Return the rollouts by request id, and the outcome."""
     coordinator = Coordinator(engines, policies, pools=pools)
     await coordinator.load_weights(weights)
@@ -61,7 +64,8 @@ async def roll_out(engines, weights, assignments, policies=(), on_progress=None,
     async def keep(rollouts):
         told.extend(rollouts)
 
-    outcome = await asyncio.wait_for(coordinator.roll_out(assignments, keep, on_progress), 300)
+    stage = coordinator.roll_out(assignments, keep, on_progress, moves_kv=moves_kv)
+    outcome = await asyncio.wait_for(stage, 300)
     # Wait for engines that are restarting: the next test needs them.
     await coordinator.load_weights(weights)
     finished = {rollout.id: rollout for rollout in await fetch(told)}

@@ -51,10 +51,14 @@ async def drafters(engines, history_dir):
     await drafters.shutdown()
 
 
-async def roll_out_drafted(engines, drafters, weights, assignments, policies=(), on_progress=None):
+async def roll_out_drafted(
+    engines, drafters, weights, assignments, policies=(), on_progress=None, **about
+):
     """Run a stage. Return the rollouts by request id, the outcome, and the drafters' counts."""
     await drafters[0].take_counts()
-    finished, outcome = await roll_out(engines, weights, assignments, policies, on_progress)
+    finished, outcome = await roll_out(
+        engines, weights, assignments, policies, on_progress, **about
+    )
     return finished, outcome, (await drafters[0].take_counts())["small"]
 
 
@@ -152,7 +156,12 @@ class RaceAll:
 async def test_a_race_changes_no_token(engines, drafters, learner, prompts, on_one_engine):
     todo = [(0, request) for request in drafted_requests(prompts, None)]
     finished, outcome, _ = await roll_out_drafted(
-        engines, drafters, weights_of(learner, prompts), todo, [RaceAll()]
+        engines,
+        drafters,
+        weights_of(learner, prompts),
+        todo,
+        [RaceAll()],
+        moves_kv=lambda *_: True,
     )
     assert_as_without_drafts(finished, on_one_engine)
     assert outcome.moves.num_raced >= outcome.moves.num_raced_with_kv > 0

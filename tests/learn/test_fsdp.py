@@ -286,7 +286,7 @@ def test_one_rank_mesh_updates_as_no_mesh(
     """On a single GPU, the trainer uses a mesh of one rank."""
     plain = make_run(make_config, "plain", algorithm=ALGORITHMS[0])
     without = train(plain, 0, 1, None)
-    monkeypatch.setattr(Learner, "_mesh", lambda _: mesh)
+    monkeypatch.setattr("engines.learn.learner.make_mesh", lambda *_: mesh)
     with_mesh = train(make_run(make_config, "mesh", algorithm=ALGORITHMS[0]), 0, 1, None)
     assert_same((with_mesh,), without)
     resumed = train(plain, 0, 1, with_mesh["path"])
