@@ -295,6 +295,11 @@ class AlgorithmConfig(Frozen):
         return self.penalises_kl or self.teacher is not None
 
     @property
+    def scores_tokens(self) -> bool:
+        """Whether each pass of the loss needs these. Rewards need them before."""
+        return self.kl_coefficient > 0.0 or self.teacher is not None
+
+    @property
     def penalises_kl(self) -> bool:
         """Whether the loss or the rewards have a KL penalty to the starting policy."""
         return self.kl_coefficient > 0.0 or self.reward_kl_coefficient > 0.0

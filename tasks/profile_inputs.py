@@ -7,7 +7,7 @@ from schemas.inputs import ModelConfig
 from schemas.profile import ProfileConfig
 from tasks.profile_shards import check_shards, measured_by
 from tasks.run.machine import check_gpus
-from tasks.run.model_inputs import check_draft_models, check_model, text_config
+from tasks.run.model_inputs import check_beside, check_model, text_config
 
 LONGEST_DEFAULT_CONTEXT = 16_384
 _BESIDE = ".measuring"
@@ -40,8 +40,8 @@ def read_profile_inputs(config: ProfileConfig) -> int:
                 f"heads of {config.model}"
             )
     longest = config.max_context or min(room, LONGEST_DEFAULT_CONTEXT)
-    check_draft_models(
-        config.draft_models,
+    check_beside(
+        [model.path for model in config.draft_models],
         measured,
         "draft_models",
         longest + ahead,

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from engines.accounting.metrics import SUMMARISED_COLUMNS, summarise_rollouts
 from engines.control.stage_end import StageEnd
 from engines.environment.client import EnvironmentClient, without_last_answer
-from engines.environment.journal import joined
+from engines.environment.journal import joined_parts
 from engines.histopipe.sample_queue import SampleQueue
 from engines.rollout.moves import RolloutView
-from engines.rollout.stage import Outcome
-from engines.rollout.stage import joined as joined_outcomes
+from engines.rollout.stage import Outcome, joined
 from engines.store.turns import RecordedTurn, by_sample
 from schemas.keys import sample_key, stage_name
 from schemas.progress import Rolling
@@ -106,7 +105,7 @@ class _Generation:
             plan = plan.refilled(batch)
             await self.run.store("add_plan", plan)
             outcomes.append(await self._batch(batch))
-        outcome = joined_outcomes(outcomes)
+        outcome = joined(outcomes)
         timeline = self.engines.timeline(outcome, since_s)
         self.run.tracker.log_plan(plan)
         return plan, outcome, timeline
@@ -311,7 +310,9 @@ def _continued(
     allowed = versions == {policy_version} or mixes or request.deferred_from is not None
     if not (versions and allowed):
         return request
-    return replace(request, generated=without_last_answer(joined([turn.part for turn in turns])))
+    return replace(
+        request, generated=without_last_answer(joined_parts([turn.part for turn in turns]))
+    )
 
 
 async def _carried_over(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequest]]:

@@ -110,7 +110,7 @@ def parts_of(generated: Generated) -> list[Generated]:
     ]
 
 
-def joined(parts: Sequence[Generated]) -> Generated:
+def joined_parts(parts: Sequence[Generated]) -> Generated:
     """Return the response that has these parts. It is not known when its turns ended: this process
     did not see it."""
     spans = chain.from_iterable(part.spans for part in parts)

@@ -33,6 +33,12 @@ class Reference:
     def at_work(self) -> AbstractContextManager[None]:
         return nullcontext() if self.own else without_adapters(self.policy)
 
+    @torch.no_grad()
+    def score(self, batch: MicroBatch, temperature: float) -> Tensor:
+        """Return the log-probabilities of the batch's tokens, float32 [tokens]."""
+        with self.at_work():
+            return self.policy.score(batch, temperature).logprobs
+
 
 def with_old_logprobs(policy: PolicyModel, share: Share, config: TrainConfig) -> Share:
     """Return the share with the current policy's log-probabilities of its tokens.
@@ -120,23 +126,23 @@ def _loss(
     algorithm, temperature = config.algorithm, config.rollout.temperature
     with_entropy = algorithm.entropy_coefficient > 0.0
     scores = policy.score(batch, temperature, entropy_gradient=with_entropy)
-    if reference is not None and (algorithm.teacher or algorithm.kl_coefficient > 0.0):
-        with torch.no_grad(), reference.at_work():
-            of_reference = reference.policy.score(batch, temperature).logprobs
-    if algorithm.teacher:
-        taught, teacher_kl = taught_advantages(
+    scored = None
+    if reference is not None and algorithm.scores_tokens:
+        scored = reference.score(batch, temperature)
+    taught: Sums = {}
+    if scored is not None and algorithm.teacher:
+        advantages, taught["actor/teacher_kl"] = taught_advantages(
             tokens.advantages,
             tokens.inference_logprobs,
-            of_reference,
+            scored,
             tokens.counted,
             algorithm.reward_weight,
         )
-        tokens = replace(tokens, advantages=taught)
+        tokens = replace(tokens, advantages=advantages)
     loss, sums = policy_loss(scores.logprobs, tokens, algorithm)
-    if algorithm.teacher:
-        sums["actor/teacher_kl"] = teacher_kl
-    if reference is not None and algorithm.kl_coefficient > 0.0:
-        penalties = kl_penalties(scores.logprobs, of_reference, algorithm.kl_estimator)
+    sums |= taught
+    if scored is not None and algorithm.kl_coefficient > 0.0:
+        penalties = kl_penalties(scores.logprobs, scored, algorithm.kl_estimator)
         kl_loss = (penalties * tokens.weights).sum()
         sums["actor/kl_loss"] = kl_loss.detach()
         loss = loss + algorithm.kl_coefficient * kl_loss

@@ -22,7 +22,7 @@ from engines.draft_head.model import DraftHead
 from engines.draft_head.training import Agreement, SampledTokens, backpropagate, measure
 from engines.learn.packing import MicroBatch, TokenSequence
 from engines.learn.policy import PolicyModel
-from engines.learn.training_state import MOMENTS
+from engines.learn.training_state import moments
 
 MAX_GRAD_NORM = 1.0
 WARMUP_UPDATES = 10
@@ -91,8 +91,7 @@ class HeadTraining:
 
     def tensors(self) -> list[Tensor]:
         """Return the head's weights and moments."""
-        moments = [state[name] for state in self._optimizer.state.values() for name in MOMENTS]
-        return [*self.head.parameters(), *moments]
+        return [*self.head.parameters(), *moments(self._optimizer)]
 
     def state(self) -> dict[str, Any]:
         """Return everything that `restore` needs to go on exactly."""

@@ -98,7 +98,7 @@ class Learner:
     def _state(self) -> Iterator[Tensor]:
         """Yield the weights and moments that are on this rank's device."""
         models = [self._policy, *([self._reference.policy] if self._reference else [])]
-        moments = (state[name] for state in self._optimizer.state.values() for name in MOMENTS)
+        moments = training_state.moments(self._optimizer)
         head = self.head.training.tensors() if self.head else []
         for tensor in chain(*(model.parameters() for model in models), moments, head):
             if tensor.device.type == self._device.type:

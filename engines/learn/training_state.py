@@ -15,7 +15,7 @@ them, and rank 0 gets the whole tensors.
 import pickle
 import random
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,11 @@ def apply(
         group["lr"] = rate
     if len(state["rng_by_rank"]) == world_size:
         _set_rng_state(state["rng_by_rank"][rank])
+
+
+def moments(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield AdamW's moments, without a copy."""
+    return (state[name] for state in optimizer.state.values() for name in MOMENTS)
 
 
 def trained_tensors(policy: PolicyModel, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -28,19 +28,16 @@ class TurnSums(NamedTuple):
 
 
 def turn_sums(table: pa.Table) -> TurnSums:
-    rows, turns = _flat(table)
-    columns = (turns.field(name).fill_null(0).to_numpy(zero_copy_only=False) for name in _NAMES)
-    sums = (np.bincount(rows, weights=of, minlength=len(table)) for of in columns)
-    sampled, observed, waited_s = sums
+    rows, columns = _flat(table)
+    sampled, observed, waited_s = (
+        np.bincount(rows, weights=of, minlength=len(table)) for of in columns
+    )
     return TurnSums(sampled.astype(np.int64), observed.astype(np.int64), waited_s)
 
 
 def wrong_turns(table: pa.Table) -> np.ndarray:
     """Return which rows have a turn without a sampled token, or with a negative number."""
-    rows, turns = _flat(table)
-    sampled, observed, waited_s = (
-        turns.field(name).fill_null(0).to_numpy(zero_copy_only=False) for name in _NAMES
-    )
+    rows, (sampled, observed, waited_s) = _flat(table)
     right = (sampled >= 1) & (observed >= 0) & (waited_s >= 0.0) & np.isfinite(waited_s)
     return np.bincount(rows, weights=~right, minlength=len(table)) > 0
 
@@ -69,11 +66,10 @@ def answer_s(before: Generated, turns: Sequence[Turn]) -> float | None:
     return last.ended_s + turns[len(before.turns) - 1].waited_s
 
 
-_NAMES = ("num_sampled", "num_observed", "waited_s")
-
-
-def _flat(table: pa.Table) -> tuple[np.ndarray, pa.StructArray]:
-    """Return the row of each turn, and all turns."""
+def _flat(table: pa.Table) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the row of each turn, and the columns of `TURNS` over all turns; null is 0."""
     column = table["turns"].combine_chunks()
     rows = pc.call_function("list_parent_indices", [column]).to_numpy()
-    return rows, pc.call_function("list_flatten", [column])
+    turns = pc.call_function("list_flatten", [column])
+    names = [field.name for field in TURNS.value_type]
+    return rows, [turns.field(n).fill_null(0).to_numpy(zero_copy_only=False) for n in names]

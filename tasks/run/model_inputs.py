@@ -19,7 +19,6 @@ from engines.learn.model_dir import check_model_dir, check_target_modules
 from engines.learn.weight_files import stored_tensors
 from engines.user_files import read_json_object
 from schemas.config import TrainConfig
-from schemas.drafting import DraftModel
 from schemas.inputs import ModelConfig
 from schemas.trainer import LoraConfig
 
@@ -106,7 +105,7 @@ def model_shape(config: TrainConfig) -> ModelShape:
 def drafter_shapes(config: TrainConfig) -> dict[str, ModelShape]:
     """Return the shapes of the draft models by name."""
     models = config.specactor.draft_models
-    return {model.name: _shape_of(_like(config.model, model)) for model in models}
+    return {model.name: _shape_of(_like(config.model, model.path)) for model in models}
 
 
 def _shape_of(model: ModelConfig) -> ModelShape:
@@ -114,37 +113,33 @@ def _shape_of(model: ModelConfig) -> ModelShape:
     return ModelShape.from_hf_config(values, str(model.path))
 
 
-def _like(policy: ModelConfig, model: DraftModel) -> ModelConfig:
-    """Return the model config of a draft model, with the policy's dtype and other settings."""
-    return policy.model_copy(update={"path": model.path})
+def _like(policy: ModelConfig, path: Path) -> ModelConfig:
+    """Return the config of another model, with the policy's dtype and other settings."""
+    return policy.model_copy(update={"path": path})
 
 
-def check_draft_models(
-    draft_models: Sequence[DraftModel],
-    policy: ModelConfig,
-    setting: str,
-    max_tokens: int,
-    lengths: str,
+def check_beside(
+    paths: Sequence[Path], policy: ModelConfig, setting: str, max_tokens: int, lengths: str
 ) -> None:
-    """Raise ValueError when a draft model cannot draft for the policy, or when its context is
+    """Raise ValueError when a model cannot draft for the policy or teach it, or when its context is
     shorter than `max_tokens`.
 
-    For the message, `setting` names the setting of the draft models, and `lengths` the settings
-    that add up to `max_tokens`.
+    For the message, `setting` names the setting of these models, and `lengths` the settings that
+    add up to `max_tokens`.
     """
-    if not draft_models:
+    if not paths:
         return
     of_policy = _vocabulary(policy)
-    for given in draft_models:
-        drafter = _like(policy, given)
-        check_model(drafter, setting)
-        model, of_drafter = text_config(drafter), _vocabulary(drafter)
-        check_same_tokens(of_drafter, of_policy, setting)
+    for path in paths:
+        given = _like(policy, path)
+        check_model(given, setting)
+        model, of_given = text_config(given), _vocabulary(given)
+        check_same_tokens(of_given, of_policy, setting)
         context = getattr(model, "max_position_embeddings", None)
         if context and max_tokens > context:
             raise ValueError(
-                f"{setting}: {given.path} has a context of {context} tokens, but {lengths} is "
-                f"{max_tokens}: lower one of these settings, or use another draft model"
+                f"{setting}: {path} has a context of {context} tokens, but {lengths} is "
+                f"{max_tokens}: lower one of these settings, or use another model there"
             )
 
 

@@ -24,15 +24,15 @@ from engines.specactor.ladder import Ladder
 from engines.tracking.forward import require_trackers
 from schemas.config import TrainConfig
 from schemas.data import Prompt
-from schemas.drafting import HISTORY, NGRAM, DraftModel
+from schemas.drafting import HISTORY, NGRAM
 from schemas.latency import PointKind
 from schemas.rollout import Split
 from schemas.secret import fill_in, secrets_of
 from tasks.run.environments import read_environment
 from tasks.run.model_inputs import (
     check_against_transformers,
+    check_beside,
     check_draft_head,
-    check_draft_models,
     check_lora,
     check_model,
     check_prompts_have_rows,
@@ -152,21 +152,14 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     unseen += check_lora(config.model, config.trainer.lora)
     check_ways_of_weights(config)
     check_draft_head(config.specactor.head, config.model)
-    check_draft_models(
-        config.specactor.draft_models,
-        config.model,
-        "specactor.draft_models",
-        config.max_model_len,
-        "data.max_prompt_tokens + data.max_response_tokens",
-    )
-    if teacher := config.algorithm.teacher:
-        check_draft_models(
-            (DraftModel(name="teacher", path=teacher),),
-            config.model,
-            "algorithm.teacher",
-            config.max_model_len,
-            "data.max_prompt_tokens + data.max_response_tokens",
-        )
+    teacher = config.algorithm.teacher
+    beside = {
+        "specactor.draft_models": [model.path for model in config.specactor.draft_models],
+        "algorithm.teacher": [teacher] if teacher else [],
+    }
+    lengths = "data.max_prompt_tokens + data.max_response_tokens"
+    for setting, paths in beside.items():
+        check_beside(paths, config.model, setting, config.max_model_len, lengths)
     tokenizer = read_tokenizer(config.model)
     files = {Split.TRAIN: config.data.train, Split.VALIDATION: config.data.validation}
     check = partial(check_ground_truth, config.reward)

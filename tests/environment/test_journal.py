@@ -18,7 +18,7 @@ from benchmarks.timed_stubs import LocalStore
 from engines.environment import journal
 from engines.environment.actor import EnvironmentActor
 from engines.environment.client import answered
-from engines.environment.journal import joined, parts_of
+from engines.environment.journal import joined_parts, parts_of
 from engines.inference.engine.conversations import NOTHING, waits, with_turn
 from engines.inference.tool_parsers import open_parser
 from engines.store.rows import rollout_rows
@@ -76,7 +76,7 @@ def test_the_parts_of_a_response_make_it_up(turns: list[Turn], cuts: set[int]) -
     parts = parts_of(whole)
     assert all(len(part.inference_logprobs) == part.turns[0].num_sampled for part in parts)
     assert all(part.num_sampled == sum(s.num_tokens for s in part.spans) for part in parts)
-    made = joined(parts)
+    made = joined_parts(parts)
     as_lists = {
         "token_ids": list(made.token_ids),
         "inference_logprobs": list(made.inference_logprobs),

@@ -192,6 +192,15 @@ class Loop:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+def token_weight(num_tokens: int, num_rows: int, length: int, config: TrainConfig) -> float:
+    """Return the weight of a token of a response with `length` tokens that count."""
+    return {
+        "token_mean": 1.0 / num_tokens,
+        "sequence_mean": 1.0 / (num_rows * length),
+        "fixed_length": 1.0 / (num_rows * config.data.max_response_tokens),
+    }[config.algorithm.loss_aggregation]
+
+
 def minibatch_loss(
     model: Any,
     reference: Any,
@@ -214,12 +223,7 @@ def minibatch_loss(
         inference = torch.tensor(row["inference_logprobs"], dtype=torch.float64)
         behind = inference if algorithm.tis_cap is None else old_logprobs
         chosen = [at for at, one in enumerate(counts) if one]
-        length = len(chosen)
-        scale = {
-            "token_mean": 1.0 / num_tokens,
-            "sequence_mean": 1.0 / (len(rows) * length),
-            "fixed_length": 1.0 / (len(rows) * config.data.max_response_tokens),
-        }[algorithm.loss_aggregation]
+        scale = token_weight(num_tokens, len(rows), len(chosen), config)
         with torch.no_grad():
             held = new if reference is None else logprobs_of(reference, row, temperature)[0]
         weights = weight_of(old_logprobs, inference, counts, algorithm)

@@ -14,7 +14,7 @@ from schemas.config import TrainConfig
 from schemas.drafting import DraftingConfig
 from schemas.rollout import DraftSetting, Split
 from schemas.step import PromptGroup, StepPlan
-from tasks.run.model_inputs import check_draft_models
+from tasks.run.model_inputs import check_beside
 from tasks.run.policies import (
     choose_drafting,
     choose_trials,
@@ -176,14 +176,15 @@ async def test_known_acceptances_are_of_the_last_steps():
 def test_a_drafter_of_another_vocabulary_or_context_is_refused(tmp_path):
     padded = altered_model(tmp_path / "padded", vocab_size=99)
     run = config(draft_models=[MODEL | {"path": str(padded)}])
-    check_draft_models(run.specactor.draft_models, run.model, "specactor", 384, "it")
+    paths = [model.path for model in run.specactor.draft_models]
+    check_beside(paths, run.model, "specactor", 384, "it")
     tokenizer = padded / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"7"', '"seven"'))
     with pytest.raises(ValueError, match=r"is 'seven' in .* and '7' in"):
-        check_draft_models(run.specactor.draft_models, run.model, "specactor", 384, "it")
-    models = config().specactor.draft_models
+        check_beside(paths, run.model, "specactor", 384, "it")
+    paths = [model.path for model in config().specactor.draft_models]
     with pytest.raises(ValueError, match="has a context of 1024 tokens, but it is 2048"):
-        check_draft_models(models, run.model, "specactor", 2048, "it")
+        check_beside(paths, run.model, "specactor", 2048, "it")
 
 
 @pytest.mark.parametrize(
