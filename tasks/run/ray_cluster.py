@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 import psutil
 
-from engines.bounded import call_in_thread, together
-from engines.gpus.placement import GpuPlacement, Wanted, place
-from engines.private import private_dir, private_path, read_secret
-from engines.shared_memory import clear_dead
+from refrain.engines.bounded import call_in_thread, together
+from refrain.engines.gpus.placement import GpuPlacement, Wanted, place
+from refrain.engines.private import private_dir, private_path, read_secret
+from refrain.engines.shared_memory import clear_dead
 
 ANSWER_S = 10.0
 """Seconds to wait until a cluster answers."""
@@ -252,7 +252,7 @@ def _init(**options: Any) -> Path:
         def _runtime_env_has_working_dir(self) -> bool:
             return True
 
-    here = str(Path(__file__).resolve().parents[2])
+    here = str(Path(__file__).parents[3])
     # Add the directory of a checkout. Workers have Python's own directories in their path already.
     path = [] if here in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else [here]
     on_sigterm = signal.getsignal(signal.SIGTERM)

@@ -12,10 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engines.gpus.placement import GpuPlacement, Wanted
-from tasks.run import ray_cluster
+from refrain.engines.gpus.placement import GpuPlacement, Wanted
+from refrain.tasks.run import ray_cluster
 from tests.conftest import REPOSITORY
-from tests.tasks import users_directory
 
 
 @pytest.mark.engine
@@ -50,9 +49,8 @@ def test_the_death_of_ray_ends_what_runs_within_half_a_minute(name, how, why):
 
 @pytest.mark.engine
 def test_packages_of_a_users_directory_are_not_taken_for_refrains(tmp_path):
-    for name in users_directory.PACKAGES:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise ImportError('this one is mine')")
+    (tmp_path / "refrain").mkdir()
+    (tmp_path / "refrain" / "__init__.py").write_text("raise ImportError('this one is mine')")
     code = (
         f"import sys; sys.path.insert(0, {str(REPOSITORY)!r});"
         "from tests.tasks.users_directory import main; main()"
@@ -155,7 +153,7 @@ def test_gpus_that_others_keep_are_noticed(monkeypatch):
 
 HOLDER = """
 import time
-from engines.shared_memory import PrivateDir
+from refrain.engines.shared_memory import PrivateDir
 print(PrivateDir().path, flush=True)
 time.sleep(60)
 """
