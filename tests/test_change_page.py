@@ -18,7 +18,7 @@ from tests.examples.test_minimal_loop import steps_of
 
 PAGE = REPOSITORY / "docs" / "change.md"
 SECTION = re.compile(r"^## (.+?)\n.*?^```diff\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-FOLDERS = ("engines", "examples", "flows", "infra", "schemas", "tasks", "tests")
+FOLDERS = ("engines", "examples", "flows", "infra", "refrain", "schemas", "tasks", "tests")
 ESTIMATOR, DRAFTER, SOURCE = "An advantage estimator", "A drafter", "A data source"
 
 ADVANTAGES = """
@@ -76,7 +76,7 @@ def patched(diff: str, directory: Path) -> Path:
     """Return a copy of the tree with the diff."""
     for folder in FOLDERS:
         # With `__pycache__`: numba would need half a minute to compile everything again.
-        shutil.copytree(REPOSITORY / folder, directory / folder)
+        shutil.copytree(REPOSITORY / folder, directory / folder, symlinks=True)
     subprocess.run(
         ["git", "apply", "-"], input=diff, text=True, cwd=directory, check=True, timeout=60.0
     )

@@ -23,10 +23,10 @@ SCHEMAS = "Schemas need pydantic and the standard library only"
 LATE = "def _later() -> None:\n    "
 FORBIDDEN = [
     (ONE_WAY, "flows/bench.py", "import refrain.benchmarks.index"),
-    (ONE_WAY, "flows/simulate_input.py", f"{LATE}from benchmarks.papers import settings"),
+    (ONE_WAY, "flows/simulate_input.py", f"{LATE}from refrain.benchmarks.papers import settings"),
     (ONE_WAY, "engines/simulate/engine.py", "import refrain.benchmarks.papers.settings"),
     (ONE_WAY, "tasks/rollout.py", "import refrain.flows.train"),
-    (ONE_WAY, "engines/learn/trainer.py", f"{LATE}from tasks.run import live"),
+    (ONE_WAY, "engines/learn/trainer.py", f"{LATE}from refrain.tasks.run import live"),
     (ONE_WAY, "schemas/config.py", "import refrain.engines.balance"),
     (ONLY_INFERENCE, "tasks/rollout.py", "from vllm import LLM"),
     (ONLY_INFERENCE, "engines/learn/trainer.py", f"{LATE}import vllm"),
@@ -37,9 +37,9 @@ FORBIDDEN = [
     (DECIDING, "engines/simulate/clock.py", "import refrain.engines.store.actor"),
     (NO_PREFECT, "engines/store/actor.py", "import prefect"),
     (ROOMS, "engines/reports/markdown.py", "import refrain.engines.tracking.outbox"),
-    (ROOMS, "engines/accounting/metrics.py", f"{LATE}import engines.reports.ladder"),
+    (ROOMS, "engines/accounting/metrics.py", f"{LATE}import refrain.engines.reports.ladder"),
     (ROOMS, "engines/histospec/drafting.py", "import refrain.engines.inference.sampling.cpu"),
-    (ROOMS, "engines/machine/plan.py", f"{LATE}import engines.learn.policy"),
+    (ROOMS, "engines/machine/plan.py", f"{LATE}import refrain.engines.learn.policy"),
     (ROOMS, "engines/histopipe/ranking.py", "import refrain.engines.pat.costs"),
     (SCHEMAS, "schemas/step.py", "import numpy"),
 ]
@@ -49,9 +49,12 @@ FORBIDDEN = [
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of the packages that the contracts cover."""
     directory = tmp_path_factory.mktemp("source")
-    for package in SETTINGS["root_packages"]:
-        only_code = shutil.ignore_patterns("__pycache__", "baselines")
-        shutil.copytree(REPOSITORY / package, directory / package, ignore=only_code)
+    links = [file for file in (REPOSITORY / "refrain").iterdir() if file.is_symlink()]
+    assert len(links) == 5
+    only_code = shutil.ignore_patterns("__pycache__", "baselines")
+    for package in ("refrain", *(link.name for link in links)):
+        copied = directory / package
+        shutil.copytree(REPOSITORY / package, copied, symlinks=True, ignore=only_code)
     shutil.copy(REPOSITORY / "pyproject.toml", directory)
     return directory
 
@@ -102,7 +105,8 @@ def test_forbidden_import_breaks_its_contract(
 def test_contract_covers_each_rollout_file(source: Path, library: str) -> None:
     files = [str(f.relative_to(source)) for f in (source / "engines" / "rollout").glob("*.py")]
     _, report = _broken(source, files, f"import {library}")
-    imported = {f.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for f in files}
+    imported = {f.removesuffix(".py").removesuffix("/__init__") for f in files}
+    imported = {f"refrain.{file.replace('/', '.')}" for file in imported}
     assert {module for module in imported if f"{module} -> {library} " in report} == imported
 
 
