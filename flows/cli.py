@@ -55,6 +55,24 @@ def train(**options: Any) -> None:
 
 
 @main.command()
+@click.argument("overrides", nargs=-1)
+def demo(overrides: tuple[str, ...]) -> None:
+    """Train the shipped model, in a few minutes on a CPU.
+
+    The command works in any directory. It copies there what is missing: infra/demo (config, model
+    and data), infra/presets (configs for GPUs) and prefect.yaml. The run `demo` replaces an earlier
+    one.
+
+    \b
+    refrain demo
+    refrain demo num_epochs=2 rollout.num_engines=1
+    """
+    from refrain.flows.demo import launch_demo
+
+    run_command(lambda: launch_demo(overrides))
+
+
+@main.command()
 @options.runs_dir
 def runs(runs_dir: Path) -> None:
     """List all runs: their progress, their last reward, and whether you can resume them."""

@@ -48,7 +48,9 @@ def launch_deploy(runs_dir: Path) -> None:
 
 def check_directory() -> None:
     if not DEPLOYMENTS_FILE.exists():
-        raise ValueError(f"no {DEPLOYMENTS_FILE} here: run this in the project's directory")
+        raise ValueError(
+            f"no {DEPLOYMENTS_FILE} here: run this where you ran `refrain demo`, or in a checkout"
+        )
 
 
 def deploy(api: str, runs_dir: Path) -> None:

@@ -60,6 +60,7 @@ DECLARED: dict[tuple[str, str], tuple[Kind, str]] = {
     ("train", "resume"): (Kind.RUN, "runs/demo"),
     ("train", "overrides"): (Kind.WORD, ""),
     ("train", "gpus"): (Kind.WORD, ""),
+    ("demo", "overrides"): (Kind.WORD, ""),
     ("show", "run"): (Kind.RUN, "runs/demo"),
     ("samples", "run"): (Kind.RUN, "runs/demo"),
     ("samples", "prompt"): (Kind.WORD, ""),
@@ -120,6 +121,7 @@ _RUNS_DIR = {"show", "samples", "sql", "report", "runs"}
 
 GOOD: dict[str, dict[str, Any]] = {
     "train": {"config_file": "train.yaml", "check": True},
+    "demo": {},
     "runs": {},
     "show": {"run": "demo"},
     "samples": {"run": "demo"},

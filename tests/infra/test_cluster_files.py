@@ -292,8 +292,7 @@ def test_prefect_reads_all_of_prefect_yaml() -> None:
     }
     assert {deployment.name for deployment in read.deployments} == flows.keys()
     for deployment in read.deployments:
-        path, _, function = (deployment.entrypoint or "").partition(":")
-        flow = load_flow_arguments_from_entrypoint(f"{REPOSITORY / path}:{function}", {"name"})
+        flow = load_flow_arguments_from_entrypoint(deployment.entrypoint or "", {"name"})
         assert flow["name"] == flows[deployment.name or ""]
 
 
