@@ -1,4 +1,5 @@
-"""Rules that no tool checks: lengths of files and functions, and unique names of classes."""
+"""Rules that no tool checks: lengths of files and functions, unique names of classes, and imports
+from `refrain`."""
 
 import ast
 from collections import defaultdict
@@ -40,10 +41,23 @@ def shared_class_names(files: Sequence[Path]) -> Iterator[str]:
             yield f"{name}: {', '.join(places)}"
 
 
+def imports_past_refrain(files: Sequence[Path]) -> Iterator[str]:
+    """A checkout has each module twice, as `engines.x` and as `refrain.engines.x`. Whoever imported
+    both would have two of each class."""
+    for file, node in nodes(files):
+        modules = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        for module in modules:
+            if module.partition(".")[0] in FOLDERS[:5]:
+                yield f"{file}:{node.lineno}: import refrain.{module}"
+
+
 RULES = {
     long_files: FOLDERS,
     long_functions: FOLDERS,
     shared_class_names: FOLDERS,
+    imports_past_refrain: (*FOLDERS, "examples", "tests"),
 }
 
 
@@ -66,6 +80,8 @@ def test_the_source_obeys(rule: Rule, folders: Sequence[str]) -> None:
         (long_files, "\n" * 401, ""),
         (long_functions, "def f():\n" + "    pass\n" * 60, "async def g():\n" + "    pass\n" * 59),
         (shared_class_names, "class A: ...", "class B:\n    class A: ..."),
+        (imports_past_refrain, "import flows.cli", "import refrain.flows.cli"),
+        (imports_past_refrain, "from tasks import rollout", "from tests import tasks"),
     ],
 )
 def test_rule_names_the_offending_file(rule: Rule, one: str, other: str, tmp_path: Path) -> None:

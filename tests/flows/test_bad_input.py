@@ -377,7 +377,7 @@ def test_a_directory_that_is_no_run_is_not_deleted(tmp_path):
 
 def test_help_is_fast_and_imports_nothing_heavy():
     code = (
-        "import sys, flows.cli\n"
+        "import sys, refrain.flows.cli\n"
         "heavy = {'torch', 'vllm', 'ray', 'prefect', 'mlflow', 'duckdb', 'transformers', 'numpy'}\n"
         "sys.exit(', '.join(heavy & sys.modules.keys()) or 0)"
     )
