@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flows.config_file import load_config
-    from flows.library import evaluate, open_run_store, train
-    from schemas.config import TrainConfig
-    from schemas.evaluation import EvaluateConfig
+    from refrain.flows.config_file import load_config
+    from refrain.flows.library import evaluate, open_run_store, train
+    from refrain.schemas.config import TrainConfig
+    from refrain.schemas.evaluation import EvaluateConfig
 
 __all__ = [
     "EvaluateConfig",
@@ -25,12 +25,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "EvaluateConfig": "schemas.evaluation",
-    "TrainConfig": "schemas.config",
-    "evaluate": "flows.library",
-    "load_config": "flows.config_file",
-    "open_run_store": "flows.library",
-    "train": "flows.library",
+    "EvaluateConfig": "refrain.schemas.evaluation",
+    "TrainConfig": "refrain.schemas.config",
+    "evaluate": "refrain.flows.library",
+    "load_config": "refrain.flows.config_file",
+    "open_run_store": "refrain.flows.library",
+    "train": "refrain.flows.library",
 }
 
 

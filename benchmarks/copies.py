@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.engines.inference.engine.vllm_engine import VLLMEngine
 
 _COPYING = {"aten::copy_", "aten::_to_copy", "aten::clone", "aten::cat"}
-_WORKER = "benchmarks.counting_worker.CountingWorker"
+_WORKER = "refrain.benchmarks.counting_worker.CountingWorker"
 """A name and no import: vLLM must not be imported before its environment is set."""
 
 

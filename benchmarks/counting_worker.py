@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.copies import CopiedBytes
-from engines.inference.engine.worker import WorkerExtension
+from refrain.benchmarks.copies import CopiedBytes
+from refrain.engines.inference.engine.worker import WorkerExtension
 
 
 @contextmanager

@@ -23,32 +23,32 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks.laps import Measured, Row, check_counts, rows_with
-from benchmarks.papers.drafters import BYTES_PER_S, DRAFTERS, LARGE, LATENCY, SMALL
-from benchmarks.papers.pat import switch_costs
-from benchmarks.papers.real_run import bare_plan
-from benchmarks.papers.settings import LinearLatency
-from engines.control.controller import Controller
-from engines.control.outlook import Outlook
-from engines.control.state import StepState
-from engines.control.techniques import (
+from refrain.benchmarks.laps import Measured, Row, check_counts, rows_with
+from refrain.benchmarks.papers.drafters import BYTES_PER_S, DRAFTERS, LARGE, LATENCY, SMALL
+from refrain.benchmarks.papers.pat import switch_costs
+from refrain.benchmarks.papers.real_run import bare_plan
+from refrain.benchmarks.papers.settings import LinearLatency
+from refrain.engines.control.controller import Controller
+from refrain.engines.control.outlook import Outlook
+from refrain.engines.control.state import StepState
+from refrain.engines.control.techniques import (
     MoveModel,
     StepInputs,
     expected_lengths,
     plan_policies,
     tokens_to_come,
 )
-from engines.inference.engine.vllm_engine import POLL_S
-from engines.latency.hardware import H100
-from engines.latency.interface import Latency
-from engines.latency.model_shape import SHAPES, ModelShape
-from engines.pat.layouts import plan_pools
-from engines.pat.remaining import Remaining
-from engines.reports.tables import plain_table
-from engines.rollout.moves import EngineView, Policy, RolloutView
-from engines.simulate.run_config import run_config
-from schemas.bench import BenchReport
-from schemas.rollout import DraftProgress, DraftSetting, LengthHistory, RequestId, Split
+from refrain.engines.inference.engine.vllm_engine import POLL_S
+from refrain.engines.latency.hardware import H100
+from refrain.engines.latency.interface import Latency
+from refrain.engines.latency.model_shape import SHAPES, ModelShape
+from refrain.engines.pat.layouts import plan_pools
+from refrain.engines.pat.remaining import Remaining
+from refrain.engines.reports.tables import plain_table
+from refrain.engines.rollout.moves import EngineView, Policy, RolloutView
+from refrain.engines.simulate.run_config import run_config
+from refrain.schemas.bench import BenchReport
+from refrain.schemas.rollout import DraftProgress, DraftSetting, LengthHistory, RequestId, Split
 
 PACKAGES = ("refrain", "numpy", "scipy")
 SIZES = ((64, 32), (512, 8))

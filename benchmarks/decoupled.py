@@ -38,28 +38,28 @@ from tempfile import TemporaryDirectory
 import psutil
 from rich.console import Console
 
-from benchmarks import one_step
-from benchmarks.cores import halves, only, pin
-from benchmarks.lanes import LaneRow, LaneSpan, draw_lanes
-from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of, rows_with
-from engines.gpus.placement import Wanted
-from engines.histospec.index import HistoryIndex, build_index
-from engines.histospec.index_file import index_path, write_index
-from engines.inference.drafting.drafters import Drafters
-from engines.inference.drafting.vllm_drafter import VLLMDrafter
-from engines.inference.engine.ray_engine import RayEngine
-from engines.reports.tables import plain_table
-from engines.rollout.coordinator import Coordinator
-from engines.rollout.moves import RolloutView
-from engines.specactor.best_of_n import BestOfN
-from flows.config_file import load_config
-from schemas.bench import BenchReport
-from schemas.config import TrainConfig
-from schemas.counts import StreamCounts
-from schemas.drafting import NGRAM
-from schemas.rollout import DraftSetting, Rollout, RolloutRequest
-from schemas.weights import PolicyWeights
-from tasks.run.ray_cluster import ray_cluster
+from refrain.benchmarks import one_step
+from refrain.benchmarks.cores import halves, only, pin
+from refrain.benchmarks.lanes import LaneRow, LaneSpan, draw_lanes
+from refrain.benchmarks.laps import Measured, Row, check_counts, in_turn, median_of, rows_with
+from refrain.engines.gpus.placement import Wanted
+from refrain.engines.histospec.index import HistoryIndex, build_index
+from refrain.engines.histospec.index_file import index_path, write_index
+from refrain.engines.inference.drafting.drafters import Drafters
+from refrain.engines.inference.drafting.vllm_drafter import VLLMDrafter
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.reports.tables import plain_table
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.rollout.moves import RolloutView
+from refrain.engines.specactor.best_of_n import BestOfN
+from refrain.flows.config_file import load_config
+from refrain.schemas.bench import BenchReport
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.counts import StreamCounts
+from refrain.schemas.drafting import NGRAM
+from refrain.schemas.rollout import DraftSetting, Rollout, RolloutRequest
+from refrain.schemas.weights import PolicyWeights
+from refrain.tasks.run.ray_cluster import ray_cluster
 
 PACKAGES = one_step.PACKAGES
 NOISES = ("shared", "independent")

@@ -16,11 +16,11 @@ from typing import IO
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from benchmarks.laps import Measured, Row
-from engines.reports.tables import plain_table
-from engines.store.archive import query_all
-from schemas.bench import BenchReport
-from tasks.run.run_dir import STORE_FILE
+from refrain.benchmarks.laps import Measured, Row
+from refrain.engines.reports.tables import plain_table
+from refrain.engines.store.archive import query_all
+from refrain.schemas.bench import BenchReport
+from refrain.tasks.run.run_dir import STORE_FILE
 
 CONFIG = "infra/demo/train.yaml"
 EPOCHS = """
@@ -37,7 +37,7 @@ def run_training(
     """Train by this config, printing to `output`; return the run's directory."""
     subprocess.run(
         [
-            *(sys.executable, "-m", "flows.cli", "train", config, "--overwrite"),
+            *(sys.executable, "-m", "refrain.flows.cli", "train", config, "--overwrite"),
             *(f"name={name}", f"seed={seed}", f"runs_dir={runs_dir}", *settings),
         ],
         check=True,

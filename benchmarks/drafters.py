@@ -8,28 +8,28 @@ from typing import Any
 import numpy as np
 from numba import int32, njit
 
-from benchmarks import arctic
-from benchmarks.lockstep import Batch, LockstepDrafter, Rows
-from benchmarks.stock import NGRAM_WINDOW
-from engines.histospec.drafter import DraftedRequest, HistoryDrafter
-from engines.histospec.drafting import (
+from refrain.benchmarks import arctic
+from refrain.benchmarks.lockstep import Batch, LockstepDrafter, Rows
+from refrain.benchmarks.stock import NGRAM_WINDOW
+from refrain.engines.histospec.drafter import DraftedRequest, HistoryDrafter
+from refrain.engines.histospec.drafting import (
     LONGEST_ALONE,
     NO_KEY,
     draft_batch,
     without_noise,
     without_turns,
 )
-from engines.histospec.gate import Gate, StepTimes
-from engines.histospec.index import HistoryIndex, build_index
-from engines.histospec.index_file import index_path, write_index
-from engines.histospec.library import PromptHistory
-from engines.histospec.matching import NO_INDEX, IndexTable
-from engines.histospec.refill import refill
-from engines.histospec.shared import SharedLibrary
-from engines.histospec.window import WindowPolicy, window_policy
-from engines.histospec.workers import BUILD_PROMPTS
-from engines.inference.profiling.engine import NGRAM_SIZES
-from schemas.drafting import DraftingConfig
+from refrain.engines.histospec.gate import Gate, StepTimes
+from refrain.engines.histospec.index import HistoryIndex, build_index
+from refrain.engines.histospec.index_file import index_path, write_index
+from refrain.engines.histospec.library import PromptHistory
+from refrain.engines.histospec.matching import NO_INDEX, IndexTable
+from refrain.engines.histospec.refill import refill
+from refrain.engines.histospec.shared import SharedLibrary
+from refrain.engines.histospec.window import WindowPolicy, window_policy
+from refrain.engines.histospec.workers import BUILD_PROMPTS
+from refrain.engines.inference.profiling.engine import NGRAM_SIZES
+from refrain.schemas.drafting import DraftingConfig
 
 NGRAM_MIN, NGRAM_MAX = NGRAM_SIZES
 ARCTIC_WINDOW = 32

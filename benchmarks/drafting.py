@@ -33,32 +33,32 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.arctic import PACKAGE, find_cache_class
-from benchmarks.drafters import Arctic, NGram, OnDevice, Shipped, Windows
-from benchmarks.laps import Measured, Row, check_counts
-from benchmarks.lockstep import (
+from refrain.benchmarks.arctic import PACKAGE, find_cache_class
+from refrain.benchmarks.drafters import Arctic, NGram, OnDevice, Shipped, Windows
+from refrain.benchmarks.laps import Measured, Row, check_counts
+from refrain.benchmarks.lockstep import (
     Batch,
     DraftTally,
     LockstepDrafter,
     PassTime,
     generate_again,
 )
-from engines.histospec.gate import ProfiledStepTimes
-from engines.histospec.library import PromptHistory
-from engines.histospec.window import AIMD, Doubling, Fixed
-from engines.latency.fitted import FittedLatency
-from engines.latency.profile_file import find_profile, read_profile
-from engines.reports.tables import plain_table
-from engines.simulate.counted_latency import CountedLatency
-from engines.simulate.history import PAPER, check_token_ids
-from engines.simulate.trace import Trace, from_store, read_trace
-from flows.simulate_input import RUNS, find_trace
-from schemas.bench import BenchReport
-from schemas.drafting import DraftingConfig
-from schemas.keys import sample_key
-from schemas.latency import PointKind, Profile
-from schemas.rollout import Split
-from tasks.run.run_dir import CONFIG_FILE, read_config
+from refrain.engines.histospec.gate import ProfiledStepTimes
+from refrain.engines.histospec.library import PromptHistory
+from refrain.engines.histospec.window import AIMD, Doubling, Fixed
+from refrain.engines.latency.fitted import FittedLatency
+from refrain.engines.latency.profile_file import find_profile, read_profile
+from refrain.engines.reports.tables import plain_table
+from refrain.engines.simulate.counted_latency import CountedLatency
+from refrain.engines.simulate.history import PAPER, check_token_ids
+from refrain.engines.simulate.trace import Trace, from_store, read_trace
+from refrain.flows.simulate_input import RUNS, find_trace
+from refrain.schemas.bench import BenchReport
+from refrain.schemas.drafting import DraftingConfig
+from refrain.schemas.keys import sample_key
+from refrain.schemas.latency import PointKind, Profile
+from refrain.schemas.rollout import Split
+from refrain.tasks.run.run_dir import CONFIG_FILE, read_config
 
 FIRST_EPOCH = 5
 """First epoch, from 1, that counts in figures. From there on the history has settled."""

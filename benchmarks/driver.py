@@ -36,29 +36,29 @@ from typing import Any
 import pyarrow as pa
 from rich.console import Console
 
-from benchmarks.driver_races import race_at_once
-from benchmarks.laps import Measured, Row
-from benchmarks.one_step import step_requests
-from benchmarks.stand_ins import (
+from refrain.benchmarks.driver_races import race_at_once
+from refrain.benchmarks.laps import Measured, Row
+from refrain.benchmarks.one_step import step_requests
+from refrain.benchmarks.stand_ins import (
     GROUP_SIZE,
     NUM_ENGINES,
     MadeUpEngine,
     made_up_config,
     made_up_prompts,
 )
-from engines.actors import RemoteActor
-from engines.gpus.cleanup import Marked, given_gpus, mark_children
-from engines.inference.engine.ray_engine import RayEngine
-from engines.reports.tables import plain_table
-from engines.rollout.coordinator import Coordinator
-from engines.rollout.interface import EngineEvents
-from engines.store.actor import StoreClient, start_store
-from engines.store.rows import rollout_rows
-from schemas.bench import BenchReport
-from schemas.config import EngineConfig, TrainConfig
-from schemas.data import Prompt
-from schemas.rollout import FinishedRollout, Rollout, Split
-from schemas.weights import PolicyWeights
+from refrain.engines.actors import RemoteActor
+from refrain.engines.gpus.cleanup import Marked, given_gpus, mark_children
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.reports.tables import plain_table
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.rollout.interface import EngineEvents
+from refrain.engines.store.actor import StoreClient, start_store
+from refrain.engines.store.rows import rollout_rows
+from refrain.schemas.bench import BenchReport
+from refrain.schemas.config import EngineConfig, TrainConfig
+from refrain.schemas.data import Prompt
+from refrain.schemas.rollout import FinishedRollout, Rollout, Split
+from refrain.schemas.weights import PolicyWeights
 
 PACKAGES = ("refrain", "ray", "duckdb", "pyarrow")
 TINY_TOKENS = 16
@@ -147,7 +147,7 @@ class StandInTrainer:
     """Reads a batch as a trainer rank does."""
 
     def train_step(self, batch: pa.Table) -> int:
-        from engines.learn.rollouts import read_rollouts
+        from refrain.engines.learn.rollouts import read_rollouts
 
         return sum(rollout.num_response_tokens for rollout in read_rollouts(batch))
 
@@ -231,7 +231,7 @@ def show(report: BenchReport, console: Console) -> None:
 
 
 async def _measure(args: Namespace, directory: Path, console: Console) -> list[Row]:
-    from tasks.run.ray_cluster import ray_cluster
+    from refrain.tasks.run.ray_cluster import ray_cluster
 
     rows = []
     with ray_cluster("driver"):
@@ -255,7 +255,7 @@ async def _step(path: Path, num_engines: int, num_rollouts: int, num_tokens: int
     """Run one training step in a store of its own; return its row."""
     import ray
 
-    from engines.reward import ScorerPool
+    from refrain.engines.reward import ScorerPool
 
     config = made_up_config(path.parent, "driver", num_rollouts, num_tokens)
     engines, actors = _engines(config, num_engines)

@@ -12,11 +12,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engines.rollout.coordinator import Coordinator
-from engines.rollout.interface import EngineEvents
-from engines.rollout.moves import Move, Race, RolloutView
-from schemas.counts import DraftingCounts, KVCounts
-from schemas.rollout import (
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.rollout.interface import EngineEvents
+from refrain.engines.rollout.moves import Move, Race, RolloutView
+from refrain.schemas.counts import DraftingCounts, KVCounts
+from refrain.schemas.rollout import (
     DraftProgress,
     DraftSetting,
     FinishedRollout,
@@ -29,7 +29,7 @@ from schemas.rollout import (
     Split,
     VersionSpan,
 )
-from schemas.weights import PolicyWeights
+from refrain.schemas.weights import PolicyWeights
 
 NUM_ENGINES = 64
 EXPORT_S, IMPORT_S = 0.5, 0.25

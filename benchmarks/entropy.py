@@ -10,11 +10,11 @@ from argparse import ArgumentParser, Namespace
 
 from rich.console import Console
 
-from benchmarks import drafting
-from benchmarks.drafting import PACKAGES as PACKAGES
-from benchmarks.laps import Measured, check_counts
-from benchmarks.synthetic import CLASSES, SEED, VOCABULARY, draw
-from schemas.bench import BenchReport
+from refrain.benchmarks import drafting
+from refrain.benchmarks.drafting import PACKAGES as PACKAGES
+from refrain.benchmarks.laps import Measured, check_counts
+from refrain.benchmarks.synthetic import CLASSES, SEED, VOCABULARY, draw
+from refrain.schemas.bench import BenchReport
 
 GROUP_SIZE = 8
 STEPS = 4

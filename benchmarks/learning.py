@@ -21,13 +21,13 @@ from typing import get_args
 from rich.console import Console
 from scipy import stats
 
-from benchmarks.demo import CONFIG, run_training
-from benchmarks.laps import Measured, Row, check_counts, rows_with
-from engines.reports.tables import plain_table
-from engines.store.archive import query_all
-from schemas.algorithm import AlgorithmType
-from schemas.bench import BenchReport
-from tasks.run.run_dir import STORE_FILE
+from refrain.benchmarks.demo import CONFIG, run_training
+from refrain.benchmarks.laps import Measured, Row, check_counts, rows_with
+from refrain.engines.reports.tables import plain_table
+from refrain.engines.store.archive import query_all
+from refrain.schemas.algorithm import AlgorithmType
+from refrain.schemas.bench import BenchReport
+from refrain.tasks.run.run_dir import STORE_FILE
 
 COMPARED = "grpo"
 """The algorithm whose synchronous and pipelined runs are compared."""

@@ -12,9 +12,9 @@ from functools import cache
 
 import numpy as np
 
-from engines.histospec.library import PromptHistory
-from engines.histospec.replay import count_accepted, known_sequences
-from engines.latency.interface import Latency
+from refrain.engines.histospec.library import PromptHistory
+from refrain.engines.histospec.replay import count_accepted, known_sequences
+from refrain.engines.latency.interface import Latency
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.laps import Measured, Row
-from engines.latency.model_shape import SHAPES, ModelShape
-from engines.machine.trainer_memory import Training, trainer_footprint
-from engines.reports.tables import plain_table
-from schemas.bench import BenchReport
+from refrain.benchmarks.laps import Measured, Row
+from refrain.engines.latency.model_shape import SHAPES, ModelShape
+from refrain.engines.machine.trainer_memory import Training, trainer_footprint
+from refrain.engines.reports.tables import plain_table
+from refrain.schemas.bench import BenchReport
 
 PACKAGES = ("refrain", "torch", "transformers")
 PROMPT_TOKENS, RESPONSE_TOKENS = 1024, 8192
@@ -47,7 +47,7 @@ def measure(args: Namespace, console: Console) -> Measured:
 
 def compare(shape: ModelShape, num_ranks: int, gradient_checkpointing: bool) -> Row:
     """Return tracked and planned bytes of a rank."""
-    from benchmarks.tracked_memory import track_peak
+    from refrain.benchmarks.tracked_memory import track_peak
 
     lengths = (PROMPT_TOKENS, RESPONSE_TOKENS)
     tracked = track_peak(

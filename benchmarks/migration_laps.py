@@ -12,16 +12,16 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import one_step
-from benchmarks.laps import Row, in_turn, rows_with
-from engines.gpus.placement import Wanted
-from engines.inference.engine.ray_engine import RayEngine
-from engines.rollout.tracked_engine import num_response_tokens
-from flows.config_file import load_config
-from schemas.config import TrainConfig
-from schemas.keys import sample_key
-from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
-from schemas.weights import PolicyWeights
+from refrain.benchmarks import one_step
+from refrain.benchmarks.laps import Row, in_turn, rows_with
+from refrain.engines.gpus.placement import Wanted
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.rollout.tracked_engine import num_response_tokens
+from refrain.flows.config_file import load_config
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.keys import sample_key
+from refrain.schemas.rollout import RequestId, Rollout, RolloutRequest, Split
+from refrain.schemas.weights import PolicyWeights
 
 _RESPONSE_TOKENS = 96
 _TAKEN_AT = 32

@@ -11,10 +11,10 @@ from unittest.mock import patch
 import numpy as np
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from engines import couriers
-from engines.couriers import Courier
-from engines.weights_file import VersionFiles
-from schemas.weights import WeightsFile
+from refrain.engines import couriers
+from refrain.engines.couriers import Courier
+from refrain.engines.weights_file import VersionFiles
+from refrain.schemas.weights import WeightsFile
 
 ORIGIN = "node 0"
 PART_BYTES = 4096

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numba import float64, int64, njit, types, uint64
 
-from engines.inference.sampling.cpu import gumbel, philox, stream_of
+from refrain.engines.inference.sampling.cpu import gumbel, philox, stream_of
 
 _DRAWS_OF_KEY = 2**18
 _SMALL = np.uint64(2**20)

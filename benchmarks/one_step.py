@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.rollout.coordinator import Coordinator
-from engines.rollout.stage import OnProgress, Outcome
-from schemas.config import TrainConfig
-from schemas.data import Prompt
-from schemas.keys import sample_key
-from schemas.rollout import (
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.rollout.stage import OnProgress, Outcome
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.data import Prompt
+from refrain.schemas.keys import sample_key
+from refrain.schemas.rollout import (
     FinishedRollout,
     Generated,
     RequestId,
@@ -21,7 +21,7 @@ from schemas.rollout import (
     Turn,
     VersionSpan,
 )
-from schemas.weights import PolicyWeights
+from refrain.schemas.weights import PolicyWeights
 
 PACKAGES = ("refrain", "torch", "ray", "vllm")
 _NUM_CANARIES = 4
@@ -72,7 +72,7 @@ def add_config(parser: ArgumentParser, config: str) -> None:
 
 def first_weights(config: TrainConfig, canaries: Sequence[Sequence[int]]) -> PolicyWeights:
     """Return the weights of version 0, with canaries of these tokens."""
-    from engines.learn.learner import Learner
+    from refrain.engines.learn.learner import Learner
 
     learner = Learner(config)
     learner.restore(None)
@@ -81,7 +81,7 @@ def first_weights(config: TrainConfig, canaries: Sequence[Sequence[int]]) -> Pol
 
 def first_step(config: TrainConfig, num_prompts: int) -> tuple[PolicyWeights, list[RolloutRequest]]:
     """Return the weights of version 0 with canaries, and a group for each of the first prompts."""
-    from tasks.run.preflight import read_inputs
+    from refrain.tasks.run.preflight import read_inputs
 
     prompts = read_inputs(config).datasets[Split.TRAIN].prompts[:num_prompts]
     weights = first_weights(config, [prompt.token_ids for prompt in prompts[:_NUM_CANARIES]])

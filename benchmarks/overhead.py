@@ -33,11 +33,11 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.laps import Measured, Row
-from engines.reports.tables import plain_table
-from flows.auth import mlflow_login
-from flows.ui import HOST, servers, use_servers
-from schemas.bench import BenchReport
+from refrain.benchmarks.laps import Measured, Row
+from refrain.engines.reports.tables import plain_table
+from refrain.flows.auth import mlflow_login
+from refrain.flows.ui import HOST, servers, use_servers
+from refrain.schemas.bench import BenchReport
 
 SIZES = (64, 1024, 8192)
 PACKAGES = ("refrain", "prefect", "mlflow", "duckdb", "ray")
@@ -147,7 +147,7 @@ def free_port() -> int:
 async def _measure(
     args: Namespace, sizes: Sequence[int], directory: Path, tracking_uri: str, console: Console
 ) -> list[Row]:
-    from tasks.run.ray_cluster import ray_cluster
+    from refrain.tasks.run.ray_cluster import ray_cluster
 
     rows = []
     nothing = contextlib.nullcontext()
@@ -194,11 +194,11 @@ async def _steps(
 ) -> list[dict[str, float]]:
     from prefect import flow
 
-    from benchmarks.stand_ins import made_up_config
-    from benchmarks.timed_stubs import LocalStore, hollow_run
-    from engines.store.actor import StoreClient, start_store
-    from flows.train import take_steps
-    from tasks.run.run_dir import STORE_FILE
+    from refrain.benchmarks.stand_ins import made_up_config
+    from refrain.benchmarks.timed_stubs import LocalStore, hollow_run
+    from refrain.engines.store.actor import StoreClient, start_store
+    from refrain.flows.train import take_steps
+    from refrain.tasks.run.run_dir import STORE_FILE
 
     config = made_up_config(directory, f"hollow-{size}", size, args.tokens)
     config.run_dir.mkdir()

@@ -53,17 +53,17 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from benchmarks.cores import CoreWatch, halves, only
-from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of, rows_with
-from benchmarks.one_step import add_config
-from engines.reports.tables import plain_table
-from engines.store.store import Store
-from flows.config_file import load_config
-from flows.ui import service
-from schemas.bench import BenchReport
-from schemas.rollout import Split
-from schemas.step import RunSummary, StepReport
-from tasks.run.run_dir import STORE_FILE, SUMMARY_FILE
+from refrain.benchmarks.cores import CoreWatch, halves, only
+from refrain.benchmarks.laps import Measured, Row, check_counts, in_turn, median_of, rows_with
+from refrain.benchmarks.one_step import add_config
+from refrain.engines.reports.tables import plain_table
+from refrain.engines.store.store import Store
+from refrain.flows.config_file import load_config
+from refrain.flows.ui import service
+from refrain.schemas.bench import BenchReport
+from refrain.schemas.rollout import Split
+from refrain.schemas.step import RunSummary, StepReport
+from refrain.tasks.run.run_dir import STORE_FILE, SUMMARY_FILE
 
 MODES = {
     "sync": ("staleness=0", "rollout.placement=histopipe"),
@@ -79,7 +79,7 @@ COMPARED = ("sync", "pipelined", "histopipe", "queue")
 ONE_THREAD = ("trainer.num_threads=1",)
 """Override for the trainer of a pipelined run if CONFIG sets its threads, which is on a CPU. There
 it shares the cores with engines that always have work. In `sync` it has them to itself."""
-COMMAND = (sys.executable, "-m", "flows.cli", "train")
+COMMAND = (sys.executable, "-m", "refrain.flows.cli", "train")
 COLUMNS = ("engines", "mode", "samples/s", "speedup", "idle", "cores", "s/step", "migrated")
 COLUMNS += ("deferred", "tokens", "reward")
 PHASES = ("history", "sync", "rollout", "reward", "train")

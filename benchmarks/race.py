@@ -27,17 +27,17 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from benchmarks import migration_laps, one_step
-from benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
-from benchmarks.migration_laps import Finished, finish, generate, until_begun
-from engines.inference.engine.ray_engine import RayEngine
-from engines.reports.tables import plain_table
-from schemas.bench import BenchReport
-from schemas.config import EngineConfig, TrainConfig
-from schemas.drafting import DraftModel, SpecActorConfig
-from schemas.rollout import RolloutRequest
-from schemas.weights import PolicyWeights
-from tasks.run.ray_cluster import ray_cluster
+from refrain.benchmarks import migration_laps, one_step
+from refrain.benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
+from refrain.benchmarks.migration_laps import Finished, finish, generate, until_begun
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.reports.tables import plain_table
+from refrain.schemas.bench import BenchReport
+from refrain.schemas.config import EngineConfig, TrainConfig
+from refrain.schemas.drafting import DraftModel, SpecActorConfig
+from refrain.schemas.rollout import RolloutRequest
+from refrain.schemas.weights import PolicyWeights
+from refrain.tasks.run.ray_cluster import ray_cluster
 
 PACKAGES = one_step.PACKAGES
 MODES = ("recompute", "kv")

@@ -37,18 +37,18 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import one_step
-from benchmarks.laps import Measured, Row, check_counts, rows_with
-from benchmarks.lockstep import Batch, generate_again
-from benchmarks.temperature_engines import DRAFTING, DialRun, DialTurn, groups_of
-from engines.histospec.library import PromptHistory
-from engines.histospec.predicted_gain import CHEAP, RowTimes
-from engines.reports.tables import plain_table
-from schemas.bench import BenchReport
-from schemas.config import TrainConfig
-from schemas.data import Prompt
-from schemas.keys import sample_key
-from schemas.rollout import RequestId
+from refrain.benchmarks import one_step
+from refrain.benchmarks.laps import Measured, Row, check_counts, rows_with
+from refrain.benchmarks.lockstep import Batch, generate_again
+from refrain.benchmarks.temperature_engines import DRAFTING, DialRun, DialTurn, groups_of
+from refrain.engines.histospec.library import PromptHistory
+from refrain.engines.histospec.predicted_gain import CHEAP, RowTimes
+from refrain.engines.reports.tables import plain_table
+from refrain.schemas.bench import BenchReport
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.data import Prompt
+from refrain.schemas.keys import sample_key
+from refrain.schemas.rollout import RequestId
 
 PACKAGES = (*one_step.PACKAGES, "transformers")
 SOURCES = ("own", "shared", "siblings", "ngram")
@@ -113,9 +113,9 @@ def measure(args: Namespace, console: Console) -> Measured:
 def read_arguments(args: Namespace) -> tuple[TrainConfig, list[float], list[Prompt]]:
     """Return a config for the model, the temperatures and the prompts. Raise ValueError for a model
     or data that a run would refuse, and for numbers out of bounds."""
-    from engines.data.dataset import load_dataset
-    from tasks.run.model_inputs import check_draft_head, check_model, read_tokenizer
-    from tasks.run.preflight import check_engine_fits
+    from refrain.engines.data.dataset import load_dataset
+    from refrain.tasks.run.model_inputs import check_draft_head, check_model, read_tokenizer
+    from refrain.tasks.run.preflight import check_engine_fits
 
     check_counts(args, "prompts", "tokens", "prompt_tokens", "epochs", "laps", "first_laps")
     if args.samples < 2:
@@ -171,7 +171,7 @@ def replay(
 ) -> list[Row]:
     """Generate the responses of each epoch again, by vLLM's prompt lookup and by refrain's drafter
     on a machine with cheap verification. Return the columns from this."""
-    from benchmarks.drafters import NGram, Shipped
+    from refrain.benchmarks.drafters import NGram, Shipped
 
     texts = {prompt.key: np.array(prompt.token_ids, np.int32) for prompt in prompts}
     history: dict[str, PromptHistory] = {}

@@ -23,13 +23,13 @@ from typing import get_args
 import numpy as np
 from rich.console import Console
 
-from benchmarks.demo import run_training
-from benchmarks.laps import Measured, Row, rows_with
-from engines.reports.tables import plain_table
-from engines.store.archive import query_all
-from schemas.algorithm import AlgorithmType
-from schemas.bench import BenchReport
-from tasks.run.run_dir import STORE_FILE
+from refrain.benchmarks.demo import run_training
+from refrain.benchmarks.laps import Measured, Row, rows_with
+from refrain.engines.reports.tables import plain_table
+from refrain.engines.store.archive import query_all
+from refrain.schemas.algorithm import AlgorithmType
+from refrain.schemas.bench import BenchReport
+from refrain.tasks.run.run_dir import STORE_FILE
 
 PACKAGES = ("refrain", "vllm", "torch", "transformers", "reasoning-gym")
 STEPS = """

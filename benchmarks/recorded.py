@@ -11,25 +11,25 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from benchmarks.laps import check_counts, in_turn
-from benchmarks.one_step import Lap, roll_out, step_requests
-from engines.gpus.placement import Wanted
-from engines.histopipe.placement import deal_groups
-from engines.inference.engine.ray_engine import RayEngine
-from engines.inference.engine.vllm_engine import VLLMEngine
-from engines.learn.checkpoint import checkpoints_dir
-from engines.rollout.coordinator import Coordinator
-from engines.store.store import Store, open_read_only
-from flows.simulate_input import find_trace
-from schemas.config import TrainConfig
-from schemas.data import Prompt
-from schemas.drafting import DraftingConfig
-from schemas.rollout import RequestId, RolloutRequest, Split
-from schemas.step import StepPlan
-from schemas.weights import PolicyWeights
-from tasks.run.gpus import wanted_by_engines
-from tasks.run.ray_cluster import ray_cluster
-from tasks.run.run_dir import read_config
+from refrain.benchmarks.laps import check_counts, in_turn
+from refrain.benchmarks.one_step import Lap, roll_out, step_requests
+from refrain.engines.gpus.placement import Wanted
+from refrain.engines.histopipe.placement import deal_groups
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.engines.learn.checkpoint import checkpoints_dir
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.store.store import Store, open_read_only
+from refrain.flows.simulate_input import find_trace
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.data import Prompt
+from refrain.schemas.drafting import DraftingConfig
+from refrain.schemas.rollout import RequestId, RolloutRequest, Split
+from refrain.schemas.step import StepPlan
+from refrain.schemas.weights import PolicyWeights
+from refrain.tasks.run.gpus import wanted_by_engines
+from refrain.tasks.run.ray_cluster import ray_cluster
+from refrain.tasks.run.run_dir import read_config
 
 UNDRAFTED = DraftingConfig(enabled=False)
 
@@ -238,10 +238,10 @@ def write_history(
 ) -> None:
     """Write the indexes that the run had before this step: those of these prompts, and the shared
     one. `epoch_steps`: steps of an epoch."""
-    from engines.histospec.library import IndexLibrary
-    from engines.histospec.shared import SHARED_EPOCHS, SharedLibrary
-    from engines.histospec.worker import histories
-    from engines.histospec.workers import BUILD_PROMPTS
+    from refrain.engines.histospec.library import IndexLibrary
+    from refrain.engines.histospec.shared import SHARED_EPOCHS, SharedLibrary
+    from refrain.engines.histospec.worker import histories
+    from refrain.engines.histospec.workers import BUILD_PROMPTS
 
     shutil.rmtree(directory)
     directory.mkdir()

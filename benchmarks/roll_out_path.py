@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.call_path import CallTracer, joined
-from benchmarks.stand_ins import MODEL
-from engines.inference.engine.checkpoint_engine import CheckpointEngine
-from engines.inference.engine.ray_engine import RayEngine
-from engines.rollout.coordinator import Coordinator
-from schemas.config import TrainConfig
-from schemas.rollout import FinishedRollout, RequestId, RolloutRequest, Split
-from schemas.weights import PolicyWeights
-from tasks.run.ray_cluster import ray_cluster
+from refrain.benchmarks.call_path import CallTracer, joined
+from refrain.benchmarks.stand_ins import MODEL
+from refrain.engines.inference.engine.checkpoint_engine import CheckpointEngine
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.rollout import FinishedRollout, RequestId, RolloutRequest, Split
+from refrain.schemas.weights import PolicyWeights
+from refrain.tasks.run.ray_cluster import ray_cluster
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("engines", "tasks", "flows", "schemas")

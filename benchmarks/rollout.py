@@ -29,9 +29,9 @@ from math import inf, log
 
 from rich.console import Console
 
-from benchmarks import one_step
-from benchmarks.laps import Measured, Row, median_of, rows_with
-from benchmarks.recorded import (
+from refrain.benchmarks import one_step
+from refrain.benchmarks.laps import Measured, Row, median_of, rows_with
+from refrain.benchmarks.recorded import (
     UNDRAFTED,
     EngineKind,
     Work,
@@ -39,13 +39,13 @@ from benchmarks.recorded import (
     rounds_of,
     share_identical,
 )
-from benchmarks.stock import StockEngine, StockNgramEngine
-from engines.accounting.savings import MEASURED, acted, engine_costs, step_savings
-from engines.accounting.step_requests import Stay, StepRequest
-from engines.inference.engine.vllm_engine import VLLMEngine
-from engines.reports.tables import plain_table
-from schemas.bench import BenchReport
-from schemas.drafting import DraftingConfig
+from refrain.benchmarks.stock import StockEngine, StockNgramEngine
+from refrain.engines.accounting.savings import MEASURED, acted, engine_costs, step_savings
+from refrain.engines.accounting.step_requests import Stay, StepRequest
+from refrain.engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.engines.reports.tables import plain_table
+from refrain.schemas.bench import BenchReport
+from refrain.schemas.drafting import DraftingConfig
 
 PACKAGES = one_step.PACKAGES
 GROUPS = (("stock", "off", "on"), ("stock", "ngram"))

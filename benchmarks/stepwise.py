@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from engines.inference.engine.admission import Admitted
-from engines.inference.engine.process import generate
-from engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.engines.inference.engine.admission import Admitted
+from refrain.engines.inference.engine.process import generate
+from refrain.engines.inference.engine.vllm_engine import VLLMEngine
 
 
 class StepwiseEngine(VLLMEngine):

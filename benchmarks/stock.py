@@ -4,10 +4,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.stepwise import StepwiseEngine
-from engines.inference.engine.admission import Admitted, admit
-from engines.inference.profiling.engine import ngram_config
-from schemas.counts import DraftingCounts
+from refrain.benchmarks.stepwise import StepwiseEngine
+from refrain.engines.inference.engine.admission import Admitted, admit
+from refrain.engines.inference.profiling.engine import ngram_config
+from refrain.schemas.counts import DraftingCounts
 
 NGRAM_WINDOW = 4
 """Draft tokens."""

@@ -36,19 +36,19 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.copies import CopiedBytes, CountingEngine
-from benchmarks.laps import Measured, Row, check_counts, in_turn, median_of
-from benchmarks.nodes import count_copies
-from benchmarks.stand_ins import MODEL
-from engines.inference.engine.ray_engine import RayEngine
-from engines.learn.learner import Learner
-from engines.learn.publishing import publish
-from engines.reports.tables import plain_table
-from engines.weights_file import VersionFiles
-from schemas.bench import BenchReport
-from schemas.config import TrainConfig
-from schemas.weights import Canary, PolicyWeights, WeightsFile
-from tasks.run.ray_cluster import ray_cluster
+from refrain.benchmarks.copies import CopiedBytes, CountingEngine
+from refrain.benchmarks.laps import Measured, Row, check_counts, in_turn, median_of
+from refrain.benchmarks.nodes import count_copies
+from refrain.benchmarks.stand_ins import MODEL
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.learn.learner import Learner
+from refrain.engines.learn.publishing import publish
+from refrain.engines.reports.tables import plain_table
+from refrain.engines.weights_file import VersionFiles
+from refrain.schemas.bench import BenchReport
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.weights import Canary, PolicyWeights, WeightsFile
+from refrain.tasks.run.ray_cluster import ray_cluster
 
 PACKAGES = ("refrain", "torch", "ray", "safetensors", "vllm")
 NUM_NODES = (2, 8, 64)

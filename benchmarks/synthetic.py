@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 from numba import njit
 
-from engines.inference.sampling.cpu import gumbel, philox, stream_of
-from engines.simulate.trace import Trace
-from schemas.keys import sample_key
-from schemas.rollout import Split
+from refrain.engines.inference.sampling.cpu import gumbel, philox, stream_of
+from refrain.engines.simulate.trace import Trace
+from refrain.schemas.keys import sample_key
+from refrain.schemas.rollout import Split
 
 VOCABULARY = 36
 CLASSES = 16

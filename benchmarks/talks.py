@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 
-from benchmarks.laps import Row
-from benchmarks.turn_engine import TURN_TOKENS, Usage
-from engines.inference.engine.arguments import CPU_BLOCK_TOKENS
-from schemas.config import TrainConfig
-from schemas.data import Prompt
-from schemas.keys import sample_key
-from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
-from tasks.run.environments import task_of
+from refrain.benchmarks.laps import Row
+from refrain.benchmarks.turn_engine import TURN_TOKENS, Usage
+from refrain.engines.inference.engine.arguments import CPU_BLOCK_TOKENS
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.data import Prompt
+from refrain.schemas.keys import sample_key
+from refrain.schemas.rollout import RequestId, Rollout, RolloutRequest, Split
+from refrain.tasks.run.environments import task_of
 
 TURNS = 5
 TOOL_S = (0.2, 2.0)

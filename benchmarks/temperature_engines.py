@@ -17,27 +17,27 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks import one_step
-from benchmarks.laps import Row, in_turn
-from benchmarks.recorded import UNDRAFTED
-from benchmarks.stock import StockEngine
-from engines.bounded import wait_for
-from engines.gpus.placement import Wanted
-from engines.histospec.library import IndexLibrary, PromptHistory
-from engines.histospec.shared import SharedLibrary
-from engines.histospec.workers import BUILD_PROMPTS
-from engines.inference.engine.checkpoint_engine import CheckpointEngine
-from engines.inference.engine.ray_engine import RayEngine
-from engines.inference.engine.vllm_engine import VLLMEngine
-from engines.rollout.coordinator import Coordinator
-from schemas.config import EngineConfig, TrainConfig
-from schemas.data import Prompt
-from schemas.drafting import DraftingConfig
-from schemas.engine import EngineSetup
-from schemas.rollout import RequestId
-from schemas.weights import PolicyWeights
-from tasks.run.model_inputs import model_shape
-from tasks.run.ray_cluster import ray_cluster
+from refrain.benchmarks import one_step
+from refrain.benchmarks.laps import Row, in_turn
+from refrain.benchmarks.recorded import UNDRAFTED
+from refrain.benchmarks.stock import StockEngine
+from refrain.engines.bounded import wait_for
+from refrain.engines.gpus.placement import Wanted
+from refrain.engines.histospec.library import IndexLibrary, PromptHistory
+from refrain.engines.histospec.shared import SharedLibrary
+from refrain.engines.histospec.workers import BUILD_PROMPTS
+from refrain.engines.inference.engine.checkpoint_engine import CheckpointEngine
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.schemas.config import EngineConfig, TrainConfig
+from refrain.schemas.data import Prompt
+from refrain.schemas.drafting import DraftingConfig
+from refrain.schemas.engine import EngineSetup
+from refrain.schemas.rollout import RequestId
+from refrain.schemas.weights import PolicyWeights
+from refrain.tasks.run.model_inputs import model_shape
+from refrain.tasks.run.ray_cluster import ray_cluster
 
 AS_IT_IS = PolicyWeights(policy_version=0, source=None, canaries=())
 GPU_SHARE = 0.9

@@ -15,27 +15,27 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.stand_ins import NUM_ENGINES, MadeUpEngine, made_up_prompts
-from engines.data.loader import PromptLoader
-from engines.failures import Failures
-from engines.learn.checkpoint import CheckpointState, checkpoints_dir, write_checkpoint
-from engines.rollout.coordinator import Coordinator
-from engines.rollout.interface import EngineEvents
-from engines.store.actor import Batch, StoreClient, StoredRows, count_rows
-from engines.store.rows import rollout_rows
-from engines.store.store import Store
-from engines.tracking.tracker import Tracker
-from schemas.config import TrainConfig
-from schemas.data import Prompt
-from schemas.rollout import RolloutRequest
-from schemas.run import RunRef
-from schemas.weights import PolicyWeights
-from tasks.run.artifacts import StepPages
-from tasks.run.attach import Run, attached
-from tasks.run.engines import Engines
-from tasks.run.live import LiveRun
-from tasks.run.milestones import Milestones
-from tasks.run.preflight import Inputs
+from refrain.benchmarks.stand_ins import NUM_ENGINES, MadeUpEngine, made_up_prompts
+from refrain.engines.data.loader import PromptLoader
+from refrain.engines.failures import Failures
+from refrain.engines.learn.checkpoint import CheckpointState, checkpoints_dir, write_checkpoint
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.rollout.interface import EngineEvents
+from refrain.engines.store.actor import Batch, StoreClient, StoredRows, count_rows
+from refrain.engines.store.rows import rollout_rows
+from refrain.engines.store.store import Store
+from refrain.engines.tracking.tracker import Tracker
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.data import Prompt
+from refrain.schemas.rollout import RolloutRequest
+from refrain.schemas.run import RunRef
+from refrain.schemas.weights import PolicyWeights
+from refrain.tasks.run.artifacts import StepPages
+from refrain.tasks.run.attach import Run, attached
+from refrain.tasks.run.engines import Engines
+from refrain.tasks.run.live import LiveRun
+from refrain.tasks.run.milestones import Milestones
+from refrain.tasks.run.preflight import Inputs
 
 _EVENT_S = 0.05
 """Seconds between two reports of an engine."""

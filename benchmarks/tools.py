@@ -40,9 +40,9 @@ from tempfile import TemporaryDirectory
 import ray
 from rich.console import Console
 
-from benchmarks import one_step
-from benchmarks.laps import Measured, Row, check_counts, rows_with
-from benchmarks.talks import (
+from refrain.benchmarks import one_step
+from refrain.benchmarks.laps import Measured, Row, check_counts, rows_with
+from refrain.benchmarks.talks import (
     MEAN_TOOL_S,
     OBSERVED_TOKENS,
     TURNS,
@@ -51,25 +51,25 @@ from benchmarks.talks import (
     kv_tokens,
     make_talks,
 )
-from benchmarks.temperature_engines import AS_IT_IS
-from benchmarks.turn_engine import TurnEngine
-from engines.bounded import wait_for
-from engines.environment.client import EnvironmentClient, answered
-from engines.gpus.placement import Wanted
-from engines.inference.engine.conversations import NOTHING, with_turn
-from engines.inference.engine.ray_engine import RayEngine
-from engines.reports.tables import plain_table
-from engines.rollout.coordinator import Coordinator
-from engines.store.actor import start_store
-from flows.config_file import load_config
-from schemas.bench import BenchReport
-from schemas.config import TrainConfig
-from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
-from tasks.run.attach import STORE
-from tasks.run.environments import start_environments
-from tasks.run.model_inputs import model_shape
-from tasks.run.preflight import check_engine_fits, read_inputs
-from tasks.run.ray_cluster import ray_cluster
+from refrain.benchmarks.temperature_engines import AS_IT_IS
+from refrain.benchmarks.turn_engine import TurnEngine
+from refrain.engines.bounded import wait_for
+from refrain.engines.environment.client import EnvironmentClient, answered
+from refrain.engines.gpus.placement import Wanted
+from refrain.engines.inference.engine.conversations import NOTHING, with_turn
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.reports.tables import plain_table
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.store.actor import start_store
+from refrain.flows.config_file import load_config
+from refrain.schemas.bench import BenchReport
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.rollout import RequestId, Rollout, RolloutRequest, Split
+from refrain.tasks.run.attach import STORE
+from refrain.tasks.run.environments import start_environments
+from refrain.tasks.run.model_inputs import model_shape
+from refrain.tasks.run.preflight import check_engine_fits, read_inputs
+from refrain.tasks.run.ray_cluster import ray_cluster
 
 PACKAGES = one_step.PACKAGES
 TOOL = Path(__file__).with_name("sleeping_tool.py")

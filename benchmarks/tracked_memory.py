@@ -27,12 +27,12 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-from engines.learn.attention import by_bounds
-from engines.learn.loading import Loading, prepared
-from engines.learn.packing import MicroBatch, TokenSequence, pack
-from engines.learn.policy import PolicyModel
-from engines.learn.row_mask import RowMask, causal_mask
-from engines.learn.sharding import shard
+from refrain.engines.learn.attention import by_bounds
+from refrain.engines.learn.loading import Loading, prepared
+from refrain.engines.learn.packing import MicroBatch, TokenSequence, pack
+from refrain.engines.learn.policy import PolicyModel
+from refrain.engines.learn.row_mask import RowMask, causal_mask
+from refrain.engines.learn.sharding import shard
 
 BY_BOUNDS = "refrain_by_bounds"
 MICRO_BATCHES = 2

@@ -3,7 +3,7 @@
 A dispatch mode counts torch's operations on meta tensors, which have shapes and no data. An
 operation that needs data, to choose a shape or to send something to the host, fails on them.
 Kernels are counted where they are launched. Their bytes and operations are those in Triton's
-interpreter, which needs a process of its own (`python -m benchmarks.traffic`).
+interpreter, which needs a process of its own (`python -m refrain.benchmarks.traffic`).
 """
 
 import json
@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engines.inference.sampling import gpu, kernels
-from engines.inference.sampling.noise import perturbed_argmax
-from engines.inference.sampling.step_rows import StepRows
+from refrain.engines.inference.sampling import gpu, kernels
+from refrain.engines.inference.sampling.noise import perturbed_argmax
+from refrain.engines.inference.sampling.step_rows import StepRows
 
 KERNELS = ("draw", "accept")
 _NUM_RANDOM, _NUM_REAL = 2, 16
@@ -154,7 +154,7 @@ def count_kernels(logits: Tensor) -> KernelCounts:
     with TemporaryDirectory() as directory:
         torch.save(logits, file := Path(directory) / "logits.pt")
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.traffic", str(file)],
+            [sys.executable, "-m", "refrain.benchmarks.traffic", str(file)],
             env=os.environ | {"TRITON_INTERPRET": "1"},
             capture_output=True,
             text=True,

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
-from benchmarks.temperature_engines import DialEngine
-from engines.inference.engine.admission import Admitted
-from engines.inference.engine.running import Running
-from schemas.rollout import Turn
+from refrain.benchmarks.temperature_engines import DialEngine
+from refrain.engines.inference.engine.admission import Admitted
+from refrain.engines.inference.engine.running import Running
+from refrain.schemas.rollout import Turn
 
 TURN_TOKENS = "turn_tokens"
 """Name in a task's `extra_info` of the tokens of each turn."""
@@ -63,7 +63,7 @@ class SlotWatch:
 def make_watched(vllm_config: Any, **kwargs: Any) -> Any:
     """Return refrain's scheduler with the method `take_slot_s`. vLLM calls this function in place
     of a scheduler class."""
-    from engines.inference.engine.scheduler import make_scheduler
+    from refrain.engines.inference.engine.scheduler import make_scheduler
 
     scheduler: Any = make_scheduler(vllm_config, **kwargs)
     watch = SlotWatch(lambda: len(scheduler.running), time.perf_counter)
@@ -92,7 +92,7 @@ class TurnEngine(DialEngine):
 
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         return super()._engine_args(on_cpu) | {
-            "scheduler_cls": "benchmarks.turn_engine.make_watched"
+            "scheduler_cls": "refrain.benchmarks.turn_engine.make_watched"
         }
 
     def _admitted(self, running: Running) -> Admitted:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any
 
-from engines.bounded import wait_for, wait_while_moving
+from refrain.engines.bounded import wait_for, wait_while_moving
 
 STOP_S = 30.0
 """Longest time for an actor to shut down before we kill it."""

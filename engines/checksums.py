@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engines.user_files import naming
+from refrain.engines.user_files import naming
 
 
 def sha256_of(file: Path) -> str:

@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.actors import RemoteActor
-from engines.bounded import wait_for
-from engines.weights_file import LostFile, VersionFiles
-from schemas.weights import WeightsFile
+from refrain.engines.actors import RemoteActor
+from refrain.engines.bounded import wait_for
+from refrain.engines.weights_file import LostFile, VersionFiles
+from refrain.schemas.weights import WeightsFile
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from engines.durable import write_durably
+from refrain.engines.durable import write_durably
 
 UMASK = "REFRAIN_UMASK"
 """Environment variable: umask of a run's files, octal.

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from engines.paths import check_regular, explain
-from schemas.settings import meant_by
+from refrain.engines.paths import check_regular, explain
+from refrain.schemas.settings import meant_by
 
 Model = TypeVar("Model", bound=BaseModel)
 

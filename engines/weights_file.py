@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from engines.shared_memory import PrivateDir, shared_memory
+from refrain.engines.shared_memory import PrivateDir, shared_memory
 
 VERSION = "policy_version"
 """Key of the version in a file's own metadata."""

@@ -30,23 +30,23 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from engines.answers.builtin import compute_score
-from engines.data.dataset import load_dataset, load_tokenizer
-from engines.histospec.library import IndexLibrary, PromptHistory
-from engines.inference.engine.in_process import InProcessEngine
-from engines.learn.advantages import group_relative_advantage
-from engines.learn.loading import Loading, load_policy
-from engines.learn.objectives.clipped import clipped_policy_losses
-from engines.learn.packing import TokenSequence, pack
-from engines.learn.policy import PolicyModel
-from engines.learn.training_state import host_tensors
-from schemas.config import EngineConfig, RolloutConfig
-from schemas.data import Prompt
-from schemas.drafting import HISTORY, TEXT_DRAFTERS, DraftingConfig, SpecActorConfig
-from schemas.inputs import ModelConfig
-from schemas.keys import sample_key
-from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
-from schemas.weights import PolicyWeights
+from refrain.engines.answers.builtin import compute_score
+from refrain.engines.data.dataset import load_dataset, load_tokenizer
+from refrain.engines.histospec.library import IndexLibrary, PromptHistory
+from refrain.engines.inference.engine.in_process import InProcessEngine
+from refrain.engines.learn.advantages import group_relative_advantage
+from refrain.engines.learn.loading import Loading, load_policy
+from refrain.engines.learn.objectives.clipped import clipped_policy_losses
+from refrain.engines.learn.packing import TokenSequence, pack
+from refrain.engines.learn.policy import PolicyModel
+from refrain.engines.learn.training_state import host_tensors
+from refrain.schemas.config import EngineConfig, RolloutConfig
+from refrain.schemas.data import Prompt
+from refrain.schemas.drafting import HISTORY, TEXT_DRAFTERS, DraftingConfig, SpecActorConfig
+from refrain.schemas.inputs import ModelConfig
+from refrain.schemas.keys import sample_key
+from refrain.schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest, Split
+from refrain.schemas.weights import PolicyWeights
 
 DEMO = Path(__file__).parent.parent / "infra" / "demo"
 MICRO_BATCH_TOKENS = 8192

@@ -5,7 +5,7 @@ import os
 import secrets
 from pathlib import Path
 
-from engines.private import read_secret
+from refrain.engines.private import read_secret
 
 ASKED, GIVEN = "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"
 """Environment variables with the password that the server requires, and that clients send."""

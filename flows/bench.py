@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from engines.paths import check_regular, explain
-from engines.reports.tables import plain_table
-from flows.environment import quieten
-from flows.output_file import JSON, check_output, write_output
-from schemas.bench import BenchReport
+from refrain.engines.paths import check_regular, explain
+from refrain.engines.reports.tables import plain_table
+from refrain.flows.environment import quieten
+from refrain.flows.output_file import JSON, check_output, write_output
+from refrain.schemas.bench import BenchReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ def launch_bench(name: str | None, arguments: Sequence[str]) -> None:
         problem = f"there is no bench {name!r}" if name else "give the NAME of a bench"
         raise ValueError(f"{problem}; known: {', '.join(BENCHES)}; --list describes them")
     quieten()  # Before the import of Ray, which reads its token mode then.
-    module = importlib.import_module(f"benchmarks.{name}")
+    module = importlib.import_module(f"refrain.benchmarks.{name}")
     parser = _Parser(
         prog=f"refrain bench {name}",
         description=module.__doc__,
@@ -232,7 +232,7 @@ def to_json(report: BenchReport) -> str:
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:
     """Return the versions of the installed packages. `vllm` stands for its GPU and CPU builds."""
-    from engines.inference.profiling.engine import vllm_version
+    from refrain.engines.inference.profiling.engine import vllm_version
 
     versions = {}
     for package in packages:

@@ -23,7 +23,7 @@ TELL_S = 10.0
 _DONE = "done"
 _ROOT = Path(__file__).resolve().parents[1]
 # Append to the path: packages in the project's directory must not hide installed ones.
-_CODE = "import sys; sys.path.append(sys.argv[1]); from flows.cleaner import main; main()"
+_CODE = "import sys; sys.path.append(sys.argv[1]); from refrain.flows.cleaner import main; main()"
 
 
 class Cleaner:
@@ -72,7 +72,7 @@ def main() -> None:
         telling.daemon = True
         telling.start()
         telling.join(TELL_S)
-    from tasks.run.end_killed import end_killed
+    from refrain.tasks.run.end_killed import end_killed
 
     for run_dir in known["run_dirs"]:
         end_killed(Path(run_dir), Path(known["mlflow_dir"]))
@@ -83,7 +83,7 @@ def _crash(api: str, flow_run: str) -> None:
     from prefect.client.schemas.filters import FlowRunFilter
     from prefect.states import Crashed
 
-    from flows.deployments import client_of
+    from refrain.flows.deployments import client_of
 
     crashed = Crashed(message="The run's process was killed; continue with --resume.")
     live = {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}

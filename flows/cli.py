@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
-from flows import cli_inputs, cli_records, options
-from flows.command import run_command
+from refrain.flows import cli_inputs, cli_records, options
+from refrain.flows.command import run_command
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -49,7 +49,7 @@ def train(**options: Any) -> None:
     refrain train --resume runs/demo
     refrain train --resume runs/demo rollout.num_engines=1
     """
-    from flows.launch import launch_train
+    from refrain.flows.launch import launch_train
 
     run_command(lambda: launch_train(**options))
 
@@ -58,7 +58,7 @@ def train(**options: Any) -> None:
 @options.runs_dir
 def runs(runs_dir: Path) -> None:
     """List all runs: their progress, their last reward, and whether you can resume them."""
-    from flows.runs import launch_runs
+    from refrain.flows.runs import launch_runs
 
     run_command(lambda: launch_runs(runs_dir))
 
@@ -74,7 +74,7 @@ def show(run: str, runs_dir: Path, follow: bool, show_all: bool) -> None:
     `idle`: the share of time since the step before in which the engines had nothing to do.
     `accepted`: the share of draft tokens that were accepted. `a pass`: tokens per verification.
     """
-    from flows.runs import launch_show
+    from refrain.flows.runs import launch_show
 
     run_command(lambda: launch_show(run, runs_dir, follow, show_all))
 
@@ -143,7 +143,7 @@ def profile(overwrite: bool, draft_models: tuple[dict[str, str], ...], **values:
     \b
     refrain profile --model infra/demo/model --dtype float32 --max-context 384
     """
-    from flows.launch import launch_profile
+    from refrain.flows.launch import launch_profile
 
     given = values | {"draft_models": list(draft_models) or None}
     run_command(lambda: launch_profile(given, overwrite))
@@ -181,7 +181,7 @@ def evaluate(
     refrain evaluate runs/demo/checkpoints/global_step_32 test.parquet --samples 8
     refrain evaluate /models/Qwen3-8B test.parquet --config demo rollout.temperature=0.6
     """
-    from flows.launch import launch_evaluate, read_evaluate_config
+    from refrain.flows.launch import launch_evaluate, read_evaluate_config
 
     run_command(
         lambda: launch_evaluate(read_evaluate_config(data, values), resume, overwrite, json)
@@ -194,7 +194,7 @@ def evaluate(
 @options.mlflow_port
 def ui(runs_dir: Path, prefect_port: int, mlflow_port: int) -> None:
     """Serve Prefect's UI, a worker and MLflow's UI on this machine until you press Ctrl-C."""
-    from flows.ui import serve
+    from refrain.flows.ui import serve
 
     run_command(lambda: serve(runs_dir, prefect_port, mlflow_port))
 
@@ -208,7 +208,7 @@ def doctor(**options: Any) -> None:
     """Check this machine's GPUs, driver, memory, disks, ports and versions, and say how to fix
     problems. Takes seconds and starts nothing. The exit status is 1 when there is a problem.
     """
-    from flows.doctor import launch_doctor
+    from refrain.flows.doctor import launch_doctor
 
     run_command(lambda: launch_doctor(**options))
 
@@ -220,7 +220,7 @@ def deploy(runs_dir: Path) -> None:
 
     The pool runs one flow at a time. On one machine, use `refrain ui`, which deploys too.
     """
-    from flows.deployments import launch_deploy
+    from refrain.flows.deployments import launch_deploy
 
     run_command(lambda: launch_deploy(runs_dir))
 
@@ -273,9 +273,9 @@ def simulate(**options: Any) -> None:
     refrain simulate demo --divide 8 --hardware H100 --shape Qwen3-8B --policies ranked
     refrain simulate --paper rhymerl --json -
     """
-    from flows.simulate import launch_simulate
-    from flows.simulate_divisions import launch_divided
-    from flows.simulate_input import Arguments
+    from refrain.flows.simulate import launch_simulate
+    from refrain.flows.simulate_divisions import launch_divided
+    from refrain.flows.simulate_input import Arguments
 
     launch = launch_simulate if options["divide"] is None else launch_divided
     run_command(lambda: launch(Arguments(**options)))
@@ -314,7 +314,7 @@ def export(**options: Any) -> None:
     refrain export demo --trace demo.json
     refrain export demo --timeline 8 step8.html
     """
-    from flows.export import launch_export
+    from refrain.flows.export import launch_export
 
     run_command(lambda: launch_export(**options))
 
@@ -336,7 +336,7 @@ def bench(name: str | None, args: tuple[str, ...], listed: bool) -> None:
     refrain bench index --json index.json
     refrain bench drafting demo --profile benchmarks/baselines/profile_demo.json
     """
-    from flows.bench import launch_bench, list_benches
+    from refrain.flows.bench import launch_bench, list_benches
 
     run_command(list_benches if listed else lambda: launch_bench(name, args))
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
-from flows import options
-from flows.command import run_command
+from refrain.flows import options
+from refrain.flows.command import run_command
 
 
 @click.command()
@@ -57,7 +57,7 @@ def data(name: str, **given: Any) -> None:
     refrain data mine.jsonl --question problem --answer result --data-source math_dapo
     refrain data reasoning-gym chain_sum gsm_symbolic --size 2000 --difficulty 0,1
     """
-    from flows.data import launch_data
+    from refrain.flows.data import launch_data
 
     run_command(lambda: launch_data(name, **given))
 
@@ -75,7 +75,7 @@ def config(**options: Any) -> None:
     refrain config my.yaml trainer.learning_rate=2e-6
     refrain config --schema > refrain.schema.json
     """
-    from flows.show_config import launch_config
+    from refrain.flows.show_config import launch_config
 
     run_command(lambda: launch_config(**options))
 
@@ -145,6 +145,6 @@ def train(model: Path, **values: Any) -> None:
     refrain drafter train models/smollm2 data/smollm2/train.parquet --out heads/smollm2
     refrain drafter train /models/Qwen3-8B train.parquet --out heads/qwen3 --steps 5000
     """
-    from flows.drafter import launch_drafter_train
+    from refrain.flows.drafter import launch_drafter_train
 
     run_command(lambda: launch_drafter_train(model, **values))

@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
-from flows import options
-from flows.command import run_command
+from refrain.flows import options
+from refrain.flows.command import run_command
 
 
 @click.command()
@@ -67,7 +67,7 @@ def samples(run: str, runs_dir: Path, **options: Any) -> None:
     refrain samples demo --step 24 --prompt 3fa9 --sample 0
     refrain samples demo --serve 5001
     """
-    from flows.samples import launch_samples
+    from refrain.flows.samples import launch_samples
 
     run_command(lambda: launch_samples(run, runs_dir, **options))
 
@@ -97,7 +97,7 @@ def sql(**options: Any) -> None:
     refrain sql demo "SELECT step, max(max_tokens) FROM lengths GROUP BY step ORDER BY step"
     refrain sql demo "DESCRIBE rollouts"
     """
-    from flows.sql import launch_sql
+    from refrain.flows.sql import launch_sql
 
     run_command(lambda: launch_sql(**options))
 
@@ -119,6 +119,6 @@ def report(**options: Any) -> None:
     """Measure how similar RUN's responses are from epoch to epoch, during training or afterwards:
     shared tokens, and ranks of lengths (RhymeRL, sections 5.1, 5.4, 6.1 and 6.3).
     """
-    from flows.report import launch_report
+    from refrain.flows.report import launch_report
 
     run_command(lambda: launch_report(**options))

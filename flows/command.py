@@ -6,8 +6,8 @@ from io import TextIOWrapper
 
 import click
 
-from engines.paths import explain, is_given
-from flows.signals import INTERRUPTED, UNREAD, ended_by_signals, flush_output, nobody_reads
+from refrain.engines.paths import explain, is_given
+from refrain.flows.signals import INTERRUPTED, UNREAD, ended_by_signals, flush_output, nobody_reads
 
 
 def run_command(command: Callable[[], None]) -> None:

@@ -6,11 +6,11 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.user_files import naming, read_text, validated
-from schemas.config import TrainConfig
-from schemas.removed_settings import current_settings
-from schemas.secret import fill_in, secrets_of
-from tasks.run.config_record import CONFIG_FILE, with_secrets
+from refrain.engines.user_files import naming, read_text, validated
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.removed_settings import current_settings
+from refrain.schemas.secret import fill_in, secrets_of
+from refrain.tasks.run.config_record import CONFIG_FILE, with_secrets
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

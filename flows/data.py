@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.data.convert import (
+from refrain.engines.data.convert import (
     PUBLIC,
     Columns,
     Converted,
@@ -14,10 +14,10 @@ from engines.data.convert import (
     stated_answer,
     take_over,
 )
-from engines.data.dataset import read_rows
-from engines.data.hub import hub_rows
-from engines.paths import check_place
-from flows.output_file import PARQUET, check_output, making, writing
+from refrain.engines.data.dataset import read_rows
+from refrain.engines.data.hub import hub_rows
+from refrain.engines.paths import check_place
+from refrain.flows.output_file import PARQUET, check_output, making, writing
 
 Convert = Callable[[Mapping[str, Any], str, int], Row]
 
@@ -96,7 +96,7 @@ def _make_puzzles(
     levels: Sequence[int],
     overwrite: bool,
 ) -> None:
-    from engines.data.puzzles import check_sets, puzzle_rows
+    from refrain.engines.data.puzzles import check_sets, puzzle_rows
 
     if not names:
         raise ValueError(f"give a SET, for example refrain data {REASONING_GYM} chain_sum")

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from engines.paths import check_place
-from flows.auth import GIVEN, refusal
-from flows.config_file import load_config
-from schemas.config import TrainConfig
-from schemas.evaluation import EvaluateConfig
-from schemas.profile import ProfileConfig
+from refrain.engines.paths import check_place
+from refrain.flows.auth import GIVEN, refusal
+from refrain.flows.config_file import load_config
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.evaluation import EvaluateConfig
+from refrain.schemas.profile import ProfileConfig
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

@@ -7,12 +7,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from engines.machine.inspect_machine import inspect_machine
-from engines.machine.verdicts import findings
-from engines.paths import check_place
-from engines.reports.tables import plain_table
-from flows.output_file import JSON, check_output, write_output
-from schemas.machine import Finding, MachineReport, Verdict
+from refrain.engines.machine.inspect_machine import inspect_machine
+from refrain.engines.machine.verdicts import findings
+from refrain.engines.paths import check_place
+from refrain.engines.reports.tables import plain_table
+from refrain.flows.output_file import JSON, check_output, write_output
+from refrain.schemas.machine import Finding, MachineReport, Verdict
 
 STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.PROBLEM: "bold red"}
 

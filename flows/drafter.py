@@ -8,14 +8,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from engines.draft_head.files import SETTINGS, save
-from engines.draft_head.training import Agreement
-from engines.paths import check_place
-from engines.reports.tables import plain_table
-from flows.environment import quieten
-from flows.output_file import making
-from schemas.config import TrainConfig
-from schemas.data import Prompt
+from refrain.engines.draft_head.files import SETTINGS, save
+from refrain.engines.draft_head.training import Agreement
+from refrain.engines.paths import check_place
+from refrain.engines.reports.tables import plain_table
+from refrain.flows.environment import quieten
+from refrain.flows.output_file import making
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.data import Prompt
 
 HELD_OUT_SHARE = 0.1
 """Share of the prompts that the head is not trained on: its agreement is measured there."""
@@ -85,11 +85,15 @@ def _check_out(out: Path, overwrite: bool) -> None:
 def read_prompts(config: TrainConfig, most: int) -> list[Prompt]:
     """Return at most `most` prompts in random order. Raise ValueError for a model or data that a
     run would refuse, and for a single prompt."""
-    from engines.data.dataset import load_dataset
-    from engines.data.messages import PromptSettings
-    from engines.inference.engine.supported import check_version
-    from tasks.run.model_inputs import check_against_transformers, check_model, read_tokenizer
-    from tasks.run.preflight import check_engine_fits
+    from refrain.engines.data.dataset import load_dataset
+    from refrain.engines.data.messages import PromptSettings
+    from refrain.engines.inference.engine.supported import check_version
+    from refrain.tasks.run.model_inputs import (
+        check_against_transformers,
+        check_model,
+        read_tokenizer,
+    )
+    from refrain.tasks.run.preflight import check_engine_fits
 
     check_version()
     check_model(config.model, "MODEL")
@@ -115,8 +119,8 @@ def make_head(
     config: TrainConfig, prompts: Sequence[Prompt], out: Path, *, num_updates: int, window: int
 ) -> None:
     """Generate responses, train a head and write it. Print its agreement on held-out prompts."""
-    from tasks.drafter import roll_out, train_head
-    from tasks.run.model_inputs import text_config
+    from refrain.tasks.drafter import roll_out, train_head
+    from refrain.tasks.run.model_inputs import text_config
 
     console = Console(highlight=False, markup=False)
     sequences = asyncio.run(roll_out(config, prompts, console.print))

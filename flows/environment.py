@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from engines.machine.cuda import device_files, torch_build
-from engines.private import tighten, use_private_kernels, use_private_umask
-from flows.auth import ORIGINS, use_password
+from refrain.engines.machine.cuda import device_files, torch_build
+from refrain.engines.private import tighten, use_private_kernels, use_private_umask
+from refrain.flows.auth import ORIGINS, use_password
 
 _QUIET = {
     # No telemetry, and no access to the internet.

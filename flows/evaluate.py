@@ -4,20 +4,20 @@ from typing import Any
 
 from prefect import flow
 
-from engines.failures import Failures
-from flows.evaluation_config import find_subject
-from flows.prepare import evaluation_plan
-from flows.subflow import is_retried
-from schemas.evaluation import EvaluateConfig, EvaluationReport
-from tasks.evaluate import (
+from refrain.engines.failures import Failures
+from refrain.flows.evaluation_config import find_subject
+from refrain.flows.prepare import evaluation_plan
+from refrain.flows.subflow import is_retried
+from refrain.schemas.evaluation import EvaluateConfig, EvaluationReport
+from refrain.tasks.evaluate import (
     add_to_training_run,
     open_evaluation,
     report_evaluation,
 )
-from tasks.reward import reward
-from tasks.rollout import rollout
-from tasks.run.end_killed import end_killed
-from tasks.schedule import plan_validation
+from refrain.tasks.reward import reward
+from refrain.tasks.rollout import rollout
+from refrain.tasks.run.end_killed import end_killed
+from refrain.tasks.schedule import plan_validation
 
 
 def _on_cancellation(flow: Any, flow_run: Any, state: Any) -> None:

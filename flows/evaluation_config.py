@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.learn.checkpoint import MODEL_DIR, STATE_FILE, checkpoint_name, read_state
-from engines.user_files import validated
-from flows.config_file import read_values
-from schemas.config import TrainConfig
-from schemas.evaluation import EvaluateConfig
-from schemas.sampling import SamplingConfig
-from tasks.run.record import find_run, read_run
-from tasks.run.run_dir import CONFIG_FILE, is_run
+from refrain.engines.learn.checkpoint import MODEL_DIR, STATE_FILE, checkpoint_name, read_state
+from refrain.engines.user_files import validated
+from refrain.flows.config_file import read_values
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.evaluation import EvaluateConfig
+from refrain.schemas.sampling import SamplingConfig
+from refrain.tasks.run.record import find_run, read_run
+from refrain.tasks.run.run_dir import CONFIG_FILE, is_run
 
 EVALUATIONS = "evaluations"
 """Name of the directory of evaluations, inside the directory of the runs."""

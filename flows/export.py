@@ -4,18 +4,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engines.accounting.step_requests import step_requests
-from engines.reports.timeline_page import timeline_page
-from engines.reports.trace_events import FOLDER, read_timeline, read_timelines, trace_events
-from engines.simulate.trace import from_store, write_trace
-from engines.store.open_database import explain_damage
-from engines.store.store import open_read_only
-from flows.output_file import HTML, JSON, PARQUET, check_output, write_output, writing
-from flows.simulate_input import find_trace
-from schemas.keys import stage_name
-from schemas.rollout import Split
-from tasks.run.run_dir import STORE_FILE, is_live, read_config
-from tasks.run.timeline import gpus_of
+from refrain.engines.accounting.step_requests import step_requests
+from refrain.engines.reports.timeline_page import timeline_page
+from refrain.engines.reports.trace_events import FOLDER, read_timeline, read_timelines, trace_events
+from refrain.engines.simulate.trace import from_store, write_trace
+from refrain.engines.store.open_database import explain_damage
+from refrain.engines.store.store import open_read_only
+from refrain.flows.output_file import HTML, JSON, PARQUET, check_output, write_output, writing
+from refrain.flows.simulate_input import find_trace
+from refrain.schemas.keys import stage_name
+from refrain.schemas.rollout import Split
+from refrain.tasks.run.run_dir import STORE_FILE, is_live, read_config
+from refrain.tasks.run.timeline import gpus_of
 
 
 def launch_export(

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from engines.user_files import validated
-from flows.auth import refusal
-from flows.cleaner import Cleaner
-from flows.config_file import load_config, override, read_values
-from flows.environment import set_services, use_embedded_services
-from flows.output_file import JSON, check_output, write_output
-from flows.own_server import own_server
-from flows.signals import WhileRead, run_interruptibly
-from schemas.config import TrainConfig
-from schemas.evaluation import EvaluateConfig
-from schemas.profile import ProfileConfig
-from tasks.run.run_dir import (
+from refrain.engines.user_files import validated
+from refrain.flows.auth import refusal
+from refrain.flows.cleaner import Cleaner
+from refrain.flows.config_file import load_config, override, read_values
+from refrain.flows.environment import set_services, use_embedded_services
+from refrain.flows.output_file import JSON, check_output, write_output
+from refrain.flows.own_server import own_server
+from refrain.flows.signals import WhileRead, run_interruptibly
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.evaluation import EvaluateConfig
+from refrain.schemas.profile import ProfileConfig
+from refrain.tasks.run.run_dir import (
     CONFIG_FILE,
     check_deletable,
     check_run_dir,
@@ -45,7 +45,7 @@ def launch_train(
     new_store: bool = False,
 ) -> None:
     """Plan the run, then train. Raise ValueError for bad input before anything starts."""
-    from flows.prepare import make_way, print_plan, training_plan
+    from refrain.flows.prepare import make_way, print_plan, training_plan
 
     if gpus and not check:
         raise ValueError("--gpus works with --check only: a run uses the GPUs of this machine")
@@ -60,8 +60,8 @@ def launch_train(
         print_plan(plan)
         return
     make_way(plan)
-    from engines.reports.progress import print_summary
-    from flows.train import train
+    from refrain.engines.reports.progress import print_summary
+    from refrain.flows.train import train
 
     config, run_dirs = plan.config, [plan.config.run_dir]
     print_summary(
@@ -75,7 +75,7 @@ def launch_profile(values: Mapping[str, Any], overwrite: bool) -> None:
     given = {name: value for name, value in values.items() if value is not None}
     config = validated(given, "the command line", ProfileConfig)
     set_services(config.runs_dir)
-    from tasks.profile_inputs import beside, read_profile_inputs
+    from refrain.tasks.profile_inputs import beside, read_profile_inputs
 
     read_profile_inputs(config)
     if overwrite:
@@ -84,8 +84,8 @@ def launch_profile(values: Mapping[str, Any], overwrite: bool) -> None:
         check_run_dir(config, resume=(config.run_dir / CONFIG_FILE).exists())
     refuse_live(config.run_dir)
     use_embedded_services(config.runs_dir)
-    from engines.reports.profile import print_profile
-    from flows.profiling import profile
+    from refrain.engines.reports.profile import print_profile
+    from refrain.flows.profiling import profile
 
     run_dirs = [config.run_dir, beside(config).run_dir]
     report = _carry_out(profile, config, overwrite, run_dirs=run_dirs, mlflow_dir=config.runs_dir)
@@ -109,12 +109,12 @@ def launch_evaluate(
 ) -> None:
     """Plan the evaluation, then evaluate. Raise ValueError before anything starts."""
     check_output(json_file, JSON, "--json")
-    from flows.prepare import evaluation_plan
+    from refrain.flows.prepare import evaluation_plan
 
     _, plan = evaluation_plan(config, resume, overwrite=overwrite)
     use_embedded_services(config.runs_dir)
-    from engines.reports.runs import print_evaluation
-    from flows.evaluate import evaluate
+    from refrain.engines.reports.runs import print_evaluation
+    from refrain.flows.evaluate import evaluate
 
     run_dirs = [plan.config.run_dir]
     report = _carry_out(
@@ -129,7 +129,7 @@ def _carry_out(
     flow: "Flow[..., Any]", *args: Any, run_dirs: Sequence[Path], mlflow_dir: Path
 ) -> Any:
     """Run a flow that works in these directories, with a cleaner beside it. Return its result."""
-    from flows.own_server import api_url
+    from refrain.flows.own_server import api_url
 
     mark_processes(run_dirs[0])
     sys.stdout = WhileRead(sys.stdout)

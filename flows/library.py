@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from flows.environment import use_embedded_services
-from flows.own_server import own_server
-from flows.prepare import make_way, training_plan
-from schemas.config import TrainConfig
-from schemas.evaluation import EvaluateConfig, EvaluationReport
-from schemas.step import RunSummary
-from tasks.run.record import find_run
-from tasks.run.store_query import query_run
+from refrain.flows.environment import use_embedded_services
+from refrain.flows.own_server import own_server
+from refrain.flows.prepare import make_way, training_plan
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.evaluation import EvaluateConfig, EvaluationReport
+from refrain.schemas.step import RunSummary
+from refrain.tasks.run.record import find_run
+from refrain.tasks.run.store_query import query_run
 
 RUNS = Path("runs")
 
@@ -41,7 +41,7 @@ async def train(
     """Train, like `refrain train`. Raise ValueError for bad input before anything starts."""
     plan = training_plan(config, resume, overwrite=overwrite)
     make_way(plan)
-    from flows.train import train as flow
+    from refrain.flows.train import train as flow
 
     with own_server():
         return await flow(plan.config, resume)
@@ -52,7 +52,7 @@ async def evaluate(
 ) -> EvaluationReport:
     """Evaluate, like `refrain evaluate`. Raise ValueError for bad input."""
     use_embedded_services(config.runs_dir)
-    from flows.evaluate import evaluate as flow
+    from refrain.flows.evaluate import evaluate as flow
 
     with own_server():
         return await flow(config, resume, overwrite)

@@ -11,7 +11,7 @@ from base64 import b64encode
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flows.auth import MLFLOW_ASKED
+from refrain.flows.auth import MLFLOW_ASKED
 
 _OPEN = "/health"
 """The only path that needs no password. Health probes call it."""

@@ -11,8 +11,8 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from engines.durable import replacing, write_durably
-from engines.paths import explain
+from refrain.engines.durable import replacing, write_durably
+from refrain.engines.paths import explain
 
 JSON, PARQUET, PNG, HTML, CSV = "JSON", "Parquet", "PNG", "HTML", "CSV"
 _BEGINNINGS = {JSON: (b"{", b"["), PARQUET: (b"PAR1",), PNG: (b"\x89PNG",), HTML: (b"<",)}
@@ -112,8 +112,8 @@ def _check_special(path: Path, given: str) -> None:
 def _owner(path: Path) -> str:
     """Return the run, checkpoint or model that a file belongs to. Empty: none."""
     # Imported here, because these modules import numpy and pyarrow.
-    from engines.learn.checkpoint import STATE_FILE
-    from tasks.run.run_dir import is_run
+    from refrain.engines.learn.checkpoint import STATE_FILE
+    from refrain.tasks.run.run_dir import is_run
 
     for directory in path.parents:
         if is_run(directory):

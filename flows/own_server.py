@@ -69,7 +69,7 @@ def _make_server() -> "SubprocessASGIServer":
             command += ["--app-dir", str(Path(__file__).parent.parent)]
             command += ["--host", "127.0.0.1", "--port", str(self.port), "--log-level", "error"]
             return subprocess.Popen(
-                [*command, "--lifespan", "on", "flows.prefect_app:create_app"],
+                [*command, "--lifespan", "on", "refrain.flows.prefect_app:create_app"],
                 env={**os.environ, **own, **given},
                 start_new_session=True,
             )

@@ -7,16 +7,16 @@ make_way                         makes the first change: deletes an earlier run,
 import re
 from typing import TYPE_CHECKING, Any
 
-from engines.data.hub import with_local_model
-from flows.environment import set_services, use_embedded_services
-from flows.evaluation_config import EvaluationSubject, find_subject
-from schemas.config import TrainConfig
-from schemas.evaluation import EvaluateConfig
-from tasks.run.resuming import check_mirror, renew_store
-from tasks.run.run_dir import delete_run
+from refrain.engines.data.hub import with_local_model
+from refrain.flows.environment import set_services, use_embedded_services
+from refrain.flows.evaluation_config import EvaluationSubject, find_subject
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.evaluation import EvaluateConfig
+from refrain.tasks.run.resuming import check_mirror, renew_store
+from refrain.tasks.run.run_dir import delete_run
 
 if TYPE_CHECKING:
-    from tasks.run.plan import RunPlan
+    from refrain.tasks.run.plan import RunPlan
 
 
 def training_plan(
@@ -32,7 +32,7 @@ def training_plan(
     # Download first, because the environment of a run is offline.
     config = with_local_model(config)
     set_services(config.runs_dir)
-    from tasks.run.plan import plan_run
+    from refrain.tasks.run.plan import plan_run
 
     return plan_run(config, resume, overwrite=overwrite, new_store=new_store, gpus=gpus)
 
@@ -43,7 +43,7 @@ def evaluation_plan(
     """Find the model to evaluate, and plan the run that does it. Raise ValueError for bad input."""
     subject = find_subject(config)
     set_services(config.runs_dir)
-    from tasks.run.plan import plan_evaluation
+    from refrain.tasks.run.plan import plan_evaluation
 
     return subject, plan_evaluation(subject.config, resume, overwrite=overwrite)
 
@@ -66,7 +66,7 @@ def make_way(plan: "RunPlan") -> None:
 
 def print_plan(plan: "RunPlan") -> None:
     """Print each part of a plan, what changed in a resumed run, and the memory of each place."""
-    from engines.reports.plan import print_needs
+    from refrain.engines.reports.plan import print_needs
 
     for change in plan.changes:
         print(f"resumed with {change}")

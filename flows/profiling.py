@@ -8,9 +8,9 @@ from typing import Any
 
 from prefect import flow
 
-from engines.failures import Failures
-from schemas.profile import ProfileConfig, ProfileReport
-from tasks.profile import (
+from refrain.engines.failures import Failures
+from refrain.schemas.profile import ProfileConfig, ProfileReport
+from refrain.tasks.profile import (
     end_profile,
     fit_profile,
     measure_decode,

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from rich.console import Console
 
-from engines.accounting.epoch_similarity import (
+from refrain.engines.accounting.epoch_similarity import (
     LengthChanges,
     RankChanges,
     Similarity,
@@ -19,11 +19,11 @@ from engines.accounting.epoch_similarity import (
     rank_changes,
     similarity,
 )
-from engines.reports import similarity as similarity_report
-from flows.output_file import JSON, PNG, check_output, write_output, writing
-from schemas.bench import BenchReport
-from tasks.run.record import find_run
-from tasks.run.store_query import query_run
+from refrain.engines.reports import similarity as similarity_report
+from refrain.flows.output_file import JSON, PNG, check_output, write_output, writing
+from refrain.schemas.bench import BenchReport
+from refrain.tasks.run.record import find_run
+from refrain.tasks.run.store_query import query_run
 
 RANKING_GROUPS = (8, 16)
 """Numbers of ranking groups in the paper (RhymeRL)."""

@@ -7,9 +7,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from engines.reports.progress import step_line
-from engines.reports.runs import RunRecord, RunState, live_view, print_run, print_runs, rolling_text
-from tasks.run.record import find_run, list_runs, read_run
+from refrain.engines.reports.progress import step_line
+from refrain.engines.reports.runs import (
+    RunRecord,
+    RunState,
+    live_view,
+    print_run,
+    print_runs,
+    rolling_text,
+)
+from refrain.tasks.run.record import find_run, list_runs, read_run
 
 LOOK_EVERY_S = 1.0
 """Seconds between two reads. A run writes its progress as often."""

@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from engines.data.tokenizer import TokenDecoder
-from engines.reports.samples import print_sample, print_samples
-from engines.store.reader import answer
-from engines.store.samples import Ask, Page, SampleFilter, find, search
-from engines.user_files import read_json_object
-from tasks.run.record import find_run
-from tasks.run.run_dir import CONFIG_FILE, STORE_FILE
+from refrain.engines.data.tokenizer import TokenDecoder
+from refrain.engines.reports.samples import print_sample, print_samples
+from refrain.engines.store.reader import answer
+from refrain.engines.store.samples import Ask, Page, SampleFilter, find, search
+from refrain.engines.user_files import read_json_object
+from refrain.tasks.run.record import find_run
+from refrain.tasks.run.run_dir import CONFIG_FILE, STORE_FILE
 
 
 class Decoder(Protocol):
@@ -70,7 +70,7 @@ def launch_samples(
     if samples.warning:
         print(samples.warning, file=sys.stderr)
     if port is not None:
-        from flows.samples_server import serve_samples
+        from refrain.flows.samples_server import serve_samples
 
         serve_samples(samples, port)
         return

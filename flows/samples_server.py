@@ -18,7 +18,7 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from urllib.parse import parse_qsl
 
-from engines.reports.samples_page import (
+from refrain.engines.reports.samples_page import (
     PAGE_SIZE,
     POLICY,
     error_page,
@@ -27,7 +27,7 @@ from engines.reports.samples_page import (
     read_view,
     response_page,
 )
-from flows.samples import RunSamples
+from refrain.flows.samples import RunSamples
 
 HOST = "127.0.0.1"
 MAX_REQUESTS = 16

@@ -4,11 +4,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from engines.accounting.metric_names import SAME, SECTIONS, Metric
-from flows.config_file import load_config
-from schemas.config import TrainConfig
-from schemas.resume import OnResume
-from schemas.settings import (
+from refrain.engines.accounting.metric_names import SAME, SECTIONS, Metric
+from refrain.flows.config_file import load_config
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.resume import OnResume
+from refrain.schemas.settings import (
     DeclaredSetting,
     declared_settings,
     described_default,

@@ -7,19 +7,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from engines.paths import check_place
-from engines.reports.simulation import (
+from refrain.engines.paths import check_place
+from refrain.engines.reports.simulation import (
     SimulationOutcome,
     draw_gantt,
     print_facts,
     print_outcome,
     to_json,
 )
-from engines.simulate.cluster import PolicySet, Simulation, compare_step
-from engines.simulate.counted_latency import CountedLatency
-from flows.output_file import JSON, PNG, check_output, making, write_output, writing
-from flows.simulate_input import RUNS, Arguments, SimulationCase, read_cases, read_policies
-from schemas.simulate import SimulatedStep
+from refrain.engines.simulate.cluster import PolicySet, Simulation, compare_step
+from refrain.engines.simulate.counted_latency import CountedLatency
+from refrain.flows.output_file import JSON, PNG, check_output, making, write_output, writing
+from refrain.flows.simulate_input import RUNS, Arguments, SimulationCase, read_cases, read_policies
+from refrain.schemas.simulate import SimulatedStep
 
 
 def launch_simulate(args: Arguments) -> None:

@@ -5,14 +5,14 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import Progress
 
-from engines.latency.hardware import HARDWARE
-from engines.latency.model_shape import SHAPES
-from engines.reports.divisions import divided_json, print_divided
-from engines.simulate.cluster import PolicySet
-from engines.simulate.placements import DividedScene, divisions, simulate_division
-from engines.simulate.trace import trained_token_s
-from flows.output_file import JSON, check_output, write_output
-from flows.simulate_input import (
+from refrain.engines.latency.hardware import HARDWARE
+from refrain.engines.latency.model_shape import SHAPES
+from refrain.engines.reports.divisions import divided_json, print_divided
+from refrain.engines.simulate.cluster import PolicySet
+from refrain.engines.simulate.placements import DividedScene, divisions, simulate_division
+from refrain.engines.simulate.trace import trained_token_s
+from refrain.flows.output_file import JSON, check_output, write_output
+from refrain.flows.simulate_input import (
     Arguments,
     find_trace,
     known_name,
@@ -20,8 +20,8 @@ from flows.simulate_input import (
     read_policies,
     trace_case,
 )
-from schemas.simulate import DividedRun
-from tasks.run.run_dir import read_config
+from refrain.schemas.simulate import DividedRun
+from refrain.tasks.run.run_dir import read_config
 
 NEEDS_FORMULA = (
     "--divide needs --hardware and --shape, for memory and hand-over times. Add --profile to use "

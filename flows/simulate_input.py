@@ -11,24 +11,24 @@ from typing import Any
 from pydantic import ValidationError
 from rich.console import Console
 
-from engines.histospec.window import DEFAULT
-from engines.latency.analytic import LOOKUP_S, AnalyticLatency
-from engines.latency.hardware import HARDWARE
-from engines.latency.interface import Latency
-from engines.latency.model_shape import SHAPES, ModelShape
-from engines.latency.profile_file import find_profile, read_profile, require_points
-from engines.reports.simulation import Ablation, Fact
-from engines.simulate.cluster import PLACEMENTS, PolicySet, check_latency, even
-from engines.simulate.counted_latency import CountedLatency
-from engines.simulate.history import DRAFTINGS, check_token_ids
-from engines.simulate.trace import Trace, from_store, measured_s, read_trace
-from schemas.drafting import HISTORY, TEXT_DRAFTERS
-from schemas.latency import PointKind
-from schemas.rollout import DraftSetting
-from schemas.scheduling import HistoPipeConfig
-from schemas.simulate import ClusterLayout
-from tasks.run.record import find_run
-from tasks.run.run_dir import STORE_FILE
+from refrain.engines.histospec.window import DEFAULT
+from refrain.engines.latency.analytic import LOOKUP_S, AnalyticLatency
+from refrain.engines.latency.hardware import HARDWARE
+from refrain.engines.latency.interface import Latency
+from refrain.engines.latency.model_shape import SHAPES, ModelShape
+from refrain.engines.latency.profile_file import find_profile, read_profile, require_points
+from refrain.engines.reports.simulation import Ablation, Fact
+from refrain.engines.simulate.cluster import PLACEMENTS, PolicySet, check_latency, even
+from refrain.engines.simulate.counted_latency import CountedLatency
+from refrain.engines.simulate.history import DRAFTINGS, check_token_ids
+from refrain.engines.simulate.trace import Trace, from_store, measured_s, read_trace
+from refrain.schemas.drafting import HISTORY, TEXT_DRAFTERS
+from refrain.schemas.latency import PointKind
+from refrain.schemas.rollout import DraftSetting
+from refrain.schemas.scheduling import HistoPipeConfig
+from refrain.schemas.simulate import ClusterLayout
+from refrain.tasks.run.record import find_run
+from refrain.tasks.run.run_dir import STORE_FILE
 
 RUNS = Path("runs")
 HISTOPIPE = "histopipe"
@@ -37,7 +37,7 @@ REPORT_S = 1.0
 """Seconds between two decisions of its policies while no rollout finishes."""
 MAX_DIGITS = 10
 """Limit on the digits of a step or of a draft window."""
-PAPERS = "benchmarks.papers"
+PAPERS = "refrain.benchmarks.papers"
 """Package that `--paper` loads. Nothing else here needs the benchmarks."""
 Study = Callable[[int, Console], Iterator[Ablation]]
 """Function that studies a paper and yields its findings. Takes a seed and a console."""

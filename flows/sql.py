@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 from rich.console import Console
 
-from engines.reports.tables import plain_table, printable
-from flows.output_file import CSV, check_output, writing
-from tasks.run.record import find_run
-from tasks.run.store_query import query_run
+from refrain.engines.reports.tables import plain_table, printable
+from refrain.flows.output_file import CSV, check_output, writing
+from refrain.tasks.run.record import find_run
+from refrain.tasks.run.store_query import query_run
 
 MAX_SHOWN = 100
 _MAX_WIDTH = 60

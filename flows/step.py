@@ -4,18 +4,18 @@ from contextlib import AsyncExitStack
 
 from prefect import flow
 
-from engines.gpus.gpu_sharing import Role
-from flows.subflow import this_call
-from schemas.run import RunRef
-from schemas.step import RewardedBatch, StepReport
-from tasks.history import index_history
-from tasks.learn import save_checkpoint, train_policy
-from tasks.report import draw_step, report_step, report_validation
-from tasks.reward import reward
-from tasks.rollout import rollout
-from tasks.run.engines import Engines
-from tasks.run.milestones import Milestones
-from tasks.schedule import plan_validation, rank_and_group
+from refrain.engines.gpus.gpu_sharing import Role
+from refrain.flows.subflow import this_call
+from refrain.schemas.run import RunRef
+from refrain.schemas.step import RewardedBatch, StepReport
+from refrain.tasks.history import index_history
+from refrain.tasks.learn import save_checkpoint, train_policy
+from refrain.tasks.report import draw_step, report_step, report_validation
+from refrain.tasks.reward import reward
+from refrain.tasks.rollout import rollout
+from refrain.tasks.run.engines import Engines
+from refrain.tasks.run.milestones import Milestones
+from refrain.tasks.schedule import plan_validation, rank_and_group
 
 
 @flow(flow_run_name="step {step}")

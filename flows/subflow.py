@@ -14,7 +14,7 @@ from prefect.context import FlowRunContext
 from prefect.runtime import flow_run as this_flow_run
 from prefect.states import Completed, Pending, State
 
-from tasks.run.run_dir import CONFIG_FILE
+from refrain.tasks.run.run_dir import CONFIG_FILE
 
 T = TypeVar("T")
 _TRIED_AGAIN: ContextVar[bool] = ContextVar("tried_again", default=False)

@@ -5,17 +5,17 @@ from typing import Any
 
 from prefect import flow, tags
 
-from engines.bounded import is_cancelled, together
-from flows.prepare import training_plan
-from flows.step import rl_step, validation
-from flows.subflow import call_numbered, is_retried, tried_again
-from schemas.config import TrainConfig
-from schemas.step import RunSummary
-from tasks.report import draw_left, show_run
-from tasks.run.crashes import has_begun, is_crash, note_crash
-from tasks.run.end_killed import end_killed
-from tasks.run.live import LiveRun, open_run, write_summary
-from tasks.run.plan import RunPlan, plan_again
+from refrain.engines.bounded import is_cancelled, together
+from refrain.flows.prepare import training_plan
+from refrain.flows.step import rl_step, validation
+from refrain.flows.subflow import call_numbered, is_retried, tried_again
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.step import RunSummary
+from refrain.tasks.report import draw_left, show_run
+from refrain.tasks.run.crashes import has_begun, is_crash, note_crash
+from refrain.tasks.run.end_killed import end_killed
+from refrain.tasks.run.live import LiveRun, open_run, write_summary
+from refrain.tasks.run.plan import RunPlan, plan_again
 
 
 def _on_end(flow: Any, flow_run: Any, state: Any) -> None:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
-from engines.paths import check_place
-from engines.tracking.mlflow_client import MLFLOW_PAGE
-from flows.auth import MLFLOW_ASKED, ORIGINS, mlflow_password, password_place
-from flows.deployments import POOL, check_directory, client_of, deploy, prefect_command
-from flows.environment import use_embedded_services
+from refrain.engines.paths import check_place
+from refrain.engines.tracking.mlflow_client import MLFLOW_PAGE
+from refrain.flows.auth import MLFLOW_ASKED, ORIGINS, mlflow_password, password_place
+from refrain.flows.deployments import POOL, check_directory, client_of, deploy, prefect_command
+from refrain.flows.environment import use_embedded_services
 
 if TYPE_CHECKING:
     from uuid import UUID

@@ -53,6 +53,6 @@ uv pip install --quiet --no-deps --editable .
 # bytecode is not kept. Templates among them are no Python.
 .venv/bin/python -W ignore -m compileall -qq -j 0 -x '/(tests?|rllib|transformers/models)/' \
   .venv/lib/python3.*/site-packages flows tasks engines schemas || true
-.venv/bin/python -c 'from engines.histospec import drafting, siblings, suffixes; from engines.inference.sampling import cpu'
+.venv/bin/python -c 'from refrain.engines.histospec import drafting, siblings, suffixes; from refrain.engines.inference.sampling import cpu'
 echo "$want" >"$stamp"
 echo "setup: done"

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 AlgorithmType = Literal[
     "grpo",

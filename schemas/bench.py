@@ -2,7 +2,7 @@
 
 from pydantic import JsonValue
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 
 class BenchReport(Frozen):

@@ -11,23 +11,23 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from schemas.algorithm import MINIBATCHES, AlgorithmConfig
-from schemas.base import Frozen, UnitInterval, refuse_unusable
-from schemas.drafting import (
+from refrain.schemas.algorithm import MINIBATCHES, AlgorithmConfig
+from refrain.schemas.base import Frozen, UnitInterval, refuse_unusable
+from refrain.schemas.drafting import (
     DrafterConfig,
     DraftingConfig,
     DraftingSection,
     SpecActorConfig,
 )
-from schemas.environment import EnvironmentConfig
-from schemas.inputs import DataConfig, ModelConfig, Texts, Trackers
-from schemas.removed_settings import refuse_removed
-from schemas.resume import Free, Kept, Rounding
-from schemas.reward import BuiltinReward, RewardConfig
-from schemas.rollout import Split
-from schemas.sampling import SamplingConfig
-from schemas.scheduling import HistoPipeConfig, PatConfig
-from schemas.trainer import TrainerConfig
+from refrain.schemas.environment import EnvironmentConfig
+from refrain.schemas.inputs import DataConfig, ModelConfig, Texts, Trackers
+from refrain.schemas.removed_settings import refuse_removed
+from refrain.schemas.resume import Free, Kept, Rounding
+from refrain.schemas.reward import BuiltinReward, RewardConfig
+from refrain.schemas.rollout import Split
+from refrain.schemas.sampling import SamplingConfig
+from refrain.schemas.scheduling import HistoPipeConfig, PatConfig
+from refrain.schemas.trainer import TrainerConfig
 
 
 class RolloutConfig(Frozen):

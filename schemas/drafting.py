@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 HISTORY = "histospec"
 """Drafter that every run has: the earlier responses of a prompt."""

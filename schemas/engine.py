@@ -1,6 +1,6 @@
 """What the driver gives a rollout engine besides its settings."""
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 
 class EngineSetup(Frozen):

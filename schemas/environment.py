@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr
 
-from schemas.base import Frozen
-from schemas.resume import Free
+from refrain.schemas.base import Frozen
+from refrain.schemas.resume import Free
 
 
 class EnvironmentConfig(Frozen):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 
 class EvaluateConfig(Frozen):

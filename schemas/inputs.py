@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PositiveInt
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 
 class ModelConfig(Frozen):

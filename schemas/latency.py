@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 
 class PointKind(StrEnum):

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 
 class CudaInfo(Frozen):

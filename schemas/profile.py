@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from schemas.base import Frozen
-from schemas.drafting import DraftModels
-from schemas.latency import Accuracy, PointKind, Profile
-from schemas.resume import Free, Kept
+from refrain.schemas.base import Frozen
+from refrain.schemas.drafting import DraftModels
+from refrain.schemas.latency import Accuracy, PointKind, Profile
+from refrain.schemas.resume import Free, Kept
 
 PROFILES_DIR = "profiles"
 """Directory of all profiles, inside the directory of the runs."""

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 
 class Ending(StrEnum):

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-from schemas.algorithm import BASELINES
-from schemas.resume import OnResume, SettingChange
+from refrain.schemas.algorithm import BASELINES
+from refrain.schemas.resume import OnResume, SettingChange
 
 
 class Removed(NamedTuple):

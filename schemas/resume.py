@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 from pydantic import BaseModel, JsonValue
 from pydantic_core import to_jsonable_python
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, WithJsonSchema
 
-from schemas.base import Frozen
-from schemas.resume import Free
+from refrain.schemas.base import Frozen
+from refrain.schemas.resume import Free
 
 
 class BuiltinReward(Frozen):

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
-from schemas.environment import EnvironmentTask
+from refrain.schemas.environment import EnvironmentTask
 
 
 class Split(StrEnum):

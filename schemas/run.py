@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import NonNegativeInt
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 
 class RunRef(Frozen):

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from schemas.base import Frozen, UnitInterval
+from refrain.schemas.base import Frozen, UnitInterval
 
 
 class SamplingConfig(Frozen):

@@ -2,7 +2,7 @@
 
 from pydantic import Field, PositiveInt
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 
 class HistoPipeConfig(Frozen):

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from schemas.resume import OnResume
+from refrain.schemas.resume import OnResume
 
 _CLOSE = 0.8
 """Similarity from which a name counts as misspelt, out of 1."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 Mode = Literal["sync", "pipelined"]
 

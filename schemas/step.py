@@ -5,16 +5,16 @@ The rollouts themselves are rows in the run's DuckDB store. Their key is (split,
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
-from schemas.base import Frozen
-from schemas.counts import (
+from refrain.schemas.base import Frozen
+from refrain.schemas.counts import (
     DraftingCounts,
     LibraryCounts,
     MoveCounts,
     StreamCounts,
     SwitchCounts,
 )
-from schemas.rollout import DraftSetting, Split
-from schemas.weights import PolicyWeights
+from refrain.schemas.rollout import DraftSetting, Split
+from refrain.schemas.weights import PolicyWeights
 
 
 class HistoryReport(Frozen):

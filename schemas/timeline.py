@@ -9,8 +9,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from schemas.rollout import RequestId
-from schemas.step import EngineShare
+from refrain.schemas.rollout import RequestId
+from refrain.schemas.step import EngineShare
 
 
 class Activity(StrEnum):

@@ -6,8 +6,8 @@ other columns are ignored. The key of a row is (step, prompt_key, sample_index).
 
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
-from schemas.base import Frozen
-from schemas.rollout import Turn
+from refrain.schemas.base import Frozen
+from refrain.schemas.rollout import Turn
 
 
 class TraceRow(Frozen):

@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from schemas.base import Frozen
-from schemas.resume import Free, Kept, Rounding
-from schemas.secret import SecretUrl
+from refrain.schemas.base import Frozen
+from refrain.schemas.resume import Free, Kept, Rounding
+from refrain.schemas.secret import SecretUrl
 
 
 class LoraConfig(Frozen):

@@ -7,22 +7,22 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engines.draft_head.model import DraftHead
-from engines.draft_head.training import Agreement
-from engines.inference.engine.checkpoint_engine import CheckpointEngine
-from engines.inference.engine.in_process import InProcessEngine
-from engines.learn.head_training import HeadTraining, draw_sequences
-from engines.learn.loading import Loading, load_policy
-from engines.learn.packing import MicroBatch, TokenSequence, pack
-from engines.learn.policy import PolicyModel
-from engines.learn.sample_isolation import keeps_samples_apart
-from engines.machine.cuda import works_on_cpu
-from schemas.config import EngineConfig, TrainConfig
-from schemas.data import Prompt
-from schemas.keys import sample_key
-from schemas.rollout import RequestId, Rollout, RolloutRequest, Split
-from schemas.weights import PolicyWeights
-from tasks.run.model_inputs import model_shape
+from refrain.engines.draft_head.model import DraftHead
+from refrain.engines.draft_head.training import Agreement
+from refrain.engines.inference.engine.checkpoint_engine import CheckpointEngine
+from refrain.engines.inference.engine.in_process import InProcessEngine
+from refrain.engines.learn.head_training import HeadTraining, draw_sequences
+from refrain.engines.learn.loading import Loading, load_policy
+from refrain.engines.learn.packing import MicroBatch, TokenSequence, pack
+from refrain.engines.learn.policy import PolicyModel
+from refrain.engines.learn.sample_isolation import keeps_samples_apart
+from refrain.engines.machine.cuda import works_on_cpu
+from refrain.schemas.config import EngineConfig, TrainConfig
+from refrain.schemas.data import Prompt
+from refrain.schemas.keys import sample_key
+from refrain.schemas.rollout import RequestId, Rollout, RolloutRequest, Split
+from refrain.schemas.weights import PolicyWeights
+from refrain.tasks.run.model_inputs import model_shape
 
 LEARNING_RATE = 1e-3
 UPDATE_TOKENS = 1024

@@ -9,38 +9,42 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from engines.accounting.metrics import evaluation_metrics, evaluation_report, validation_metrics
-from engines.durable import write_durably
-from engines.failures import Failures
-from engines.histospec.workers import HistoryWorkers
-from engines.inference.engine.checkpoint_engine import CheckpointEngine
-from engines.learn.trainer import TrainerGroup
-from engines.reports.progress import Everywhere, TerminalProgress
-from engines.reward import ScorerPool
-from engines.store.actor import StoreClient, start_store
-from engines.tracking.tracker import Tracker, add_to_run
-from schemas.base import with_absolute_paths
-from schemas.evaluation import EvaluationReport
-from schemas.run import RunRef
-from schemas.step import RewardedBatch, RolloutBatch
-from schemas.weights import PolicyWeights
-from tasks.report import log_stage
-from tasks.run.artifacts import StepPages
-from tasks.run.attach import SCORER, STORE, Run, attach
-from tasks.run.engines import make_generation
-from tasks.run.environments import start_environments
-from tasks.run.gpus import wanted_by_engines
-from tasks.run.live import LiveRun, make_ref, recorded
-from tasks.run.milestones import Milestones
-from tasks.run.plan import RunPlan
-from tasks.run.ray_cluster import ray_cluster, while_ray_lives
-from tasks.run.run_dir import (
+from refrain.engines.accounting.metrics import (
+    evaluation_metrics,
+    evaluation_report,
+    validation_metrics,
+)
+from refrain.engines.durable import write_durably
+from refrain.engines.failures import Failures
+from refrain.engines.histospec.workers import HistoryWorkers
+from refrain.engines.inference.engine.checkpoint_engine import CheckpointEngine
+from refrain.engines.learn.trainer import TrainerGroup
+from refrain.engines.reports.progress import Everywhere, TerminalProgress
+from refrain.engines.reward import ScorerPool
+from refrain.engines.store.actor import StoreClient, start_store
+from refrain.engines.tracking.tracker import Tracker, add_to_run
+from refrain.schemas.base import with_absolute_paths
+from refrain.schemas.evaluation import EvaluationReport
+from refrain.schemas.run import RunRef
+from refrain.schemas.step import RewardedBatch, RolloutBatch
+from refrain.schemas.weights import PolicyWeights
+from refrain.tasks.report import log_stage
+from refrain.tasks.run.artifacts import StepPages
+from refrain.tasks.run.attach import SCORER, STORE, Run, attach
+from refrain.tasks.run.engines import make_generation
+from refrain.tasks.run.environments import start_environments
+from refrain.tasks.run.gpus import wanted_by_engines
+from refrain.tasks.run.live import LiveRun, make_ref, recorded
+from refrain.tasks.run.milestones import Milestones
+from refrain.tasks.run.plan import RunPlan
+from refrain.tasks.run.ray_cluster import ray_cluster, while_ray_lives
+from refrain.tasks.run.run_dir import (
     claim_run_dir,
     delete_run,
     made_known,
     stop_leftovers,
 )
-from tasks.run.run_log import RunLog
+from refrain.tasks.run.run_log import RunLog
 
 EXPERIMENT = "refrain evaluations"
 """MLflow experiment of all evaluations."""

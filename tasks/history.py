@@ -5,11 +5,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from schemas.rollout import Split
-from schemas.run import RunRef
-from schemas.step import HistoryReport, RolloutBatch
-from tasks.run.advice import run_task
-from tasks.run.attach import Run, attach
+from refrain.schemas.rollout import Split
+from refrain.schemas.run import RunRef
+from refrain.schemas.step import HistoryReport, RolloutBatch
+from refrain.tasks.run.advice import run_task
+from refrain.tasks.run.attach import Run, attach
 
 WAIT_S = 60.0
 """Seconds that a step waits for its indexes. After that it drafts with the indexes it has."""

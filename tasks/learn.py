@@ -3,12 +3,12 @@
 import time
 from pathlib import Path
 
-from engines.learn.checkpoint import checkpoints_dir
-from schemas.run import RunRef
-from schemas.step import RewardedBatch, StepReport, TrainReport
-from tasks.run.advice import run_task
-from tasks.run.attach import attach
-from tasks.run.run_metadata import log_checkpoints
+from refrain.engines.learn.checkpoint import checkpoints_dir
+from refrain.schemas.run import RunRef
+from refrain.schemas.step import RewardedBatch, StepReport, TrainReport
+from refrain.tasks.run.advice import run_task
+from refrain.tasks.run.attach import attach
+from refrain.tasks.run.run_metadata import log_checkpoints
 
 
 @run_task

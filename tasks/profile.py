@@ -10,23 +10,23 @@ from functools import partial
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from engines.durable import write_durably
-from engines.failures import Failures
-from engines.inference.profiling.drafter import ProfilingDrafter
-from engines.inference.profiling.engine import ProfilingEngine
-from engines.inference.profiling.profilers import Profilers
-from engines.latency.accuracy import between_batches_accuracy, held_out_accuracy
-from engines.latency.fitted import FittedLatency
-from engines.latency.grid import decode_grid, draft_grid, shuffled, verify_grid
-from engines.latency.profile_file import model_hash
-from engines.reports.progress import Everywhere, TerminalProgress
-from engines.store.profiles import ProfileStore
-from engines.tracking.tracker import record_profile
-from schemas.base import with_absolute_paths
-from schemas.config import EngineConfig, ModelConfig, RolloutConfig
-from schemas.drafting import NGRAM, DraftModel, SpecActorConfig
-from schemas.latency import Profile
-from schemas.profile import (
+from refrain.engines.durable import write_durably
+from refrain.engines.failures import Failures
+from refrain.engines.inference.profiling.drafter import ProfilingDrafter
+from refrain.engines.inference.profiling.engine import ProfilingEngine
+from refrain.engines.inference.profiling.profilers import Profilers
+from refrain.engines.latency.accuracy import between_batches_accuracy, held_out_accuracy
+from refrain.engines.latency.fitted import FittedLatency
+from refrain.engines.latency.grid import decode_grid, draft_grid, shuffled, verify_grid
+from refrain.engines.latency.profile_file import model_hash
+from refrain.engines.reports.progress import Everywhere, TerminalProgress
+from refrain.engines.store.profiles import ProfileStore
+from refrain.engines.tracking.tracker import record_profile
+from refrain.schemas.base import with_absolute_paths
+from refrain.schemas.config import EngineConfig, ModelConfig, RolloutConfig
+from refrain.schemas.drafting import NGRAM, DraftModel, SpecActorConfig
+from refrain.schemas.latency import Profile
+from refrain.schemas.profile import (
     PROFILE_FILE,
     MachineFacts,
     Measurement,
@@ -34,11 +34,11 @@ from schemas.profile import (
     ProfileReport,
     ProfileRun,
 )
-from tasks.profile_inputs import beside, gpus_wanted, read_profile_inputs, room_to_grow
-from tasks.profile_shards import measured_by, of_all_ranks, write_shards
-from tasks.run.config_record import write_config
-from tasks.run.ray_cluster import ray_cluster
-from tasks.run.run_dir import (
+from refrain.tasks.profile_inputs import beside, gpus_wanted, read_profile_inputs, room_to_grow
+from refrain.tasks.profile_shards import measured_by, of_all_ranks, write_shards
+from refrain.tasks.run.config_record import write_config
+from refrain.tasks.run.ray_cluster import ray_cluster
+from refrain.tasks.run.run_dir import (
     CONFIG_FILE,
     check_deletable,
     check_run_dir,
@@ -48,7 +48,7 @@ from tasks.run.run_dir import (
     hold_run_dir,
     replace_run,
 )
-from tasks.run.run_log import RunLog
+from refrain.tasks.run.run_log import RunLog
 
 STORE_FILE = "profile.duckdb"
 

@@ -1,13 +1,13 @@
 """Check a profile's settings before anything is started. Needs no Prefect."""
 
-from engines.gpus.placement import Wanted
-from engines.inference.engine.supported import check_version
-from engines.latency.grid import decode_grid
-from schemas.inputs import ModelConfig
-from schemas.profile import ProfileConfig
-from tasks.profile_shards import check_shards, measured_by
-from tasks.run.machine import check_gpus
-from tasks.run.model_inputs import check_beside, check_model, text_config
+from refrain.engines.gpus.placement import Wanted
+from refrain.engines.inference.engine.supported import check_version
+from refrain.engines.latency.grid import decode_grid
+from refrain.schemas.inputs import ModelConfig
+from refrain.schemas.profile import ProfileConfig
+from refrain.tasks.profile_shards import check_shards, measured_by
+from refrain.tasks.run.machine import check_gpus
+from refrain.tasks.run.model_inputs import check_beside, check_model, text_config
 
 LONGEST_DEFAULT_CONTEXT = 16_384
 _BESIDE = ".measuring"

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engines.durable import write_durably
-from engines.latency.shards import shard_config, whole_latency, with_all_reduces
-from schemas.latency import ProfilePoint
-from schemas.profile import ProfileConfig
+from refrain.engines.durable import write_durably
+from refrain.engines.latency.shards import shard_config, whole_latency, with_all_reduces
+from refrain.schemas.latency import ProfilePoint
+from refrain.schemas.profile import ProfileConfig
 
 
 def check_shards(config: ProfileConfig) -> None:

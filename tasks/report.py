@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from engines.accounting.metrics import (
+from refrain.engines.accounting.metrics import (
     blind_engines,
     step_report,
     timing_metrics,
     validation_metrics,
 )
-from engines.accounting.savings import saving_metrics
-from engines.reports.markdown import record_link, step_page
-from engines.reward import sample_figures
-from engines.tracking.mlflow_client import MLFLOW_PAGE
-from schemas.config import TrainConfig
-from schemas.keys import sample_key, stage_name
-from schemas.rollout import Split
-from schemas.run import RunRef
-from schemas.step import (
+from refrain.engines.accounting.savings import saving_metrics
+from refrain.engines.reports.markdown import record_link, step_page
+from refrain.engines.reward import sample_figures
+from refrain.engines.tracking.mlflow_client import MLFLOW_PAGE
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.keys import sample_key, stage_name
+from refrain.schemas.rollout import Split
+from refrain.schemas.run import RunRef
+from refrain.schemas.step import (
     HistoryReport,
     RewardedBatch,
     RolloutBatch,
@@ -30,11 +30,11 @@ from schemas.step import (
     StepReport,
     TrainReport,
 )
-from schemas.timeline import Savings
-from tasks.run.advice import run_task
-from tasks.run.attach import Run, attach
-from tasks.run.gpus import num_devices
-from tasks.run.timeline import log_timeline
+from refrain.schemas.timeline import Savings
+from refrain.tasks.run.advice import run_task
+from refrain.tasks.run.attach import Run, attach
+from refrain.tasks.run.gpus import num_devices
+from refrain.tasks.run.timeline import log_timeline
 
 _NUM_SHOWN = 32
 """Rollouts of a step in its MLflow table."""
@@ -147,7 +147,7 @@ async def _drawn(run: Run, report: StepReport, batch: RolloutBatch) -> StepRepor
 
 async def _predict_gain(run: Run, report: StepReport) -> None:
     """Log, after the first step, how much drafts will speed up its prompts in the next epoch."""
-    from engines.histospec.predicted_gain import CHEAP, DEAR, predict_gain
+    from refrain.engines.histospec.predicted_gain import CHEAP, DEAR, predict_gain
 
     keys = run.inputs.loader.prompts_of(report.step)[:_NUM_FORETOLD]
     rows = await run.store("index_rows", Split.TRAIN, dict.fromkeys(keys, report.step))
@@ -167,8 +167,8 @@ async def _predict_gain(run: Run, report: StepReport) -> None:
 def _response_groups(rows: Any, config: TrainConfig) -> list[Any]:
     """Return the complete groups of a table `tables.INDEXED`, for `predict_gain`. The table is in
     the samples' order."""
-    from engines.histospec.index import turn_sizes
-    from engines.histospec.predicted_gain import ResponseGroup
+    from refrain.engines.histospec.index import turn_sizes
+    from refrain.engines.histospec.predicted_gain import ResponseGroup
 
     found: dict[str, list[dict]] = {}
     for row in rows.to_pylist():

@@ -9,15 +9,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from engines.accounting.metrics import summarise_rewards
-from engines.bounded import together
-from schemas.config import TrainConfig
-from schemas.rollout import Split
-from schemas.run import RunRef
-from schemas.step import RewardedBatch, RolloutBatch, RolloutOutcome
-from tasks.history import prepare_history
-from tasks.run.advice import run_task
-from tasks.run.attach import Run, attach
+from refrain.engines.accounting.metrics import summarise_rewards
+from refrain.engines.bounded import together
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.rollout import Split
+from refrain.schemas.run import RunRef
+from refrain.schemas.step import RewardedBatch, RolloutBatch, RolloutOutcome
+from refrain.tasks.history import prepare_history
+from refrain.tasks.run.advice import run_task
+from refrain.tasks.run.attach import Run, attach
 
 GATHER_S = 1.0
 """Seconds between two batches for the scorer during the rollouts. Each costs a transaction."""

@@ -5,36 +5,36 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from engines.accounting.metrics import SUMMARISED_COLUMNS, summarise_rollouts
-from engines.control.stage_end import StageEnd
-from engines.environment.client import EnvironmentClient, without_last_answer
-from engines.environment.journal import joined_parts
-from engines.histopipe.sample_queue import SampleQueue
-from engines.rollout.moves import RolloutView
-from engines.rollout.stage import Outcome, joined
-from engines.store.turns import RecordedTurn, by_sample
-from schemas.keys import sample_key, stage_name
-from schemas.progress import Rolling
-from schemas.rollout import DraftSetting, FinishedRollout, RequestId, RolloutRequest, Split
-from schemas.run import RunRef
-from schemas.step import RolloutBatch, RolloutOutcome, SampleName, StepPlan
-from schemas.timeline import Timeline
-from schemas.weights import PolicyWeights
-from tasks.history import last_known
-from tasks.reward import scoring_new
-from tasks.run.advice import run_task
-from tasks.run.artifacts import ProgressPage
-from tasks.run.attach import Run, attach
-from tasks.run.engines import Engines
-from tasks.run.environments import refuse_failed, task_of
-from tasks.run.policies import (
+from refrain.engines.accounting.metrics import SUMMARISED_COLUMNS, summarise_rollouts
+from refrain.engines.control.stage_end import StageEnd
+from refrain.engines.environment.client import EnvironmentClient, without_last_answer
+from refrain.engines.environment.journal import joined_parts
+from refrain.engines.histopipe.sample_queue import SampleQueue
+from refrain.engines.rollout.moves import RolloutView
+from refrain.engines.rollout.stage import Outcome, joined
+from refrain.engines.store.turns import RecordedTurn, by_sample
+from refrain.schemas.keys import sample_key, stage_name
+from refrain.schemas.progress import Rolling
+from refrain.schemas.rollout import DraftSetting, FinishedRollout, RequestId, RolloutRequest, Split
+from refrain.schemas.run import RunRef
+from refrain.schemas.step import RolloutBatch, RolloutOutcome, SampleName, StepPlan
+from refrain.schemas.timeline import Timeline
+from refrain.schemas.weights import PolicyWeights
+from refrain.tasks.history import last_known
+from refrain.tasks.reward import scoring_new
+from refrain.tasks.run.advice import run_task
+from refrain.tasks.run.artifacts import ProgressPage
+from refrain.tasks.run.attach import Run, attach
+from refrain.tasks.run.engines import Engines
+from refrain.tasks.run.environments import refuse_failed, task_of
+from refrain.tasks.run.policies import (
     kv_rule,
     predict_end,
     settings_of,
     step_policies,
     tell_collapses,
 )
-from tasks.run.refill import next_batch, refills
+from refrain.tasks.run.refill import next_batch, refills
 
 _SHOW_EVERY_S = 0.2
 """Seconds between two updates of the progress, which adds up all requests in flight."""

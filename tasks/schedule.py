@@ -3,22 +3,22 @@
 import time
 from collections.abc import Mapping
 
-from engines.histopipe.passes import TOKENS, ExpectedPasses, fit_passes
-from engines.histopipe.placement import (
+from refrain.engines.histopipe.passes import TOKENS, ExpectedPasses, fit_passes
+from refrain.engines.histopipe.placement import (
     Placement,
     RolloutTime,
     deal_groups,
     place_prompts,
     time_rollouts,
 )
-from engines.latency.measured import measured_by
-from schemas.rollout import LengthHistory, Split
-from schemas.run import RunRef
-from schemas.step import HistoryReport, RolloutBatch, StepPlan
-from tasks.history import index_prompts, known_before, last_known
-from tasks.run.advice import run_task
-from tasks.run.attach import Run, attach
-from tasks.run.policies import choose_drafting, choose_trials, kv_capacity_tokens
+from refrain.engines.latency.measured import measured_by
+from refrain.schemas.rollout import LengthHistory, Split
+from refrain.schemas.run import RunRef
+from refrain.schemas.step import HistoryReport, RolloutBatch, StepPlan
+from refrain.tasks.history import index_prompts, known_before, last_known
+from refrain.tasks.run.advice import run_task
+from refrain.tasks.run.attach import Run, attach
+from refrain.tasks.run.policies import choose_drafting, choose_trials, kv_capacity_tokens
 
 
 @run_task

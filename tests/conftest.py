@@ -10,10 +10,10 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from engines.failures import Failures
-from engines.private import private_dir
-from flows.environment import quieten
 from infra.pretrained import CACHE, build_once
+from refrain.engines.failures import Failures
+from refrain.engines.private import private_dir
+from refrain.flows.environment import quieten
 
 # No deadline: on a busy machine a slow example is no failure.
 settings.register_profile("house", deadline=None)

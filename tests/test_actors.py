@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from engines.actors import ActorError, ActorGone, NoAnswer, RemoteActor
+from refrain.engines.actors import ActorError, ActorGone, NoAnswer, RemoteActor
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("ray_cluster")]
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.balance import in_turn, longest_first, places_after
+from refrain.engines.balance import in_turn, longest_first, places_after
 
 
 @given(st.lists(st.floats(1, 1e4), min_size=1, max_size=60), st.integers(1, 8))

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from engines.bounded import LoopTurns, call_in_thread, together, wait_for, wait_while_moving
-from engines.simulate.clock import run_virtual
+from refrain.engines.bounded import LoopTurns, call_in_thread, together, wait_for, wait_while_moving
+from refrain.engines.simulate.clock import run_virtual
 
 
 async def test_a_wait_ends_in_time():

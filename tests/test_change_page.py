@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from engines.answers.builtin import compute_score
-from engines.data.dataset import read_rows
+from refrain.engines.answers.builtin import compute_score
+from refrain.engines.data.dataset import read_rows
 from tests.conftest import REPOSITORY
 from tests.examples.test_minimal_loop import steps_of
 
@@ -24,9 +24,9 @@ ESTIMATOR, DRAFTER, SOURCE = "An advantage estimator", "A drafter", "A data sour
 ADVANTAGES = """
 import json
 import numpy as np
-from engines.learn.rollouts import ScoredRollout
-from engines.learn.training_samples import read_training_samples
-from flows.config_file import load_config
+from refrain.engines.learn.rollouts import ScoredRollout
+from refrain.engines.learn.training_samples import read_training_samples
+from refrain.flows.config_file import load_config
 
 def rollout(group, at, rewards):
     return ScoredRollout(
@@ -51,10 +51,10 @@ print(json.dumps([sample.advantage for sample in samples]))
 DRAFTS = """
 import json
 import numpy as np
-from engines.histospec.acceptance import Acceptance
-from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
-from schemas.drafting import SpecActorConfig
-from schemas.rollout import DraftSetting
+from refrain.engines.histospec.acceptance import Acceptance
+from refrain.engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
+from refrain.schemas.drafting import SpecActorConfig
+from refrain.schemas.rollout import DraftSetting
 
 name = SpecActorConfig(drafter="recent").drafter
 drafting = RequestDrafting(0, 100, Acceptance())
@@ -152,7 +152,7 @@ def test_the_data_source_makes_prompts(tmp_path: Path) -> None:
     ]
     raw, out = tmp_path / "train.jsonl", tmp_path / "data"
     raw.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run(copy, "-m", "flows.cli", "data", "svamp", "--from", str(raw), "--out", str(out))
+    run(copy, "-m", "refrain.flows.cli", "data", "svamp", "--from", str(raw), "--out", str(out))
     first, second = read_rows(out / "train.parquet")
     assert first["prompt"][0]["content"].startswith(rows[0]["question_concat"])
     for row, answer in ((first, 1), (second, 145)):

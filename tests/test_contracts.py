@@ -22,25 +22,25 @@ ROOMS = "Rooms of engines import one way"
 SCHEMAS = "Schemas need pydantic and the standard library only"
 LATE = "def _later() -> None:\n    "
 FORBIDDEN = [
-    (ONE_WAY, "flows/bench.py", "import benchmarks.index"),
-    (ONE_WAY, "flows/simulate_input.py", f"{LATE}from benchmarks.papers import settings"),
-    (ONE_WAY, "engines/simulate/engine.py", "import benchmarks.papers.settings"),
-    (ONE_WAY, "tasks/rollout.py", "import flows.train"),
-    (ONE_WAY, "engines/learn/trainer.py", f"{LATE}from tasks.run import live"),
-    (ONE_WAY, "schemas/config.py", "import engines.balance"),
+    (ONE_WAY, "flows/bench.py", "import refrain.benchmarks.index"),
+    (ONE_WAY, "flows/simulate_input.py", f"{LATE}from refrain.benchmarks.papers import settings"),
+    (ONE_WAY, "engines/simulate/engine.py", "import refrain.benchmarks.papers.settings"),
+    (ONE_WAY, "tasks/rollout.py", "import refrain.flows.train"),
+    (ONE_WAY, "engines/learn/trainer.py", f"{LATE}from refrain.tasks.run import live"),
+    (ONE_WAY, "schemas/config.py", "import refrain.engines.balance"),
     (ONLY_INFERENCE, "tasks/rollout.py", "from vllm import LLM"),
     (ONLY_INFERENCE, "engines/learn/trainer.py", f"{LATE}import vllm"),
     *((ROLLOUT, "engines/rollout/mover.py", f"import {name}") for name in ("vllm", "ray", "torch")),
-    (ROLLOUT, "engines/rollout/moves.py", "import engines.inference.engine.ray_engine"),
+    (ROLLOUT, "engines/rollout/moves.py", "import refrain.engines.inference.engine.ray_engine"),
     (DECIDING, "engines/control/controller.py", "import ray"),
     (DECIDING, "engines/pat/costs.py", f"{LATE}import torch"),
-    (DECIDING, "engines/simulate/clock.py", "import engines.store.actor"),
+    (DECIDING, "engines/simulate/clock.py", "import refrain.engines.store.actor"),
     (NO_PREFECT, "engines/store/actor.py", "import prefect"),
-    (ROOMS, "engines/reports/markdown.py", "import engines.tracking.outbox"),
-    (ROOMS, "engines/accounting/metrics.py", f"{LATE}import engines.reports.ladder"),
-    (ROOMS, "engines/histospec/drafting.py", "import engines.inference.sampling.cpu"),
-    (ROOMS, "engines/machine/plan.py", f"{LATE}import engines.learn.policy"),
-    (ROOMS, "engines/histopipe/ranking.py", "import engines.pat.costs"),
+    (ROOMS, "engines/reports/markdown.py", "import refrain.engines.tracking.outbox"),
+    (ROOMS, "engines/accounting/metrics.py", f"{LATE}import refrain.engines.reports.ladder"),
+    (ROOMS, "engines/histospec/drafting.py", "import refrain.engines.inference.sampling.cpu"),
+    (ROOMS, "engines/machine/plan.py", f"{LATE}import refrain.engines.learn.policy"),
+    (ROOMS, "engines/histopipe/ranking.py", "import refrain.engines.pat.costs"),
     (SCHEMAS, "schemas/step.py", "import numpy"),
 ]
 
@@ -108,8 +108,10 @@ def test_contract_covers_each_rollout_file(source: Path, library: str) -> None:
 
 def test_each_room_of_engines_keeps_off_vllm_or_is_inference(source: Path) -> None:
     (only,) = (c for c in SETTINGS["contracts"] if c["name"] == ONLY_INFERENCE)
-    rooms = {f"engines.{init.parent.name}" for init in (source / "engines").glob("*/__init__.py")}
-    assert rooms - set(only["source_modules"]) == {"engines.inference"}
+    rooms = {
+        f"refrain.engines.{init.parent.name}" for init in (source / "engines").glob("*/__init__.py")
+    }
+    assert rooms - set(only["source_modules"]) == {"refrain.engines.inference"}
 
 
 def test_the_architecture_page_shows_the_order_of_rooms() -> None:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.nodes import ORIGIN, PART_BYTES, LocalNodes, count_copies, random_version
-from engines import couriers
-from engines.couriers import FAN_OUT
-from engines.weights_file import VersionFiles
+from refrain.benchmarks.nodes import ORIGIN, PART_BYTES, LocalNodes, count_copies, random_version
+from refrain.engines import couriers
+from refrain.engines.couriers import FAN_OUT
+from refrain.engines.weights_file import VersionFiles
 
 NUM_NODES = 16
 

@@ -11,9 +11,9 @@ import click
 import pytest
 import yaml
 
-from flows.cli import main
-from schemas.config import TrainConfig
-from schemas.settings import declared_settings
+from refrain.flows.cli import main
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.settings import declared_settings
 from tests.conftest import REPOSITORY
 
 PAGES = [

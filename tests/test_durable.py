@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.durable import write_durably
+from refrain.engines.durable import write_durably
 from tests.failing_disks import full_disk
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from engines.failures import LOG_BYTES, LOG_FILE, Failures
-from engines.reports.progress import Everywhere, TerminalProgress
-from engines.reports.runs import RunRecord, print_run
-from schemas.progress import RunProgress
+from refrain.engines.failures import LOG_BYTES, LOG_FILE, Failures
+from refrain.engines.reports.progress import Everywhere, TerminalProgress
+from refrain.engines.reports.runs import RunRecord, print_run
+from refrain.schemas.progress import RunProgress
 from tests.failing_disks import full_disk
 from tests.flows.run_dirs import progress
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from engines.latency.analytic import AnalyticLatency
-from engines.latency.hardware import H100
-from engines.latency.model_shape import SHAPES
+from refrain.engines.latency.analytic import AnalyticLatency
+from refrain.engines.latency.hardware import H100
+from refrain.engines.latency.model_shape import SHAPES
 from tests.conftest import REPOSITORY
 
 BASELINES = REPOSITORY / "benchmarks" / "baselines"

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from engines.garbage import freeze_garbage
+from refrain.engines.garbage import freeze_garbage
 
 
 class Cycle:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.bench import BenchReport
+from refrain.schemas.bench import BenchReport
 from tests.conftest import REPOSITORY
 from tests.gpu import record
 from tests.gpu.needs import lacking

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from engines.private import (
+from refrain.engines.private import (
     UMASK,
     private_dir,
     private_path,
@@ -18,12 +18,12 @@ from engines.private import (
     use_private_kernels,
     use_private_umask,
 )
-from engines.tracking.mlflow_client import open_client
-from flows.auth import password_file, read_password
-from flows.environment import quieten, use_embedded_services
-from schemas.config import TrainConfig
-from tasks.run import ray_cluster
-from tasks.run.run_dir import claim_run_dir
+from refrain.engines.tracking.mlflow_client import open_client
+from refrain.flows.auth import password_file, read_password
+from refrain.flows.environment import quieten, use_embedded_services
+from refrain.schemas.config import TrainConfig
+from refrain.tasks.run import ray_cluster
+from refrain.tasks.run.run_dir import claim_run_dir
 
 NOBODY = 65534
 NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root makes files of another user")

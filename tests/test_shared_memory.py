@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from engines import shared_memory
-from engines.shared_memory import PrivateDir, clear_dead, memory_file
+from refrain.engines import shared_memory
+from refrain.engines.shared_memory import PrivateDir, clear_dead, memory_file
 
 _HOLDS_ALL = """
 import sys, time
 from pathlib import Path
-from engines import shared_memory
+from refrain.engines import shared_memory
 shared_memory.shared_memory = lambda: Path(sys.argv[1])
 directory = shared_memory.PrivateDir()
 (directory.path / "keys").write_text("k")

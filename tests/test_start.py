@@ -12,10 +12,10 @@ LATE = {"torch", "transformers", "vllm", "mlflow", "numba", "sklearn"}
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("flows.cli", LATE | {"prefect", "ray", "numpy", "scipy", "matplotlib", "pyarrow"}),
-        ("flows.launch", LATE | {"prefect", "ray", "scipy", "matplotlib"}),
-        ("flows.train", LATE),
-        ("engines.inference.engine.ray_engine", LATE),
+        ("refrain.flows.cli", LATE | {"prefect", "ray", "numpy", "scipy", "matplotlib", "pyarrow"}),
+        ("refrain.flows.launch", LATE | {"prefect", "ray", "scipy", "matplotlib"}),
+        ("refrain.flows.train", LATE),
+        ("refrain.engines.inference.engine.ray_engine", LATE),
     ],
 )
 def test_a_module_does_not_load(module, absent):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from engines import shared_memory, weights_file
-from engines.shared_memory import clear_dead
-from engines.weights_file import NoRoom, VersionFiles, WrongFile, check_file, lay_out
+from refrain.engines import shared_memory, weights_file
+from refrain.engines.shared_memory import clear_dead
+from refrain.engines.weights_file import NoRoom, VersionFiles, WrongFile, check_file, lay_out
 
 SHAPES = {"head": (3, 5), "norm": (7,), "scale": (), "none": (0, 4)}
 
@@ -165,7 +165,7 @@ def test_small_shared_memory_is_reported_before_writing(shared, monkeypatch):
 _WRITES = """
 import sys, time
 from pathlib import Path
-from engines import shared_memory, weights_file
+from refrain.engines import shared_memory, weights_file
 for module in (shared_memory, weights_file):
     module.shared_memory = lambda: Path(sys.argv[1])
 files = weights_file.VersionFiles(2)

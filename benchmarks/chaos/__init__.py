@@ -23,12 +23,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.chaos.checks import RunTraces
-from benchmarks.chaos.faults import PAIRS, RunMode, Strike, draw, of_environments, on_runs
-from benchmarks.laps import Measured, Row, check_counts
-from engines.durable import write_durably
-from engines.reports.tables import plain_table
-from schemas.bench import BenchReport
+from refrain.benchmarks.chaos.checks import RunTraces
+from refrain.benchmarks.chaos.faults import PAIRS, RunMode, Strike, draw, of_environments, on_runs
+from refrain.benchmarks.laps import Measured, Row, check_counts
+from refrain.engines.durable import write_durably
+from refrain.engines.reports.tables import plain_table
+from refrain.schemas.bench import BenchReport
 
 PACKAGES = ("refrain", "vllm", "torch", "ray", "prefect", "mlflow", "duckdb")
 
@@ -76,7 +76,7 @@ def measure(args: Namespace, console: Console) -> Measured:
     if args.stale:
         strikes = [one.model_copy(update={"mode": RunMode.STALE}) for one in strikes]
     file = Path(args.json) if args.json and args.json != "-" else None
-    from benchmarks.chaos.strikes import NOTHING, carry_out
+    from refrain.benchmarks.chaos.strikes import NOTHING, carry_out
 
     references = _References(args.dir)
 
@@ -180,7 +180,7 @@ class _References:
     def of(self, mode: RunMode) -> RunTraces:
         file = self._directory / f"undisturbed-{mode}.json"
         if not file.exists():
-            from benchmarks.chaos.strikes import undisturbed
+            from refrain.benchmarks.chaos.strikes import undisturbed
 
             record = undisturbed(mode, self._directory / f"undisturbed-{mode}")
             write_durably(file, record.model_dump_json())

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 MAX_SHOWN = 3
 

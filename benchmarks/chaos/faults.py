@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TypeVar
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 
 class Target(StrEnum):

@@ -9,11 +9,11 @@ from sqlite3 import connect
 
 import psutil
 
-from benchmarks.chaos.checks import RecordedSample, RunTraces, SampleKey
-from engines.store.store import Store
-from schemas.rollout import Split
-from schemas.step import RunSummary
-from tasks.run.run_dir import REF_FILE, STORE_FILE, SUMMARY_FILE
+from refrain.benchmarks.chaos.checks import RecordedSample, RunTraces, SampleKey
+from refrain.engines.store.store import Store
+from refrain.schemas.rollout import Split
+from refrain.schemas.step import RunSummary
+from refrain.tasks.run.run_dir import REF_FILE, STORE_FILE, SUMMARY_FILE
 
 LOCK_TIMEOUT_S = 60.0
 SHARED_MEMORY = Path("/dev/shm")

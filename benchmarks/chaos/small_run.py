@@ -18,13 +18,13 @@ import psutil
 import pyarrow.parquet as pq
 import yaml
 
-from benchmarks.chaos.faults import Moment, RunMode, Strike, Target
-from benchmarks.chaos.run_traces import shared_by
-from engines.tracking.progress_file import read_progress
-from schemas.drafting import NGRAM
-from schemas.latency import PointKind, Profile
-from schemas.progress import RunProgress
-from tasks.run.run_dir import RUN_MARK, processes_of
+from refrain.benchmarks.chaos.faults import Moment, RunMode, Strike, Target
+from refrain.benchmarks.chaos.run_traces import shared_by
+from refrain.engines.tracking.progress_file import read_progress
+from refrain.schemas.drafting import NGRAM
+from refrain.schemas.latency import PointKind, Profile
+from refrain.schemas.progress import RunProgress
+from refrain.tasks.run.run_dir import RUN_MARK, processes_of
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DEMO = CHECKOUT / "infra" / "demo"
@@ -128,7 +128,7 @@ class SmallRun:
         self._num_before = self._num_past
         with self._writing() as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "flows.cli", "train", *arguments],
+                [sys.executable, "-m", "refrain.flows.cli", "train", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 
-from benchmarks.chaos.checks import RunTraces, complaints
-from benchmarks.chaos.faults import Fault, Moment, RunMode, Strike, Target, first_step
-from benchmarks.chaos.memory import run_out_of_memory
-from benchmarks.chaos.run_traces import (
+from refrain.benchmarks.chaos.checks import RunTraces, complaints
+from refrain.benchmarks.chaos.faults import Fault, Moment, RunMode, Strike, Target, first_step
+from refrain.benchmarks.chaos.memory import run_out_of_memory
+from refrain.benchmarks.chaos.run_traces import (
     LOCK_TIMEOUT_S,
     described,
     held_by_nobody,
@@ -24,7 +24,7 @@ from benchmarks.chaos.run_traces import (
     read_record,
     undelivered,
 )
-from benchmarks.chaos.small_run import (
+from refrain.benchmarks.chaos.small_run import (
     ANSWERED,
     GROUP_SIZE,
     NUM_EPOCHS,
@@ -34,15 +34,15 @@ from benchmarks.chaos.small_run import (
     SmallRun,
     small_run,
 )
-from benchmarks.chaos.turns import lost_turns, num_taken_over
-from benchmarks.laps import Row
-from benchmarks.overhead import free_port
-from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint
-from engines.store.store import Store
-from engines.tracking.progress_file import PROGRESS_FILE, STEPS_FILE
-from flows.auth import MLFLOW_ASKED
-from flows.ui import HOST, mlflow_command, service, wait_for
-from tasks.run.run_dir import STORE_FILE, read_config
+from refrain.benchmarks.chaos.turns import lost_turns, num_taken_over
+from refrain.benchmarks.laps import Row
+from refrain.benchmarks.overhead import free_port
+from refrain.engines.learn.checkpoint import checkpoints_dir, latest_checkpoint
+from refrain.engines.store.store import Store
+from refrain.engines.tracking.progress_file import PROGRESS_FILE, STEPS_FILE
+from refrain.flows.auth import MLFLOW_ASKED
+from refrain.flows.ui import HOST, mlflow_command, service, wait_for
+from refrain.tasks.run.run_dir import STORE_FILE, read_config
 
 NUM_STEPS = NUM_EPOCHS * NUM_PROMPTS // PROMPTS_PER_STEP
 MOMENT_TIMEOUT_S = 400.0

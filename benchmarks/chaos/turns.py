@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from engines.store.store import Store
-from engines.store.turns import by_sample
-from schemas.keys import group_seed
-from schemas.rollout import FinishReason, Split
+from refrain.engines.store.store import Store
+from refrain.engines.store.turns import by_sample
+from refrain.schemas.keys import group_seed
+from refrain.schemas.rollout import FinishReason, Split
 
 COLUMNS = ("origin_step", "prompt_key", "turns", "finish_reason")
 

@@ -23,15 +23,15 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from benchmarks.papers.pipeline import COOL_DOWN, WARM_UP, oldest_version, pipelined_step
-from benchmarks.papers.script import Script
-from engines.latency.interface import Latency
-from engines.simulate.clock import run_virtual
-from engines.simulate.cluster import check_latency
-from engines.simulate.engine import VirtualEngine
-from schemas.rollout import RequestId, Rollout, RolloutRequest
-from schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
-from schemas.weights import PolicyWeights
+from refrain.benchmarks.papers.pipeline import COOL_DOWN, WARM_UP, oldest_version, pipelined_step
+from refrain.benchmarks.papers.script import Script
+from refrain.engines.latency.interface import Latency
+from refrain.engines.simulate.clock import run_virtual
+from refrain.engines.simulate.cluster import check_latency
+from refrain.engines.simulate.engine import VirtualEngine
+from refrain.schemas.rollout import RequestId, Rollout, RolloutRequest
+from refrain.schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
+from refrain.schemas.weights import PolicyWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

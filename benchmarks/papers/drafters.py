@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from scipy.special import expit, logit
 
-from benchmarks.papers.settings import SPECACTOR_32B_TP4, LinearLatency
-from schemas.drafting import NGRAM
-from schemas.rollout import RequestId
+from refrain.benchmarks.papers.settings import SPECACTOR_32B_TP4, LinearLatency
+from refrain.schemas.drafting import NGRAM
+from refrain.schemas.rollout import RequestId
 
 BYTES_PER_S = 3.35e12
 FLOPS_PER_S = 500e12

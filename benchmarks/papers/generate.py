@@ -21,8 +21,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from engines.simulate.trace import Trace
-from schemas.base import Frozen
+from refrain.engines.simulate.trace import Trace
+from refrain.schemas.base import Frozen
 
 K = 1024
 

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.papers.similar_tokens import Resemblance, similar_groups
-from engines.histospec.gate import Gate, ProfiledStepTimes, StepTimes
-from engines.histospec.index import build_index
-from engines.histospec.library import PromptHistory, index_sizes
-from engines.histospec.matching import IndexTable
-from engines.histospec.replay import Replay, replay
-from engines.histospec.window import window_policy
-from engines.latency.interface import Latency
-from engines.simulate.history import DRAFTINGS
-from engines.simulate.member import Passes
-from engines.simulate.trace import Trace
-from schemas.drafting import DraftingConfig
+from refrain.benchmarks.papers.similar_tokens import Resemblance, similar_groups
+from refrain.engines.histospec.gate import Gate, ProfiledStepTimes, StepTimes
+from refrain.engines.histospec.index import build_index
+from refrain.engines.histospec.library import PromptHistory, index_sizes
+from refrain.engines.histospec.matching import IndexTable
+from refrain.engines.histospec.replay import Replay, replay
+from refrain.engines.histospec.window import window_policy
+from refrain.engines.latency.interface import Latency
+from refrain.engines.simulate.history import DRAFTINGS
+from refrain.engines.simulate.member import Passes
+from refrain.engines.simulate.trace import Trace
+from refrain.schemas.drafting import DraftingConfig
 
 SHIPPED, PAPER = "goodput", "paper"
 """Window policies: of a run by default, and the paper's."""

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from functools import cache
 
-from benchmarks.papers.pipeline import Configuration, Planner
-from benchmarks.papers.script import StepScript
-from benchmarks.papers.windows import GatedHistory, TokenLatency
-from engines.histopipe.group_lengths import GroupLengths
-from engines.histopipe.sample_queue import EngineLimits, SampleQueue
-from engines.histopipe.step_end import StepPace, TokenTimes
-from engines.latency.interface import Latency
-from schemas.simulate import ClusterLayout
+from refrain.benchmarks.papers.pipeline import Configuration, Planner
+from refrain.benchmarks.papers.script import StepScript
+from refrain.benchmarks.papers.windows import GatedHistory, TokenLatency
+from refrain.engines.histopipe.group_lengths import GroupLengths
+from refrain.engines.histopipe.sample_queue import EngineLimits, SampleQueue
+from refrain.engines.histopipe.step_end import StepPace, TokenTimes
+from refrain.engines.latency.interface import Latency
+from refrain.schemas.simulate import ClusterLayout
 
 Lengths = Callable[[StepScript], GroupLengths]
 

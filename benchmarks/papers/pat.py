@@ -17,13 +17,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.papers.generate import K, TraceSpec, cut_mean, fit_shares
-from engines.latency.analytic import LOOKUP_S, AnalyticLatency
-from engines.latency.hardware import A40, H100, HARDWARE
-from engines.latency.interface import Latency
-from engines.latency.model_shape import SHAPES, ModelShape
-from engines.pat.costs import SwitchCosts
-from schemas.drafting import HISTORY
+from refrain.benchmarks.papers.generate import K, TraceSpec, cut_mean, fit_shares
+from refrain.engines.latency.analytic import LOOKUP_S, AnalyticLatency
+from refrain.engines.latency.hardware import A40, H100, HARDWARE
+from refrain.engines.latency.interface import Latency
+from refrain.engines.latency.model_shape import SHAPES, ModelShape
+from refrain.engines.pat.costs import SwitchCosts
+from refrain.schemas.drafting import HISTORY
 
 LLAMA, QWEN = "LLaMA3.1-8B", "Qwen3-14B"
 STEP_TOKENS = {LLAMA: (24 * K, 2570.6 * 172.5), QWEN: (16 * K, 1780.0 * 191.4)}

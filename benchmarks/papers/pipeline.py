@@ -20,20 +20,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from benchmarks.papers.script import Script, StepScript
-from benchmarks.papers.windows import GatedHistory
-from engines.latency.interface import Latency
-from engines.rollout.coordinator import Coordinator
-from engines.rollout.moves import Policy
-from engines.rollout.stage import Outcome
-from engines.simulate.clock import run_virtual
-from engines.simulate.cluster import check_latency
-from engines.simulate.engine import VirtualEngine
-from schemas.drafting import HISTORY
-from schemas.rollout import DraftSetting, RequestId, Rollout, Split
-from schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
-from schemas.step import StepPlan
-from schemas.weights import PolicyWeights
+from refrain.benchmarks.papers.script import Script, StepScript
+from refrain.benchmarks.papers.windows import GatedHistory
+from refrain.engines.latency.interface import Latency
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.rollout.moves import Policy
+from refrain.engines.rollout.stage import Outcome
+from refrain.engines.simulate.clock import run_virtual
+from refrain.engines.simulate.cluster import check_latency
+from refrain.engines.simulate.engine import VirtualEngine
+from refrain.schemas.drafting import HISTORY
+from refrain.schemas.rollout import DraftSetting, RequestId, Rollout, Split
+from refrain.schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
+from refrain.schemas.step import StepPlan
+from refrain.schemas.weights import PolicyWeights
 
 WARM_UP = 2
 """Steps left out at the beginning, when all engines begin together. One of either parity."""

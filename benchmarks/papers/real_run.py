@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from engines.control.controller import Controller
-from engines.rollout.moves import Move, Policy, RolloutView
-from schemas.rollout import DraftSetting, Split
-from schemas.step import PromptGroup, StepPlan
+from refrain.engines.control.controller import Controller
+from refrain.engines.rollout.moves import Move, Policy, RolloutView
+from refrain.schemas.rollout import DraftSetting, Split
+from refrain.schemas.step import PromptGroup, StepPlan
 
 
 def bare_plan(

@@ -18,28 +18,28 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from benchmarks.papers.areal import Asynchronous, measured_steps, simulate_asynchronous
-from benchmarks.papers.generate import K
-from benchmarks.papers.history_drafting import drafted_levels
-from benchmarks.papers.one_queue import queued
-from benchmarks.papers.pipeline import Configuration, Planner, simulate_pipeline
-from benchmarks.papers.real_run import step_plan, throttled
-from benchmarks.papers.script import StepScript, read_script
-from benchmarks.papers.settings import Overlap, Setting
-from benchmarks.papers.windows import GatedHistory, TokenLatency
-from engines.control.techniques import StepInputs, plan_policies
-from engines.histopipe.estimate import estimate_rollout_s
-from engines.histopipe.passes import fit_passes
-from engines.histopipe.placement import RolloutTime, plan_placement
-from engines.histopipe.ranking import length_growth
-from engines.latency.interface import Latency
-from engines.rollout.moves import Policy
-from engines.simulate.cluster import even
-from engines.simulate.run_config import run_config
-from schemas.config import TrainConfig
-from schemas.scheduling import HistoPipeConfig
-from schemas.simulate import ClusterLayout, SimulatedPipeline
-from schemas.step import PromptGroup, RankingGroup, StepPlan
+from refrain.benchmarks.papers.areal import Asynchronous, measured_steps, simulate_asynchronous
+from refrain.benchmarks.papers.generate import K
+from refrain.benchmarks.papers.history_drafting import drafted_levels
+from refrain.benchmarks.papers.one_queue import queued
+from refrain.benchmarks.papers.pipeline import Configuration, Planner, simulate_pipeline
+from refrain.benchmarks.papers.real_run import step_plan, throttled
+from refrain.benchmarks.papers.script import StepScript, read_script
+from refrain.benchmarks.papers.settings import Overlap, Setting
+from refrain.benchmarks.papers.windows import GatedHistory, TokenLatency
+from refrain.engines.control.techniques import StepInputs, plan_policies
+from refrain.engines.histopipe.estimate import estimate_rollout_s
+from refrain.engines.histopipe.passes import fit_passes
+from refrain.engines.histopipe.placement import RolloutTime, plan_placement
+from refrain.engines.histopipe.ranking import length_growth
+from refrain.engines.latency.interface import Latency
+from refrain.engines.rollout.moves import Policy
+from refrain.engines.simulate.cluster import even
+from refrain.engines.simulate.run_config import run_config
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.scheduling import HistoPipeConfig
+from refrain.schemas.simulate import ClusterLayout, SimulatedPipeline
+from refrain.schemas.step import PromptGroup, RankingGroup, StepPlan
 
 BASELINE = "veRL, one step off"
 PARTS = ("alternation", "two-tier", "HistoSpec")

@@ -13,27 +13,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
-from engines.control.reshaping import MissedSavings
-from engines.control.techniques import (
+from refrain.engines.control.reshaping import MissedSavings
+from refrain.engines.control.techniques import (
     MoveModel,
     StepInputs,
     expected_lengths,
     plan_policies,
     tokens_to_come,
 )
-from engines.latency.interface import Latency
-from engines.pat.costs import SwitchCosts
-from engines.pat.remaining import Remaining
-from engines.rollout.moves import EngineView, FirstLayout, Move, Policy, Reshape, RolloutView
-from engines.rollout.stage import Outcome
-from engines.simulate.batching import Interval
-from engines.simulate.clock import run_virtual
-from engines.simulate.cluster import PolicySet, even, roll_out, step_requests
-from engines.simulate.engine import SwitchTimes, VirtualEngine
-from engines.simulate.trace import Trace
-from schemas.config import TrainConfig
-from schemas.layout import Pool
-from schemas.rollout import LengthHistory, RequestId, Rollout, RolloutRequest
+from refrain.engines.latency.interface import Latency
+from refrain.engines.pat.costs import SwitchCosts
+from refrain.engines.pat.remaining import Remaining
+from refrain.engines.rollout.moves import (
+    EngineView,
+    FirstLayout,
+    Move,
+    Policy,
+    Reshape,
+    RolloutView,
+)
+from refrain.engines.rollout.stage import Outcome
+from refrain.engines.simulate.batching import Interval
+from refrain.engines.simulate.clock import run_virtual
+from refrain.engines.simulate.cluster import PolicySet, even, roll_out, step_requests
+from refrain.engines.simulate.engine import SwitchTimes, VirtualEngine
+from refrain.engines.simulate.trace import Trace
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.layout import Pool
+from refrain.schemas.rollout import LengthHistory, RequestId, Rollout, RolloutRequest
 
 WARM_UP = 8
 """Steps before the measured ones. A change of the layout in which steps begin may take several."""

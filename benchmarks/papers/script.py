@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engines.simulate.cluster import step_requests
-from engines.simulate.lengths import TraceLengths
-from engines.simulate.trace import Trace
-from schemas.rollout import LengthHistory, RequestId, RolloutRequest
+from refrain.engines.simulate.cluster import step_requests
+from refrain.engines.simulate.lengths import TraceLengths
+from refrain.engines.simulate.trace import Trace
+from refrain.schemas.rollout import LengthHistory, RequestId, RolloutRequest
 
 
 @dataclass(frozen=True, slots=True)

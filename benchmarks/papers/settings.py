@@ -8,13 +8,13 @@ no moves. Drafting has a cost only where it follows from the same derivation.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.papers.generate import K, TraceSpec, generate, pat, rhymerl, specactor
-from benchmarks.papers.pat import POINTS, STEPS, Point
-from engines.latency.interface import Latency
-from engines.reports.simulation import Fact
-from engines.simulate.trace import Trace
-from schemas.drafting import HISTORY
-from schemas.simulate import ClusterLayout
+from refrain.benchmarks.papers.generate import K, TraceSpec, generate, pat, rhymerl, specactor
+from refrain.benchmarks.papers.pat import POINTS, STEPS, Point
+from refrain.engines.latency.interface import Latency
+from refrain.engines.reports.simulation import Fact
+from refrain.engines.simulate.trace import Trace
+from refrain.schemas.drafting import HISTORY
+from refrain.schemas.simulate import ClusterLayout
 
 NO_DRAFTING = (
     "what drafting costs is not known in a paper's setting: leave the drafter out, or simulate a "

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.histospec.library import PromptHistory
+from refrain.engines.histospec.library import PromptHistory
 
 
 @dataclass(frozen=True)

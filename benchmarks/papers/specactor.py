@@ -22,20 +22,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from benchmarks.papers.drafters import NGRAM, SMALL
-from benchmarks.papers.settings import Setting
-from benchmarks.papers.speculation_case import (
+from refrain.benchmarks.papers.drafters import NGRAM, SMALL
+from refrain.benchmarks.papers.settings import Setting
+from refrain.benchmarks.papers.speculation_case import (
     CONTEXT_TOKENS,
     Assumptions,
     Case,
     SpeculationVariant,
 )
-from engines.histopipe.even_ends import step_requests_of
-from engines.histopipe.placement import end_together
-from engines.simulate.cluster import Simulation
-from engines.specactor.ladder import Ladder
-from engines.specactor.planner import GpuSplit
-from schemas.rollout import DraftSetting
+from refrain.engines.histopipe.even_ends import step_requests_of
+from refrain.engines.histopipe.placement import end_together
+from refrain.engines.simulate.cluster import Simulation
+from refrain.engines.specactor.ladder import Ladder
+from refrain.engines.specactor.planner import GpuSplit
+from refrain.schemas.rollout import DraftSetting
 
 BASELINE = "veRL"
 FAIR = "veRL, samples dealt one by one"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from benchmarks.papers.drafters import (
+from refrain.benchmarks.papers.drafters import (
     DRAFTERS,
     LARGE,
     LATENCY,
@@ -16,11 +16,11 @@ from benchmarks.papers.drafters import (
     SpeculativeLatency,
     draw_acceptances,
 )
-from benchmarks.papers.generate import TraceSpec, generate
-from benchmarks.papers.real_run import bare_plan, throttled
-from engines.control.techniques import StepInputs, plan_policies, tokens_to_come
-from engines.rollout.moves import Policy
-from engines.simulate.cluster import (
+from refrain.benchmarks.papers.generate import TraceSpec, generate
+from refrain.benchmarks.papers.real_run import bare_plan, throttled
+from refrain.engines.control.techniques import StepInputs, plan_policies, tokens_to_come
+from refrain.engines.rollout.moves import Policy
+from refrain.engines.simulate.cluster import (
     Placement,
     PolicySet,
     Simulation,
@@ -28,14 +28,14 @@ from engines.simulate.cluster import (
     simulate_step,
     step_requests,
 )
-from engines.simulate.lengths import TraceLengths
-from engines.simulate.run_config import run_config
-from engines.simulate.trace import Trace
-from engines.specactor.ladder import Ladder
-from engines.specactor.planner import Cluster, GpuSplit, split_gpus
-from schemas.config import TrainConfig
-from schemas.rollout import DraftSetting, LengthHistory, RequestId
-from schemas.simulate import ClusterLayout
+from refrain.engines.simulate.lengths import TraceLengths
+from refrain.engines.simulate.run_config import run_config
+from refrain.engines.simulate.trace import Trace
+from refrain.engines.specactor.ladder import Ladder
+from refrain.engines.specactor.planner import Cluster, GpuSplit, split_gpus
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.rollout import DraftSetting, LengthHistory, RequestId
+from refrain.schemas.simulate import ClusterLayout
 
 MAX_WINDOW = 16
 CONTEXT_TOKENS = 2048

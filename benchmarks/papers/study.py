@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from benchmarks.papers.present.ablation import show_ablation
-from benchmarks.papers.present.speculation import show_speculation
-from benchmarks.papers.present.switching import show_switching
-from benchmarks.papers.rhymerl import simulate_ablation
-from benchmarks.papers.settings import Setting
-from benchmarks.papers.specactor import simulate_speculation
-from benchmarks.papers.switching import compare_points
-from engines.reports.simulation import Ablation
+from refrain.benchmarks.papers.present.ablation import show_ablation
+from refrain.benchmarks.papers.present.speculation import show_speculation
+from refrain.benchmarks.papers.present.switching import show_switching
+from refrain.benchmarks.papers.rhymerl import simulate_ablation
+from refrain.benchmarks.papers.settings import Setting
+from refrain.benchmarks.papers.specactor import simulate_speculation
+from refrain.benchmarks.papers.switching import compare_points
+from refrain.engines.reports.simulation import Ablation
 
 
 def study(setting: Setting, seed: int, console: Console) -> Iterator[Ablation]:

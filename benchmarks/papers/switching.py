@@ -12,15 +12,23 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import NamedTuple
 
-from benchmarks.papers.generate import TraceSpec, generate
-from benchmarks.papers.pat import GROUP_SIZE, STEPS, TP_DEGREES, Machine, Point, lengths, machine
-from benchmarks.papers.real_run import bare_plan
-from benchmarks.papers.scene import Scene, SceneRun, run_scene
-from engines.control.techniques import StepInputs
-from engines.pat.layouts import plan_pools
-from engines.simulate.lengths import TraceLengths
-from engines.simulate.run_config import run_config
-from engines.simulate.trace import Trace
+from refrain.benchmarks.papers.generate import TraceSpec, generate
+from refrain.benchmarks.papers.pat import (
+    GROUP_SIZE,
+    STEPS,
+    TP_DEGREES,
+    Machine,
+    Point,
+    lengths,
+    machine,
+)
+from refrain.benchmarks.papers.real_run import bare_plan
+from refrain.benchmarks.papers.scene import Scene, SceneRun, run_scene
+from refrain.engines.control.techniques import StepInputs
+from refrain.engines.pat.layouts import plan_pools
+from refrain.engines.simulate.lengths import TraceLengths
+from refrain.engines.simulate.run_config import run_config
+from refrain.engines.simulate.trace import Trace
 
 GPUS_PER_NODE = 8
 REPORT_S = 2.0

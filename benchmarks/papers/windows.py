@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from engines.latency.drafted import DraftingIncluded
-from engines.latency.interface import Latency
-from engines.simulate.member import Passes
-from schemas.drafting import HISTORY
-from schemas.rollout import DraftSetting
+from refrain.engines.latency.drafted import DraftingIncluded
+from refrain.engines.latency.interface import Latency
+from refrain.engines.simulate.member import Passes
+from refrain.schemas.drafting import HISTORY
+from refrain.schemas.rollout import DraftSetting
 
 
 @dataclass(frozen=True)

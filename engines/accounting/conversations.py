@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.rollout import FinishReason
+from refrain.schemas.rollout import FinishReason
 
 CUTS = (FinishReason.TURNS, FinishReason.TIME, FinishReason.CONTEXT)
 """Limits that only a conversation has."""

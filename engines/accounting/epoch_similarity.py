@@ -12,8 +12,8 @@ from jaxtyping import Float64, Int32, Int64
 from numba import int32, int64, njit
 from scipy.stats import rankdata
 
-from engines.histopipe.ranking import length_growth, rank_prompts
-from schemas.rollout import LengthHistory
+from refrain.engines.histopipe.ranking import length_growth, rank_prompts
+from refrain.schemas.rollout import LengthHistory
 
 PREFIX = 3
 """Tokens that must match to find a place in the last epoch's responses (5.1)."""

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from engines.accounting.conversations import conversation_metrics
-from engines.accounting.names import tracked_name
-from engines.reward import sample_figures
-from engines.reward.scorer import ERROR, NUM_RETRIES
-from engines.rollout.stage import Outcome
-from schemas.config import TrainConfig
-from schemas.counts import StreamCounts, SwitchCounts
-from schemas.evaluation import EvaluationReport, SourceFigures
-from schemas.rollout import OVERLONG, FinishReason
-from schemas.step import (
+from refrain.engines.accounting.conversations import conversation_metrics
+from refrain.engines.accounting.names import tracked_name
+from refrain.engines.reward import sample_figures
+from refrain.engines.reward.scorer import ERROR, NUM_RETRIES
+from refrain.engines.rollout.stage import Outcome
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.counts import StreamCounts, SwitchCounts
+from refrain.schemas.evaluation import EvaluationReport, SourceFigures
+from refrain.schemas.rollout import OVERLONG, FinishReason
+from refrain.schemas.step import (
     EngineShare,
     HistoryReport,
     RewardedBatch,
@@ -28,7 +28,7 @@ from schemas.step import (
     StepReport,
     TrainReport,
 )
-from schemas.timeline import Timeline
+from refrain.schemas.timeline import Timeline
 
 _SUMMED_COLUMNS = ("num_draft_tokens", "num_accepted_tokens", "num_verifications")
 SUMMARISED_COLUMNS = ("response_tokens", "finish_reason", "turns", *_SUMMED_COLUMNS)

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
-from engines.accounting.step_requests import DEFERRED, StepRequest, begin_s
-from engines.latency.forecast import Unfinished, fields_of, forecast
-from engines.latency.interface import Latency
-from schemas.timeline import MoveKind, MoveRecord, Technique
+from refrain.engines.accounting.step_requests import DEFERRED, StepRequest, begin_s
+from refrain.engines.latency.forecast import Unfinished, fields_of, forecast
+from refrain.engines.latency.interface import Latency
+from refrain.schemas.timeline import MoveKind, MoveRecord, Technique
 
 MOVED_BY = {
     Technique.MIGRATION: MoveKind.MIGRATED,

@@ -22,13 +22,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import hypot, sqrt
 
-from engines.accounting.rollout_replay import MOVED_BY, EngineCosts, Replays
-from engines.accounting.step_requests import StepRequest, begin_s
-from engines.latency.interface import Latency
-from engines.latency.measured import MeasuredLatency
-from schemas.counts import DraftingCounts
-from schemas.step import EngineShare
-from schemas.timeline import MoveRecord, Saving, Savings, Technique
+from refrain.engines.accounting.rollout_replay import MOVED_BY, EngineCosts, Replays
+from refrain.engines.accounting.step_requests import StepRequest, begin_s
+from refrain.engines.latency.interface import Latency
+from refrain.engines.latency.measured import MeasuredLatency
+from refrain.schemas.counts import DraftingCounts
+from refrain.schemas.step import EngineShare
+from refrain.schemas.timeline import MoveRecord, Saving, Savings, Technique
 
 HOW_TO_KNOW = "give a latency model by profile=NAME (`refrain profile` makes one)"
 MEASURED = "what the engines measured in this run"

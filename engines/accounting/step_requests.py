@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from math import floor
 from typing import Any
 
-from schemas.rollout import RequestId, Split
-from schemas.timeline import Activity, MoveKind, MoveRecord, RecordedTimeline, Timeline
+from refrain.schemas.rollout import RequestId, Split
+from refrain.schemas.timeline import Activity, MoveKind, MoveRecord, RecordedTimeline, Timeline
 
 _CLOCKS_S = 1.0
 """Most seconds by which the clocks of a timeline and of its rollouts may differ."""

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from engines.answers.algebra import same_value
-from engines.answers.extraction import (
+from refrain.engines.answers.algebra import same_value
+from refrain.engines.answers.extraction import (
     answer_line,
     boxed_answer,
     normalise_math,
@@ -20,7 +20,7 @@ from engines.answers.extraction import (
     same_number,
     same_text,
 )
-from engines.answers.puzzles import PREFIX, puzzle_scorer
+from refrain.engines.answers.puzzles import PREFIX, puzzle_scorer
 
 Score = dict[str, Any]
 """`score`, a float, and any other values to record."""

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from engines.answers.extraction import boxed_answer
+from refrain.engines.answers.extraction import boxed_answer
 
 PREFIX = "reasoning_gym/"
 """Prefix of the `data_source` of reasoning-gym sets; the name of the set follows."""

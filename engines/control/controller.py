@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from engines.control.outlook import Outlook
-from engines.control.reshaping import Reshaping
-from engines.control.state import StepState
-from engines.rollout.moves import EngineView, Reshape, RolloutView
-from schemas.layout import Pool
+from refrain.engines.control.outlook import Outlook
+from refrain.engines.control.reshaping import Reshaping
+from refrain.engines.control.state import StepState
+from refrain.engines.rollout.moves import EngineView, Reshape, RolloutView
+from refrain.schemas.layout import Pool
 
 MARGIN = 0.02
 """Least gain, as a share of the pool's forecast. Forecasts are no better."""

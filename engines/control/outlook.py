@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from engines.control.state import EngineState, Forecaster, PlacedRequest, StepState
-from engines.pat.remaining import Remaining
-from engines.rollout.moves import EngineView, RolloutView
-from engines.specactor.ladder import request_acceptance
-from schemas.drafting import HISTORY
-from schemas.rollout import DraftProgress, DraftSetting, RequestId
+from refrain.engines.control.state import EngineState, Forecaster, PlacedRequest, StepState
+from refrain.engines.pat.remaining import Remaining
+from refrain.engines.rollout.moves import EngineView, RolloutView
+from refrain.engines.specactor.ladder import request_acceptance
+from refrain.schemas.drafting import HISTORY
+from refrain.schemas.rollout import DraftProgress, DraftSetting, RequestId
 
 MIN_VERIFIED = 64
 """Draft tokens of a request that must be accepted or rejected before its own acceptance counts."""

@@ -34,10 +34,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
 
-from engines.control.state import EngineForecast, EngineState, StepState
-from engines.control.switches import Switched, deal_anew, switched, switches, working
-from engines.pat.costs import SwitchCosts
-from schemas.layout import Pool
+from refrain.engines.control.state import EngineForecast, EngineState, StepState
+from refrain.engines.control.switches import Switched, deal_anew, switched, switches, working
+from refrain.engines.pat.costs import SwitchCosts
+from refrain.schemas.layout import Pool
 
 LATER_SHARE = 0.03
 """Before a stage, a later switch must be better than no switch by this share: the best of many

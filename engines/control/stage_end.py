@@ -9,8 +9,8 @@ assumes that no request is moved or deferred.
 import math
 from dataclasses import dataclass
 
-from engines.control.outlook import Outlook
-from engines.rollout.moves import RolloutView
+from refrain.engines.control.outlook import Outlook
+from refrain.engines.rollout.moves import RolloutView
 
 EVERY_S = 1.0
 """Least seconds between two forecasts."""

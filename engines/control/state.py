@@ -18,10 +18,10 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from engines.latency.drafting_pace import Drafted, Pace, batch_paces, draft_s
-from engines.latency.forecast import BatchForecast, forecast, step_s
-from engines.latency.interface import Bounded, Latency
-from schemas.rollout import DraftSetting, RequestId
+from refrain.engines.latency.drafting_pace import Drafted, Pace, batch_paces, draft_s
+from refrain.engines.latency.forecast import BatchForecast, forecast, step_s
+from refrain.engines.latency.interface import Bounded, Latency
+from refrain.schemas.rollout import DraftSetting, RequestId
 
 Times = dict[int, float]
 """Seconds until the end, by request row."""

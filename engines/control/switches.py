@@ -9,10 +9,16 @@ request, the copy with most tokens counts.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engines.balance import in_turn, longest_first, places_after
-from engines.control.state import EngineForecast, EngineState, PlacedRequest, StepState, merge
-from engines.pat.costs import SwitchCosts
-from schemas.layout import Pool
+from refrain.engines.balance import in_turn, longest_first, places_after
+from refrain.engines.control.state import (
+    EngineForecast,
+    EngineState,
+    PlacedRequest,
+    StepState,
+    merge,
+)
+from refrain.engines.pat.costs import SwitchCosts
+from refrain.schemas.layout import Pool
 
 
 @dataclass(frozen=True, slots=True)

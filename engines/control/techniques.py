@@ -12,27 +12,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from engines.control.controller import Controller
-from engines.control.outlook import Outlook
-from engines.control.reshaping import MissedSavings, Reshaping
-from engines.control.state import Forecaster
-from engines.histopipe.group_lengths import GroupLengths
-from engines.histopipe.migration import DEFER_SHARE, Migration
-from engines.histopipe.sample_queue import EngineLimits, SampleQueue
-from engines.histopipe.step_end import StepPace, TokenTimes
-from engines.latency.drafted import DraftedLatency
-from engines.latency.interface import Latency
-from engines.pat.costs import SwitchCosts
-from engines.pat.remaining import FromHistory, Remaining
-from engines.rollout.moves import Move, Policy, RolloutView
-from engines.specactor.best_of_n import BestOfN, TokensToCome
-from engines.specactor.ladder import Ladder, token_acceptance
-from engines.specactor.reconfigure import Reconfiguration
-from schemas.config import TrainConfig
-from schemas.drafting import HEAD, HISTORY, NGRAM
-from schemas.layout import Pool
-from schemas.rollout import DraftSetting, LengthHistory
-from schemas.step import StepPlan
+from refrain.engines.control.controller import Controller
+from refrain.engines.control.outlook import Outlook
+from refrain.engines.control.reshaping import MissedSavings, Reshaping
+from refrain.engines.control.state import Forecaster
+from refrain.engines.histopipe.group_lengths import GroupLengths
+from refrain.engines.histopipe.migration import DEFER_SHARE, Migration
+from refrain.engines.histopipe.sample_queue import EngineLimits, SampleQueue
+from refrain.engines.histopipe.step_end import StepPace, TokenTimes
+from refrain.engines.latency.drafted import DraftedLatency
+from refrain.engines.latency.interface import Latency
+from refrain.engines.pat.costs import SwitchCosts
+from refrain.engines.pat.remaining import FromHistory, Remaining
+from refrain.engines.rollout.moves import Move, Policy, RolloutView
+from refrain.engines.specactor.best_of_n import BestOfN, TokensToCome
+from refrain.engines.specactor.ladder import Ladder, token_acceptance
+from refrain.engines.specactor.reconfigure import Reconfiguration
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.drafting import HEAD, HISTORY, NGRAM
+from refrain.schemas.layout import Pool
+from refrain.schemas.rollout import DraftSetting, LengthHistory
+from refrain.schemas.step import StepPlan
 
 MAX_RACE_BATCH = 8
 """Responses that one engine races at the same time: few, so that each is fast."""

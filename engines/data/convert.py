@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.answers.extraction import boxed_answer, number_after_mark
-from engines.data.dataset import COLUMNS
-from engines.data.messages import AS_THEY_ARE, BadRowError, messages_of
-from engines.data.repeats import content_hash
+from refrain.engines.answers.extraction import boxed_answer, number_after_mark
+from refrain.engines.data.dataset import COLUMNS
+from refrain.engines.data.messages import AS_THEY_ARE, BadRowError, messages_of
+from refrain.engines.data.repeats import content_hash
 
 Row = dict[str, Any]
 

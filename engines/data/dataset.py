@@ -16,14 +16,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
-from engines.data.messages import (
+from refrain.engines.data.messages import (
     AS_THEY_ARE,
     BadRowError,
     PromptSettings,
     messages_of,
     tokenize,
 )
-from engines.data.repeats import (
+from refrain.engines.data.repeats import (
     MAX_ERRORS_SHOWN,
     RowName,
     Samples,
@@ -31,11 +31,11 @@ from engines.data.repeats import (
     other_truth,
     refuse,
 )
-from engines.data.template import StoppedTemplate
-from engines.data.tokenizer import open_tokenizer
-from engines.paths import check_regular, named
-from schemas.data import Prompt
-from schemas.keys import prompt_key
+from refrain.engines.data.template import StoppedTemplate
+from refrain.engines.data.tokenizer import open_tokenizer
+from refrain.engines.paths import check_regular, named
+from refrain.schemas.data import Prompt
+from refrain.schemas.keys import prompt_key
 
 COLUMNS = ("data_source", "prompt", "reward_model", "extra_info")
 """Columns that are read. Other columns are ignored."""

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engines.user_files import first_line
-from schemas.config import TrainConfig
+from refrain.engines.user_files import first_line
+from refrain.schemas.config import TrainConfig
 
 OFFLINE = "HF_HUB_OFFLINE"
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from engines.data.repeats import shown
-from engines.data.template import StoppedTemplate, templates
+from refrain.engines.data.repeats import shown
+from refrain.engines.data.template import StoppedTemplate, templates
 
 
 class BadRowError(ValueError):

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
-from engines.answers.puzzles import INSTRUCTION, PREFIX, reasoning_gym, write_entry
+from refrain.engines.answers.puzzles import INSTRUCTION, PREFIX, reasoning_gym, write_entry
 
 MOST_TRIES = 20
 """Most questions drawn for each one kept, because small sets repeat questions."""

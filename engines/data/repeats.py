@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from schemas.data import Prompt
-from schemas.keys import variant_key
+from refrain.schemas.data import Prompt
+from refrain.schemas.keys import variant_key
 
 MAX_ERRORS_SHOWN = 5
 PLACE = ("index", "split")

@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from engines.data.template import templates
+from refrain.engines.data.template import templates
 
 _KEPT_PIECES = 2**16
 SETTING = "model.trust_remote_code"

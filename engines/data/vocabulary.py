@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.data.tokenizer import open_tokenizer
+from refrain.engines.data.tokenizer import open_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

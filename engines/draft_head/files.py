@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engines.draft_head.model import DraftHead
-from engines.durable import replacing, write_durably
-from schemas.base import Frozen
+from refrain.engines.draft_head.model import DraftHead
+from refrain.engines.durable import replacing, write_durably
+from refrain.schemas.base import Frozen
 
 SETTINGS, WEIGHTS = "head.json", "head.safetensors"
 _REMEDY = "make the head again with `refrain drafter train`"

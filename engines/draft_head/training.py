@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from engines.draft_head.model import DraftHead
+from refrain.engines.draft_head.model import DraftHead
 
 DECAY = 0.8
 """Weight of a depth in the loss over that of the depth before: a draft token counts only if all

@@ -21,20 +21,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from engines.data.tokenizer import open_tokenizer
-from engines.environment.client import TurnAnswer
-from engines.environment.client import answered as with_answer
-from engines.environment.hermes import HERMES, Parser
-from engines.environment.journal import Journal, answer_of
-from engines.environment.pool import Diverged, EnvironmentFailed, EnvironmentPool
-from engines.environment.rendering import TurnRenderer
-from engines.garbage import freeze_garbage
-from engines.store.actor import StoreClient
-from engines.store.turns import RecordedTurn
-from engines.user_files import read_json_object
-from schemas.config import TrainConfig
-from schemas.environment import EnvironmentAnswer, EnvironmentTask, TurnText
-from schemas.rollout import Generated, RequestId, Turn
+from refrain.engines.data.tokenizer import open_tokenizer
+from refrain.engines.environment.client import TurnAnswer
+from refrain.engines.environment.client import answered as with_answer
+from refrain.engines.environment.hermes import HERMES, Parser
+from refrain.engines.environment.journal import Journal, answer_of
+from refrain.engines.environment.pool import Diverged, EnvironmentFailed, EnvironmentPool
+from refrain.engines.environment.rendering import TurnRenderer
+from refrain.engines.garbage import freeze_garbage
+from refrain.engines.store.actor import StoreClient
+from refrain.engines.store.turns import RecordedTurn
+from refrain.engines.user_files import read_json_object
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.environment import EnvironmentAnswer, EnvironmentTask, TurnText
+from refrain.schemas.rollout import Generated, RequestId, Turn
 
 
 @dataclass(slots=True)

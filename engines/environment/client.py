@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from engines.actors import RemoteActor
-from schemas.environment import EnvironmentConfig
-from schemas.rollout import FinishReason, Generated, RequestId, RolloutRequest
+from refrain.engines.actors import RemoteActor
+from refrain.schemas.environment import EnvironmentConfig
+from refrain.schemas.rollout import FinishReason, Generated, RequestId, RolloutRequest
 
 ENVIRONMENT = "environment"
 """Name of a run's environment actor."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engines.environment.answers import TEXTS
+from refrain.engines.environment.answers import TEXTS
 
 Shape = tuple[tuple[str, tuple[str, ...]], ...]
 """Role and fields of each message."""

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from schemas.environment import ToolCall, TurnText
+from refrain.schemas.environment import ToolCall, TurnText
 
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 """Tags that must be in the text, also where the tokenizer makes special tokens of them."""

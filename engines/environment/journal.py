@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate, chain, groupby, pairwise
 
-from engines.environment.pool import parsed_answer
-from engines.store.actor import StoreClient
-from engines.store.turns import RecordedTurn, by_sample, turn_rows
-from schemas.environment import EnvironmentAnswer
-from schemas.rollout import Generated, RequestId, VersionSpan
+from refrain.engines.environment.pool import parsed_answer
+from refrain.engines.store.actor import StoreClient
+from refrain.engines.store.turns import RecordedTurn, by_sample, turn_rows
+from refrain.schemas.environment import EnvironmentAnswer
+from refrain.schemas.rollout import Generated, RequestId, VersionSpan
 
 WRITE_EVERY_S = 0.1
 """Seconds from a turn to the write that has it, and between two writes."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engines.environment.answers import ROLES, TEXTS, broken_text
+from refrain.engines.environment.answers import ROLES, TEXTS, broken_text
 
 MAX_MESSAGES = 256
 """Most messages of one observation."""

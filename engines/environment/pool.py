@@ -23,16 +23,21 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from engines.environment.answers import checked_messages, checked_score
-from engines.environment.process import (
+from refrain.engines.environment.answers import checked_messages, checked_score
+from refrain.engines.environment.process import (
     Blame,
     CallFailed,
     EnvironmentProcess,
     EnvironmentSetup,
     ProcessEnded,
 )
-from engines.user_code.values import to_json
-from schemas.environment import EnvironmentAnswer, EnvironmentConfig, EnvironmentTask, TurnText
+from refrain.engines.user_code.values import to_json
+from refrain.schemas.environment import (
+    EnvironmentAnswer,
+    EnvironmentConfig,
+    EnvironmentTask,
+    TurnText,
+)
 
 MAX_PROCESSES = 8
 """Most processes by default. On fewer cores there is one per core."""

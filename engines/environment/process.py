@@ -22,15 +22,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
-from engines.environment import worker
-from engines.user_code.launch import (
+from refrain.engines.environment import worker
+from refrain.engines.user_code.launch import (
     end_guarded,
     how_it_ended,
     start_guarded,
     variables_for,
     worker_command,
 )
-from schemas.environment import EnvironmentConfig
+from refrain.schemas.environment import EnvironmentConfig
 
 START_TIMEOUT_S = 300.0
 """Time limit for importing the user's file, which may import large libraries."""

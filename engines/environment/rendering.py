@@ -16,10 +16,10 @@ from datetime import datetime
 from functools import lru_cache, partial
 from typing import Any
 
-from engines.data.messages import template_arguments
-from engines.data.template import StoppedTemplate, templates
-from engines.environment.encoding import PlainEncoder
-from engines.environment.frames import (
+from refrain.engines.data.messages import template_arguments
+from refrain.engines.data.template import StoppedTemplate, templates
+from refrain.engines.environment.encoding import PlainEncoder
+from refrain.engines.environment.frames import (
     FramePart,
     Marks,
     Part,
@@ -32,7 +32,7 @@ from engines.environment.frames import (
     shape_of,
     without_end,
 )
-from engines.environment.observations import check_messages, fitted
+from refrain.engines.environment.observations import check_messages, fitted
 
 MAX_SHAPES = 256
 """Most frames kept. Each has its own roles."""

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
-from engines.bounded import call_in_thread
+from refrain.engines.bounded import call_in_thread
 
 LOOK_S = 2.0
 """Seconds between two checks of the cluster."""

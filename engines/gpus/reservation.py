@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import ray
 
-from engines.actors import NoAnswer, RemoteActor
-from engines.gpus.cleanup import given_gpus, memory_of
+from refrain.engines.actors import NoAnswer, RemoteActor
+from refrain.engines.gpus.cleanup import given_gpus, memory_of
 
 
 @dataclass(frozen=True)

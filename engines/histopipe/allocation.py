@@ -24,7 +24,7 @@ from itertools import permutations, product
 
 import numpy as np
 
-from engines.histopipe.ranking import divide_evenly
+from refrain.engines.histopipe.ranking import divide_evenly
 
 Times = Callable[[int, int], float]
 """(ranking group, engines) -> seconds."""

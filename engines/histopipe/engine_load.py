@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.histopipe.group_lengths import GroupLengths
-from engines.rollout.moves import EngineView
-from schemas.rollout import RequestId, RolloutRequest
+from refrain.engines.histopipe.group_lengths import GroupLengths
+from refrain.engines.rollout.moves import EngineView
+from refrain.schemas.rollout import RequestId, RolloutRequest
 
 
 class WaitingSamples:

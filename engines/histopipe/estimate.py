@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from engines.histopipe.ranking import context_rates, typical_tokens
-from engines.latency.forecast import forecast
-from engines.latency.interface import Latency
-from schemas.rollout import LengthHistory
+from refrain.engines.histopipe.ranking import context_rates, typical_tokens
+from refrain.engines.latency.forecast import forecast
+from refrain.engines.latency.interface import Latency
+from refrain.schemas.rollout import LengthHistory
 
 MAX_SEGMENTS = 64
 """Most latencies that one estimate looks up."""

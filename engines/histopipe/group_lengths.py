@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, median, pstdev
 
-from engines.histopipe.ranking import context_rates
-from schemas.rollout import LengthHistory
+from refrain.engines.histopipe.ranking import context_rates
+from refrain.schemas.rollout import LengthHistory
 
 LEAST_SPREAD = 0.05
 """Least standard deviation of log lengths, so that no evidence counts as certain."""

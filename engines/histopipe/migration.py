@@ -20,9 +20,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from engines.rollout.moves import Defer, EngineView, Migrate, Move, RolloutView
-from schemas.rollout import RequestId
-from schemas.step import PromptGroup, StepPlan
+from refrain.engines.rollout.moves import Defer, EngineView, Migrate, Move, RolloutView
+from refrain.schemas.rollout import RequestId
+from refrain.schemas.step import PromptGroup, StepPlan
 
 _ROUNDING = 1e-9
 DEFER_SHARE = 0.25

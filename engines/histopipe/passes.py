@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from schemas.rollout import LengthHistory
+from refrain.schemas.rollout import LengthHistory
 
 OWN_SHARE = 0.5
 """Share of a prompt's residual, in logarithms, that is kept."""

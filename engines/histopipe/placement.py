@@ -16,22 +16,22 @@ from typing import Protocol
 
 import numpy as np
 
-from engines.balance import longest_first
-from engines.histopipe.allocation import allocate_engines
-from engines.histopipe.estimate import context_growth, estimate_rollout_s, expected_lengths
-from engines.histopipe.even_ends import cut_evenly, step_requests_of
-from engines.histopipe.passes import TOKENS, ExpectedPasses
-from engines.histopipe.ranking import (
+from refrain.engines.balance import longest_first
+from refrain.engines.histopipe.allocation import allocate_engines
+from refrain.engines.histopipe.estimate import context_growth, estimate_rollout_s, expected_lengths
+from refrain.engines.histopipe.even_ends import cut_evenly, step_requests_of
+from refrain.engines.histopipe.passes import TOKENS, ExpectedPasses
+from refrain.engines.histopipe.ranking import (
     default_num_groups,
     divide_evenly,
     expected_tokens,
     length_growth,
     rank_prompts,
 )
-from engines.latency.interface import Latency
-from schemas.config import TrainConfig
-from schemas.rollout import LengthHistory
-from schemas.step import PromptGroup, RankingGroup
+from refrain.engines.latency.interface import Latency
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.rollout import LengthHistory
+from refrain.schemas.step import PromptGroup, RankingGroup
 
 
 class RolloutTime(Protocol):

@@ -6,8 +6,8 @@ from statistics import median
 
 import numpy as np
 
-from engines.histopipe.passes import TOKENS, ExpectedPasses
-from schemas.rollout import LengthHistory
+from refrain.engines.histopipe.passes import TOKENS, ExpectedPasses
+from refrain.schemas.rollout import LengthHistory
 
 
 def rank_prompts(

@@ -28,12 +28,12 @@ from itertools import islice
 
 import numpy as np
 
-from engines.histopipe.engine_load import EngineLoad, StepLoad, WaitingSamples, peak_tokens
-from engines.histopipe.group_lengths import GroupLengths
-from engines.histopipe.step_end import StepPace, TokenTimes
-from engines.latency.interface import Latency
-from engines.rollout.moves import Close, EngineView, Migrate, RolloutView, Start
-from schemas.rollout import RequestId, RolloutRequest
+from refrain.engines.histopipe.engine_load import EngineLoad, StepLoad, WaitingSamples, peak_tokens
+from refrain.engines.histopipe.group_lengths import GroupLengths
+from refrain.engines.histopipe.step_end import StepPace, TokenTimes
+from refrain.engines.latency.interface import Latency
+from refrain.engines.rollout.moves import Close, EngineView, Migrate, RolloutView, Start
+from refrain.schemas.rollout import RequestId, RolloutRequest
 
 REFILL_SHARE = 1 / 16
 """Share of an engine's requests that must be free before it takes more."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.latency.interface import Latency
+from refrain.engines.latency.interface import Latency
 
 CONTEXTS = (0.0, 1024.0, 4096.0, 16384.0, 65536.0)
 """Context tokens of a request between which times are interpolated."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from engines.histospec.drafting import NUM_EVIDENCE, evidence_factors, evidence_shares
+from refrain.engines.histospec.drafting import NUM_EVIDENCE, evidence_factors, evidence_shares
 
 _NUM_LIVE, _NUM_RECORDS = 8, 16
 _NUM_HISTORY = 2 * NUM_EVIDENCE

@@ -7,7 +7,7 @@ that out. Each run sets two bits of one word. If either bit is unset, the run oc
 import numpy as np
 from numba import int32, int64, njit
 
-from engines.histospec.index import END
+from refrain.engines.histospec.index import END
 
 _BITS = 3
 """Bits for each token of the text. If seven of ten tokens repeat others, the filter passes 1 in 20

@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from engines.histospec.acceptance import (
+from refrain.engines.histospec.acceptance import (
     Acceptance,
     is_shared,
     is_sibling,
     live_evidence,
     shared_evidence,
 )
-from engines.histospec.budget import keep_likeliest
-from engines.histospec.drafting import (
+from refrain.engines.histospec.budget import keep_likeliest
+from refrain.engines.histospec.drafting import (
     NO_KEY,
     SURE,
     draft_batch,
@@ -34,12 +34,12 @@ from engines.histospec.drafting import (
     without_noise,
     without_turns,
 )
-from engines.histospec.gate import Backoff, Gate
-from engines.histospec.matching import NO_INDEX
-from engines.histospec.request_indexes import RequestIndexes
-from engines.histospec.siblings import NO_SLOT, SiblingIndex
-from engines.histospec.window import WindowPolicy
-from schemas.counts import DraftingCounts
+from refrain.engines.histospec.gate import Backoff, Gate
+from refrain.engines.histospec.matching import NO_INDEX
+from refrain.engines.histospec.request_indexes import RequestIndexes
+from refrain.engines.histospec.siblings import NO_SLOT, SiblingIndex
+from refrain.engines.histospec.window import WindowPolicy
+from refrain.schemas.counts import DraftingCounts
 
 LEAST_GAIN = 0.02
 """Expected accepted tokens that a search of the shared indexes must add for each row that it

@@ -8,8 +8,8 @@ import math
 import numpy as np
 from numba import float64, int32, int64, njit, uint16, uint64
 
-from engines.histospec.index import END
-from engines.histospec.matching import (
+from refrain.engines.histospec.index import END
+from refrain.engines.histospec.matching import (
     DRAFT,
     MAX,
     MIN,
@@ -21,7 +21,7 @@ from engines.histospec.matching import (
     match_of,
     often_of_few,
 )
-from engines.noise.generator import philox, stream_of
+from refrain.engines.noise.generator import philox, stream_of
 
 NO_KEY = -(2**63)
 """Sample key of a row whose noise is unknown, or that has none."""

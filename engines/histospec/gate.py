@@ -20,8 +20,8 @@ from typing import Protocol
 
 import numpy as np
 
-from engines.histospec.budget import keep_likeliest
-from engines.latency.interface import Latency
+from refrain.engines.histospec.budget import keep_likeliest
+from refrain.engines.latency.interface import Latency
 
 _WINDOWS = (0, 1, 2, 4, 8, 16, 32)
 

@@ -130,8 +130,8 @@ def index_text(
 ) -> HistoryIndex:
     """Index a text in the form of `HistoryIndex.text`. `part_weights`: int64, weight of each
     part."""
-    from engines.histospec.bloom_filter import build_filter
-    from engines.histospec.suffixes import sort_suffixes
+    from refrain.engines.histospec.bloom_filter import build_filter
+    from refrain.engines.histospec.suffixes import sort_suffixes
 
     assert 1 <= min_match <= max_match
     assert max_draft >= 1

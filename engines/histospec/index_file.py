@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from engines.histospec.index import HistoryIndex
+from refrain.engines.histospec.index import HistoryIndex
 
 _MAGIC = b"refrnHX2"
 _PREFIX = struct.Struct("<8sII")

@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engines.histospec.index import HistoryIndex
-from engines.histospec.index_file import DamagedIndex, index_path, open_index
-from engines.histospec.shared import SharedReader
+from refrain.engines.histospec.index import HistoryIndex
+from refrain.engines.histospec.index_file import DamagedIndex, index_path, open_index
+from refrain.engines.histospec.shared import SharedReader
 
 MOST_AHEAD = 4096
 """Most files kept open for requests that have not begun."""

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engines.histospec.index import Tokens, Turns, build_index
-from engines.histospec.index_file import (
+from refrain.engines.histospec.index import Tokens, Turns, build_index
+from refrain.engines.histospec.index_file import (
     COLD,
     LIST,
     MARK,
@@ -35,9 +35,9 @@ from engines.histospec.index_file import (
     shared_dir,
     write_index,
 )
-from engines.private import require_own
-from schemas.counts import LibraryCounts
-from schemas.drafting import DraftingConfig
+from refrain.engines.private import require_own
+from refrain.schemas.counts import LibraryCounts
+from refrain.schemas.drafting import DraftingConfig
 
 
 class PromptHistory(NamedTuple):

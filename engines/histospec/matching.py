@@ -15,8 +15,8 @@ from numba import carray, int64, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engines.histospec.bloom_filter import may_contain
-from engines.histospec.index import HistoryIndex
+from refrain.engines.histospec.bloom_filter import may_contain
+from refrain.engines.histospec.index import HistoryIndex
 
 NO_INDEX = -1
 FEW = 16

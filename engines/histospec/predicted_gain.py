@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.histospec.acceptance import Acceptance
-from engines.histospec.gate import Gate
-from engines.histospec.index import Turns, build_index, split_turns
-from engines.histospec.library import index_sizes
-from engines.histospec.matching import IndexTable
-from engines.histospec.replay import replay
-from engines.histospec.window import window_policy
-from schemas.drafting import DraftingConfig
+from refrain.engines.histospec.acceptance import Acceptance
+from refrain.engines.histospec.gate import Gate
+from refrain.engines.histospec.index import Turns, build_index, split_turns
+from refrain.engines.histospec.library import index_sizes
+from refrain.engines.histospec.matching import IndexTable
+from refrain.engines.histospec.replay import replay
+from refrain.engines.histospec.window import window_policy
+from refrain.schemas.drafting import DraftingConfig
 
 CHEAP, DEAR = 0.1, 0.8
 """Time of a draft token, as a share of a row's time."""

@@ -16,8 +16,8 @@ with one. Should a row have a negative token, nothing is read after the end of t
 import numpy as np
 from numba import int32, int64, njit
 
-from engines.histospec.index import END
-from engines.histospec.matching import MAX, MIN, N, arrays_of
+from refrain.engines.histospec.index import END
+from refrain.engines.histospec.matching import MAX, MIN, N, arrays_of
 
 MISSING = END - 1
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.histospec.acceptance import Acceptance
-from engines.histospec.drafting import (
+from refrain.engines.histospec.acceptance import Acceptance
+from refrain.engines.histospec.drafting import (
     LONGEST_ALONE,
     draft_batch,
     without_noise,
     without_turns,
 )
-from engines.histospec.gate import Gate
-from engines.histospec.index import Tokens
-from engines.histospec.matching import NO_INDEX
-from engines.histospec.window import WindowPolicy
+from refrain.engines.histospec.gate import Gate
+from refrain.engines.histospec.index import Tokens
+from refrain.engines.histospec.matching import NO_INDEX
+from refrain.engines.histospec.window import WindowPolicy
 
 
 @dataclass(frozen=True)

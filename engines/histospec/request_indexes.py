@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.histospec.index import HistoryIndex
-from engines.histospec.index_loader import IndexLoader
-from engines.histospec.matching import NO_INDEX, IndexTable
+from refrain.engines.histospec.index import HistoryIndex
+from refrain.engines.histospec.index_loader import IndexLoader
+from refrain.engines.histospec.matching import NO_INDEX, IndexTable
 
 
 class RequestIndexes:

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.durable import write_durably
-from engines.histospec.index import (
+from refrain.engines.durable import write_durably
+from refrain.engines.histospec.index import (
     END,
     HistoryIndex,
     index_text,
@@ -30,7 +30,7 @@ from engines.histospec.index import (
     response_text,
     response_weights,
 )
-from engines.histospec.index_file import (
+from refrain.engines.histospec.index_file import (
     LIST,
     SUFFIX,
     DamagedIndex,
@@ -39,8 +39,8 @@ from engines.histospec.index_file import (
     shared_dir,
     write_index,
 )
-from engines.histospec.library import PromptHistory, index_sizes
-from schemas.drafting import DraftingConfig
+from refrain.engines.histospec.library import PromptHistory, index_sizes
+from refrain.schemas.drafting import DraftingConfig
 
 SHARED_EPOCHS = 2
 """Number of epochs kept. Two drafted best (`refrain bench drafting`)."""

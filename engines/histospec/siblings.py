@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numba import boolean, carray, int32, int64, njit, void
 
-from engines.histospec.matching import int32_pointer
+from refrain.engines.histospec.matching import int32_pointer
 
 NO_SLOT = -1
 PAGE = 64  # tokens

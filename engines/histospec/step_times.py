@@ -24,7 +24,7 @@ from math import exp, hypot
 
 import numpy as np
 
-from engines.latency.measured import FEW_ROWS
+from refrain.engines.latency.measured import FEW_ROWS
 
 FORGET = 1.0 - 2.0**-9
 """Weight that earlier passes of a kind keep at each new one."""

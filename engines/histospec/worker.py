@@ -19,12 +19,12 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from engines.histospec.index import turn_sizes
-from engines.histospec.index_file import MARK, index_path, replace_file, shared_dir
-from engines.histospec.library import IndexLibrary, PromptHistory, delete_indexes
-from engines.histospec.shared import SharedLibrary, follow_list, missing_shared
-from schemas.counts import LibraryCounts
-from schemas.drafting import DraftingConfig
+from refrain.engines.histospec.index import turn_sizes
+from refrain.engines.histospec.index_file import MARK, index_path, replace_file, shared_dir
+from refrain.engines.histospec.library import IndexLibrary, PromptHistory, delete_indexes
+from refrain.engines.histospec.shared import SharedLibrary, follow_list, missing_shared
+from refrain.schemas.counts import LibraryCounts
+from refrain.schemas.drafting import DraftingConfig
 
 SHARING_WORKERS = 4
 """Most workers that write shared indexes. Engines search the files of each one."""

@@ -21,12 +21,12 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
-from engines.actors import ActorError, ActorGone, NoAnswer, RemoteActor
-from engines.bounded import gather_all
-from engines.histospec.index_file import DamagedIndex
-from engines.histospec.worker import HistoryWorker, Offer, share_of
-from schemas.counts import LibraryCounts
-from schemas.drafting import DraftingConfig
+from refrain.engines.actors import ActorError, ActorGone, NoAnswer, RemoteActor
+from refrain.engines.bounded import gather_all
+from refrain.engines.histospec.index_file import DamagedIndex
+from refrain.engines.histospec.worker import HistoryWorker, Offer, share_of
+from refrain.schemas.counts import LibraryCounts
+from refrain.schemas.drafting import DraftingConfig
 
 ANSWER_S = 120.0
 """Timeout of one call to a worker, its start included. A worker that exceeds it is restarted."""

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from engines.environment.hermes import Malformed, Parser, checked_call
-from schemas.environment import TurnText
+from refrain.engines.environment.hermes import Malformed, Parser, checked_call
+from refrain.schemas.environment import TurnText
 
 END_OF_THINKING = "</think>"
 

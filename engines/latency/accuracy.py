@@ -15,8 +15,8 @@ from functools import partial
 
 import numpy as np
 
-from engines.latency.fitted import FittedLatency, predict
-from schemas.latency import Accuracy, PointKind, Profile, ProfilePoint
+from refrain.engines.latency.fitted import FittedLatency, predict
+from refrain.schemas.latency import Accuracy, PointKind, Profile, ProfilePoint
 
 Points = tuple[ProfilePoint, ...]
 Pairs = list[tuple[ProfilePoint, FittedLatency]]

@@ -27,8 +27,8 @@ prefill, the all-gather of logits and pairs among draft tokens. PAT's L is a roo
 
 from collections.abc import Mapping
 
-from engines.latency.hardware import Hardware
-from engines.latency.model_shape import ModelShape
+from refrain.engines.latency.hardware import Hardware
+from refrain.engines.latency.model_shape import ModelShape
 
 LOOKUP_S = 2e-7
 """Seconds to look up one draft token: "hundreds of CPU cycles" (RhymeRL 7.4)."""

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from engines.latency.interface import Latency
+from refrain.engines.latency.interface import Latency
 
 
 class DraftingIncluded(ABC):

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from scipy.optimize import brentq
 
-from engines.latency.expectation import expected_tokens, rounded_pace, streamed_step
-from engines.latency.interface import Latency
-from schemas.rollout import DraftSetting
+from refrain.engines.latency.expectation import expected_tokens, rounded_pace, streamed_step
+from refrain.engines.latency.interface import Latency
+from refrain.schemas.rollout import DraftSetting
 
 _SETTLED = 1e-3
 """Relative precision of a step's seconds."""

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from engines.latency.curves import (
+from refrain.engines.latency.curves import (
     Curve,
     Estimate,
     Surface,
@@ -40,8 +40,8 @@ from engines.latency.curves import (
     linear_curve,
     power_curve,
 )
-from schemas.drafting import HISTORY, NGRAM
-from schemas.latency import FitKnot, PointKind, Profile, ProfilePoint
+from refrain.schemas.drafting import HISTORY, NGRAM
+from refrain.schemas.latency import FitKnot, PointKind, Profile, ProfilePoint
 
 Fit = TypeVar("Fit", Surface, WindowedAffine)
 CurveFit = Callable[[np.ndarray, np.ndarray, np.ndarray], Curve]

@@ -23,7 +23,7 @@ from typing import Protocol, Self, TypeVar
 
 import numpy as np
 
-from engines.latency.interface import Latency
+from refrain.engines.latency.interface import Latency
 
 MAX_SEGMENTS = 32
 """Most segments of one forecast."""

@@ -14,8 +14,8 @@ import random
 from collections.abc import Sequence
 from functools import partial
 
-from schemas.latency import PointKind
-from schemas.profile import Measurement
+from refrain.schemas.latency import PointKind
+from refrain.schemas.profile import Measurement
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 _LENGTH_SHARES = (0.05, 0.25, 0.5, 0.75, 1.0)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 

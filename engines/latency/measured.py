@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from schemas.step import EngineShare
+from refrain.schemas.step import EngineShare
 
 FEW_ROWS = 16
 """Number of rows whose cost differs from that of further rows. On CPUs the first rows cost more,

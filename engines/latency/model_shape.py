@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 EXPERT_FIELDS = ("num_experts", "num_local_experts")

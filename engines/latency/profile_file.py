@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from engines.user_files import first_problem, read_text
-from schemas.latency import PointKind, Profile
-from schemas.profile import PROFILE_FILE, PROFILES_DIR
+from refrain.engines.user_files import first_problem, read_text
+from refrain.schemas.latency import PointKind, Profile
+from refrain.schemas.profile import PROFILE_FILE, PROFILES_DIR
 
 
 def model_hash(model: Path) -> str:

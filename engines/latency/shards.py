@@ -15,10 +15,10 @@ copies of a head, as in vLLM.
 from collections.abc import Mapping
 from typing import Any
 
-from engines.latency.analytic import AnalyticLatency
-from engines.latency.hardware import HARDWARE
-from engines.latency.model_shape import ModelShape
-from schemas.latency import PointKind, ProfilePoint
+from refrain.engines.latency.analytic import AnalyticLatency
+from refrain.engines.latency.hardware import HARDWARE
+from refrain.engines.latency.model_shape import ModelShape
+from refrain.schemas.latency import PointKind, ProfilePoint
 
 DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
 HEAD_SIZE_OF_ITS_OWN = ("llama", "mistral", "qwen3", "qwen3_moe", "gemma2")

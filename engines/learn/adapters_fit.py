@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from engines.learn.lora import adapted_layers, adapter_tensors, add_adapters, base_tensors
-from engines.learn.publishing import whole_tensors
-from engines.learn.small_copy import small_copy
-from engines.learn.weight_files import listed
-from engines.user_files import first_line
-from schemas.trainer import LoraConfig
+from refrain.engines.learn.lora import adapted_layers, adapter_tensors, add_adapters, base_tensors
+from refrain.engines.learn.publishing import whole_tensors
+from refrain.engines.learn.small_copy import small_copy
+from refrain.engines.learn.weight_files import listed
+from refrain.engines.user_files import first_line
+from refrain.schemas.trainer import LoraConfig
 
 SEEDS = (0, 1)
 """Seeds of weights. Adapters are refused only if every seed shows a fault: rounding alone may send

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from engines.learn.row_mask import PACKED, RowMask
+from refrain.engines.learn.row_mask import PACKED, RowMask
 
 BLOCK = 512
 """Most queries of a block, when one kernel cannot take all keys."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.learn.rollouts import MAX_CANARY_TOKENS, ScoredRollout
+from refrain.engines.learn.rollouts import MAX_CANARY_TOKENS, ScoredRollout
 
 NUM_SHORT = 4
 """Number of prompts that a trainer's first short canaries are made of."""

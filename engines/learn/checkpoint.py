@@ -25,8 +25,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, NonNegativeInt, ValidationError
 
-from engines.checksums import sha256_of_all
-from engines.durable import (
+from refrain.engines.checksums import sha256_of_all
+from refrain.engines.durable import (
     disk_full,
     flush,
     flush_all,
@@ -34,9 +34,9 @@ from engines.durable import (
     require_space,
     write_durably,
 )
-from engines.user_files import first_problem, read_bytes
-from schemas.base import Frozen
-from schemas.config import TrainConfig
+from refrain.engines.user_files import first_problem, read_bytes
+from refrain.schemas.base import Frozen
+from refrain.schemas.config import TrainConfig
 
 CHECKPOINTS = "checkpoints"
 MODEL_DIR = "model"

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engines.learn.packing import MicroBatch, TokenSequence, lay_out
-from engines.learn.policy import PolicyModel
-from engines.learn.sample_isolation import NO_TOKENS_TOLERANCE, NUM_TOKENS
+from refrain.engines.learn.packing import MicroBatch, TokenSequence, lay_out
+from refrain.engines.learn.policy import PolicyModel
+from refrain.engines.learn.sample_isolation import NO_TOKENS_TOLERANCE, NUM_TOKENS
 
 
 @torch.no_grad()

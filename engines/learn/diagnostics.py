@@ -12,8 +12,8 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from engines.learn.objectives.ratios import bounded_ratios
-from engines.learn.objectives.tokens import PolicyLosses
+from refrain.engines.learn.objectives.ratios import bounded_ratios
+from refrain.engines.learn.objectives.tokens import PolicyLosses
 
 Sums = dict[str, Float[Tensor, ""]]
 

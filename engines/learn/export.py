@@ -32,8 +32,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from engines.learn.weight_files import INDEX, WHOLE, listed
-from engines.user_files import MAX_TEXT_BYTES, read_json_object
+from refrain.engines.learn.weight_files import INDEX, WHOLE, listed
+from refrain.engines.user_files import MAX_TEXT_BYTES, read_json_object
 
 CONFIG = "config.json"
 PATTERN = "model{suffix}.safetensors"

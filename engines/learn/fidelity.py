@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from engines.learn.determinism import check_steady
-from engines.learn.loading import Loading, attention_of, give_memory, prepared
-from engines.learn.packing import TokenSequence
-from engines.learn.policy import score_sequences
-from engines.learn.sample_isolation import keeps_samples_apart
-from engines.learn.small_copy import SmallCopy, small_copy
-from engines.learn.weights_fit import quiet
-from engines.user_files import first_line
+from refrain.engines.learn.determinism import check_steady
+from refrain.engines.learn.loading import Loading, attention_of, give_memory, prepared
+from refrain.engines.learn.packing import TokenSequence
+from refrain.engines.learn.policy import score_sequences
+from refrain.engines.learn.sample_isolation import keeps_samples_apart
+from refrain.engines.learn.small_copy import SmallCopy, small_copy
+from refrain.engines.learn.weights_fit import quiet
+from refrain.engines.user_files import first_line
 
 TOLERANCE = 1e-4
 """Largest difference between a sample's log-probabilities: the mean over its tokens, in nats."""

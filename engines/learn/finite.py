@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engines.learn.weight_files import FLOATS, StoredTensor, listed
+from refrain.engines.learn.weight_files import FLOATS, StoredTensor, listed
 
 MAX_BYTES = 4 * 2**30
 """Most bytes of weights to read. At least one block of each tensor is read anyway."""

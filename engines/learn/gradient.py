@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.balance import longest_first
-from engines.learn.diagnostics import Sums, combine, nothing_like
-from engines.learn.lora import without_adapters
-from engines.learn.minibatch import Share
-from engines.learn.objective import LossTokens, policy_loss
-from engines.learn.objectives.distillation import taught_advantages
-from engines.learn.objectives.kl import kl_penalties
-from engines.learn.packing import MicroBatch, pack, plan_micro_batches
-from engines.learn.policy import PolicyModel, score_sequences
-from engines.learn.rollouts import ScoredRollout
-from schemas.config import TrainConfig
+from refrain.engines.balance import longest_first
+from refrain.engines.learn.diagnostics import Sums, combine, nothing_like
+from refrain.engines.learn.lora import without_adapters
+from refrain.engines.learn.minibatch import Share
+from refrain.engines.learn.objective import LossTokens, policy_loss
+from refrain.engines.learn.objectives.distillation import taught_advantages
+from refrain.engines.learn.objectives.kl import kl_penalties
+from refrain.engines.learn.packing import MicroBatch, pack, plan_micro_batches
+from refrain.engines.learn.policy import PolicyModel, score_sequences
+from refrain.engines.learn.rollouts import ScoredRollout
+from refrain.schemas.config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from engines.draft_head.model import DraftHead
-from engines.draft_head.training import Agreement, SampledTokens, backpropagate, measure
-from engines.learn.packing import MicroBatch, TokenSequence
-from engines.learn.policy import PolicyModel
-from engines.learn.training_state import moments
+from refrain.engines.draft_head.model import DraftHead
+from refrain.engines.draft_head.training import Agreement, SampledTokens, backpropagate, measure
+from refrain.engines.learn.packing import MicroBatch, TokenSequence
+from refrain.engines.learn.policy import PolicyModel
+from refrain.engines.learn.training_state import moments
 
 MAX_GRAD_NORM = 1.0
 WARMUP_UPDATES = 10

@@ -17,31 +17,36 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from engines.learn import checkpoint, training_state
-from engines.learn.canaries import LongCanaries
-from engines.learn.determinism import check_steady
-from engines.learn.diagnostics import summarise
-from engines.learn.export import StartFiles, find_start_files, write_export
-from engines.learn.gradient import Reference, accumulate_gradient, reference_kl, with_old_logprobs
-from engines.learn.host_copies import HostCopies
-from engines.learn.loading import Loading, load_policy
-from engines.learn.lora import adapter_tensors, merged_at_work, write_adapter
-from engines.learn.minibatch import Share, assign_share, cut_minibatches
-from engines.learn.packing import TokenSequence
-from engines.learn.policy import PolicyModel, score_sequences
-from engines.learn.precision import ComputeIn
-from engines.learn.publishing import WholeTensors, whole_tensors
-from engines.learn.rollouts import choose_canaries, read_rollouts
-from engines.learn.rounding_loss import LOW, warning_of
-from engines.learn.run_head import RunHead, head_state
-from engines.learn.sample_isolation import ALONE, keeps_samples_apart
-from engines.learn.schedule import learning_rate_share
-from engines.learn.sharding import make_mesh
-from engines.learn.training_samples import TrainingSample, read_training_samples
-from engines.learn.training_state import MOMENTS
-from schemas.config import TrainConfig
-from schemas.trainer import LoraConfig
-from schemas.weights import Canary
+from refrain.engines.learn import checkpoint, training_state
+from refrain.engines.learn.canaries import LongCanaries
+from refrain.engines.learn.determinism import check_steady
+from refrain.engines.learn.diagnostics import summarise
+from refrain.engines.learn.export import StartFiles, find_start_files, write_export
+from refrain.engines.learn.gradient import (
+    Reference,
+    accumulate_gradient,
+    reference_kl,
+    with_old_logprobs,
+)
+from refrain.engines.learn.host_copies import HostCopies
+from refrain.engines.learn.loading import Loading, load_policy
+from refrain.engines.learn.lora import adapter_tensors, merged_at_work, write_adapter
+from refrain.engines.learn.minibatch import Share, assign_share, cut_minibatches
+from refrain.engines.learn.packing import TokenSequence
+from refrain.engines.learn.policy import PolicyModel, score_sequences
+from refrain.engines.learn.precision import ComputeIn
+from refrain.engines.learn.publishing import WholeTensors, whole_tensors
+from refrain.engines.learn.rollouts import choose_canaries, read_rollouts
+from refrain.engines.learn.rounding_loss import LOW, warning_of
+from refrain.engines.learn.run_head import RunHead, head_state
+from refrain.engines.learn.sample_isolation import ALONE, keeps_samples_apart
+from refrain.engines.learn.schedule import learning_rate_share
+from refrain.engines.learn.sharding import make_mesh
+from refrain.engines.learn.training_samples import TrainingSample, read_training_samples
+from refrain.engines.learn.training_state import MOMENTS
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.trainer import LoraConfig
+from refrain.schemas.weights import Canary
 
 ADAM_BETA1 = 0.9
 """AdamW's share of the mean gradient that an update keeps, as everywhere."""

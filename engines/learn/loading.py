@@ -29,13 +29,13 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from engines.learn.attention import PACKED
-from engines.learn.finite import is_finite, not_finite
-from engines.learn.lora import add_adapters, base_tensors, fill_adapters
-from engines.learn.policy import PolicyModel
-from engines.learn.rope import fix_ropes
-from engines.learn.sharding import shard
-from schemas.trainer import LoraConfig
+from refrain.engines.learn.attention import PACKED
+from refrain.engines.learn.finite import is_finite, not_finite
+from refrain.engines.learn.lora import add_adapters, base_tensors, fill_adapters
+from refrain.engines.learn.policy import PolicyModel
+from refrain.engines.learn.rope import fix_ropes
+from refrain.engines.learn.sharding import shard
+from refrain.schemas.trainer import LoraConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from schemas.trainer import LoraConfig
+from refrain.schemas.trainer import LoraConfig
 
 ADAPTER = "default"
 """peft's name for the only adapter."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.balance import longest_first
-from engines.learn.objectives.aggregation import token_weights
-from engines.learn.packing import TokenSequence, plan_micro_batches
-from engines.learn.training_samples import MAX_DEFERRALS, TrainingSample
-from schemas.config import TrainConfig
+from refrain.engines.balance import longest_first
+from refrain.engines.learn.objectives.aggregation import token_weights
+from refrain.engines.learn.packing import TokenSequence, plan_micro_batches
+from refrain.engines.learn.training_samples import MAX_DEFERRALS, TrainingSample
+from refrain.schemas.config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)

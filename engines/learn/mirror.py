@@ -22,9 +22,9 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.fs
 
-from engines.checksums import sha256_of
-from engines.failures import Failures
-from engines.learn.checkpoint import (
+from refrain.engines.checksums import sha256_of
+from refrain.engines.failures import Failures
+from refrain.engines.learn.checkpoint import (
     STATE_FILE,
     CheckpointState,
     checkpoint_name,
@@ -34,7 +34,7 @@ from engines.learn.checkpoint import (
     read_state,
     write_checkpoint,
 )
-from schemas.secret import SecretUrl
+from refrain.schemas.secret import SecretUrl
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from engines.learn.weight_files import INDEX, WHOLE, StoredTensor, stored_tensors
-from engines.user_files import read_json_object
+from refrain.engines.learn.weight_files import INDEX, WHOLE, StoredTensor, stored_tensors
+from refrain.engines.user_files import read_json_object
 
 CAUSAL_LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")

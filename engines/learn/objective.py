@@ -8,19 +8,24 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engines.learn.diagnostics import Sums, clip_figures, mismatch_figures, staleness_figures
-from engines.learn.minibatch import Share
-from engines.learn.objectives.cispo import cispo
-from engines.learn.objectives.clipped import clipped
-from engines.learn.objectives.dppo import dppo
-from engines.learn.objectives.gmpo import gmpo
-from engines.learn.objectives.gspo import gspo
-from engines.learn.objectives.importance import importance_weights
-from engines.learn.objectives.reinforce import reinforce
-from engines.learn.objectives.sapo import sapo
-from engines.learn.objectives.tokens import Objective, PolicyLosses, PolicyTokens
-from engines.learn.own_functions import own_functions
-from schemas.algorithm import AlgorithmConfig
+from refrain.engines.learn.diagnostics import (
+    Sums,
+    clip_figures,
+    mismatch_figures,
+    staleness_figures,
+)
+from refrain.engines.learn.minibatch import Share
+from refrain.engines.learn.objectives.cispo import cispo
+from refrain.engines.learn.objectives.clipped import clipped
+from refrain.engines.learn.objectives.dppo import dppo
+from refrain.engines.learn.objectives.gmpo import gmpo
+from refrain.engines.learn.objectives.gspo import gspo
+from refrain.engines.learn.objectives.importance import importance_weights
+from refrain.engines.learn.objectives.reinforce import reinforce
+from refrain.engines.learn.objectives.sapo import sapo
+from refrain.engines.learn.objectives.tokens import Objective, PolicyLosses, PolicyTokens
+from refrain.engines.learn.own_functions import own_functions
+from refrain.schemas.algorithm import AlgorithmConfig
 
 OBJECTIVES: dict[str, Objective] = {
     "clipped": clipped,

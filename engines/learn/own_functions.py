@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.user_files import no_bytecode
-from schemas.algorithm import AlgorithmConfig
+from refrain.engines.user_files import no_bytecode
+from refrain.schemas.algorithm import AlgorithmConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

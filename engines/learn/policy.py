@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from engines.learn.bounds import SampleBounds
-from engines.learn.head import Head, decoder_of
-from engines.learn.packing import MicroBatch, TokenSequence, pack
-from engines.learn.rope import beyond, most_positions
-from engines.learn.row_mask import row_of
-from engines.machine.trainer_memory import MAX_LOGITS
+from refrain.engines.learn.bounds import SampleBounds
+from refrain.engines.learn.head import Head, decoder_of
+from refrain.engines.learn.packing import MicroBatch, TokenSequence, pack
+from refrain.engines.learn.rope import beyond, most_positions
+from refrain.engines.learn.row_mask import row_of
+from refrain.engines.machine.trainer_memory import MAX_LOGITS
 
 
 class TokenScores(NamedTuple):

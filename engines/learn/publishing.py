@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from engines.learn.lora import adapted_layers, base_tensors, merged, whole
-from engines.learn.rounding_loss import KeptUpdate
-from engines.weights_file import VERSION, VersionFiles, lay_out
+from refrain.engines.learn.lora import adapted_layers, base_tensors, merged, whole
+from refrain.engines.learn.rounding_loss import KeptUpdate
+from refrain.engines.weights_file import VERSION, VersionFiles, lay_out
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Data types as safetensors calls them."""

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 import pyarrow as pa
 
-from engines.learn.advantages import all_equal
+from refrain.engines.learn.advantages import all_equal
 
 
 def num_useful(rewards: pa.Table, prompt_keys: Collection[str]) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from engines.shared_memory import PrivateDir
+from refrain.engines.shared_memory import PrivateDir
 
 if TYPE_CHECKING:
     from torch.distributed import FileStore, TCPStore

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from engines.learn.packing import TokenSequence
-from engines.store.tables import SPANS, TRAINING, TURNS
+from refrain.engines.learn.packing import TokenSequence
+from refrain.engines.store.tables import SPANS, TRAINING, TURNS
 
 SORTED_BY = ("origin_step", "prompt_key", "sample_index")
 

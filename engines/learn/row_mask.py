@@ -21,7 +21,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import AttentionMaskInterface, PretrainedConfig
 
-from engines.learn.bounds import SampleBounds
+from refrain.engines.learn.bounds import SampleBounds
 
 PACKED = "refrain_packed"
 """Name under which transformers finds the trainer's attention and masks."""

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from engines.draft_head.files import load, read_settings, save
-from engines.learn.head_training import HeadTraining, draw_sequences
-from engines.learn.packing import MicroBatch, TokenSequence, pack
-from engines.learn.policy import PolicyModel
-from schemas.config import TrainConfig
+from refrain.engines.draft_head.files import load, read_settings, save
+from refrain.engines.learn.head_training import HeadTraining, draw_sequences
+from refrain.engines.learn.packing import MicroBatch, TokenSequence, pack
+from refrain.engines.learn.policy import PolicyModel
+from refrain.schemas.config import TrainConfig
 
 HEADS = "head"
 """Directory of a run's heads."""

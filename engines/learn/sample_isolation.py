@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from engines.learn.packing import TokenSequence, lay_out
-from engines.learn.policy import PolicyModel
+from refrain.engines.learn.packing import TokenSequence, lay_out
+from refrain.engines.learn.policy import PolicyModel
 
 ALONE = (
     "each sample of this model gets its own row, which is slower than packing. The model carries "

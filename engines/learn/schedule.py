@@ -2,7 +2,7 @@
 
 import math
 
-from schemas.trainer import TrainerConfig
+from refrain.schemas.trainer import TrainerConfig
 
 
 def learning_rate_share(num_done: int, config: TrainerConfig) -> float:

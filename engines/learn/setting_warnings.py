@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from schemas.algorithm import SETTINGS
-from schemas.config import TrainConfig
+from refrain.schemas.algorithm import SETTINGS
+from refrain.schemas.config import TrainConfig
 
 
 def setting_warnings(config: TrainConfig) -> list[str]:

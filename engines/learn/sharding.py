@@ -9,7 +9,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from engines.learn.policy import PolicyModel
+from refrain.engines.learn.policy import PolicyModel
 
 
 def shard(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:

@@ -23,20 +23,20 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import ray
 
-from engines.actors import ActorError, NoAnswer, RemoteActor
-from engines.bounded import together
-from engines.couriers import Couriers
-from engines.garbage import freeze_garbage
-from engines.learn.canaries import NUM_SHORT
-from engines.learn.rendezvous import Rendezvous
-from engines.machine.cuda import works_on_cpu
-from engines.private import use_private_kernels
-from engines.weights_file import VersionFiles
-from schemas.config import TrainConfig
-from schemas.weights import Canary, PolicyWeights, WeightsFile
+from refrain.engines.actors import ActorError, NoAnswer, RemoteActor
+from refrain.engines.bounded import together
+from refrain.engines.couriers import Couriers
+from refrain.engines.garbage import freeze_garbage
+from refrain.engines.learn.canaries import NUM_SHORT
+from refrain.engines.learn.rendezvous import Rendezvous
+from refrain.engines.machine.cuda import works_on_cpu
+from refrain.engines.private import use_private_kernels
+from refrain.engines.weights_file import VersionFiles
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.weights import Canary, PolicyWeights, WeightsFile
 
 if TYPE_CHECKING:
-    from engines.learn.publishing import Receivers
+    from refrain.engines.learn.publishing import Receivers
 
 SHUTDOWN_S = 5.0
 """Longest time that rank 0 has to delete its weights before it is killed."""
@@ -61,7 +61,7 @@ class TrainerActor:
         with freeze_garbage():
             import torch
 
-            from engines.learn.learner import Learner
+            from refrain.engines.learn.learner import Learner
 
             use_private_kernels()
             works_on_cpu()  # Raises when a GPU was expected and torch finds none.
@@ -139,7 +139,7 @@ class TrainerActor:
         """Gather the weights once, for the file that rank 0 writes and for the receivers. Return
         which receivers did not take them and why, and how much of the adapters' update is left
         after rounding."""
-        from engines.learn.publishing import take, written
+        from refrain.engines.learn.publishing import take, written
 
         whole = self._learner.to_publish()
         if self._rank == 0:

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from engines.learn.advantages import (
+from refrain.engines.learn.advantages import (
     all_equal,
     group_relative_advantage,
     overlong_punishments,
     whitened,
 )
-from engines.learn.objectives.maxrl import maxrl_advantage
-from engines.learn.objectives.opo import opo_advantage
-from engines.learn.objectives.reward_kl import kl_rewards
-from engines.learn.own_functions import own_functions
-from engines.learn.rollouts import ScoredRollout
-from schemas.config import TrainConfig
+from refrain.engines.learn.objectives.maxrl import maxrl_advantage
+from refrain.engines.learn.objectives.opo import opo_advantage
+from refrain.engines.learn.objectives.reward_kl import kl_rewards
+from refrain.engines.learn.own_functions import own_functions
+from refrain.engines.learn.rollouts import ScoredRollout
+from refrain.schemas.config import TrainConfig
 
 MAX_DEFERRALS = 1
 """Number of steps by which a sample may be deferred (`schemas.rollout.RolloutRequest.deferred`)."""

@@ -34,9 +34,9 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from engines.checksums import sha256_of_all
-from engines.learn.policy import PolicyModel
-from engines.learn.publishing import whole_tensors
+from refrain.engines.checksums import sha256_of_all
+from refrain.engines.learn.policy import PolicyModel
+from refrain.engines.learn.publishing import whole_tensors
 
 _NUMPYS: list[Any] = [
     multiarray._reconstruct,

@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from engines.user_files import read_json_object
+from refrain.engines.user_files import read_json_object
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -26,9 +26,9 @@ from transformers.utils.logging import (
     is_progress_bar_enabled,
 )
 
-from engines.learn.weight_files import FLOATS, StoredTensor, listed
-from engines.user_files import first_line
-from schemas.inputs import ModelConfig
+from refrain.engines.learn.weight_files import FLOATS, StoredTensor, listed
+from refrain.engines.user_files import first_line
+from refrain.schemas.inputs import ModelConfig
 
 _DTYPES = {
     "F64": torch.float64,

@@ -11,11 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engines.machine import cuda_probe
-from engines.machine.parse_nvidia import parse_driver
-from engines.machine.subprocess_call import CommandTimeout, ask
-from engines.machine.verdicts import why_no_gpu
-from schemas.machine import CudaInfo
+from refrain.engines.machine import cuda_probe
+from refrain.engines.machine.parse_nvidia import parse_driver
+from refrain.engines.machine.subprocess_call import CommandTimeout, ask
+from refrain.engines.machine.verdicts import why_no_gpu
+from refrain.schemas.machine import CudaInfo
 
 PROBE_TIMEOUT_S = 20.0
 """Time limit of the driver probe. The first process that uses the driver waits until it loads."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engines.pat.memory import CPU_PROCESS_BYTES, USABLE_SHARE, Footprint
+from refrain.engines.pat.memory import CPU_PROCESS_BYTES, USABLE_SHARE, Footprint
 
 TRAINED_BYTES = 16
 """Bytes per trained parameter: the parameter, its gradient and AdamW's two moments in float32. The

@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from engines.machine.cuda import see_cuda, torch_build
-from engines.machine.memory import host_memory
-from engines.machine.parse_nvidia import GPU_FIELDS, parse_gpus, parse_links
-from engines.machine.subprocess_call import CommandTimeout, ask
-from schemas.machine import GpuInfo, MachineInfo, PackageInfo, PortInfo, Room
+from refrain.engines.machine.cuda import see_cuda, torch_build
+from refrain.engines.machine.memory import host_memory
+from refrain.engines.machine.parse_nvidia import GPU_FIELDS, parse_gpus, parse_links
+from refrain.engines.machine.subprocess_call import CommandTimeout, ask
+from refrain.schemas.machine import GpuInfo, MachineInfo, PackageInfo, PortInfo, Room
 
 SMI_TIMEOUT_S = 20.0
 """Time limit of nvidia-smi. It is slow when no GPU is in use, because it wakes all of them."""

@@ -3,7 +3,7 @@
 import re
 from itertools import combinations
 
-from schemas.machine import GpuInfo
+from refrain.schemas.machine import GpuInfo
 
 GPU_FIELDS = ("index", "name", "compute_cap", "memory.total", "memory.free")
 """Fields of the query to nvidia-smi, with `--format=csv,noheader,nounits`."""

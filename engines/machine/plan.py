@@ -18,11 +18,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engines.latency.model_shape import DTYPE_BYTES, ModelShape
-from engines.machine.nodes import Nodes
-from engines.machine.shared_gpu import HANDING_OVER, SharedGpu, handed_bytes
-from engines.machine.trainer_advice import trainer_advice
-from engines.machine.trainer_memory import (
+from refrain.engines.latency.model_shape import DTYPE_BYTES, ModelShape
+from refrain.engines.machine.nodes import Nodes
+from refrain.engines.machine.shared_gpu import HANDING_OVER, SharedGpu, handed_bytes
+from refrain.engines.machine.trainer_advice import trainer_advice
+from refrain.engines.machine.trainer_memory import (
     Training,
     adapter_params,
     draft_head_params,
@@ -30,16 +30,16 @@ from engines.machine.trainer_memory import (
     resting_bytes,
     trainer_footprint,
 )
-from engines.pat.memory import (
+from refrain.engines.pat.memory import (
     USABLE_SHARE,
     WORKING_BYTES,
     Footprint,
     gpu_footprint,
     plan_parked_weights,
 )
-from engines.user_files import read_json_object
-from schemas.config import TrainConfig
-from schemas.drafting import DEVICE_INDEX_BYTES, DRAFTER_MEMORY_SHARE
+from refrain.engines.user_files import read_json_object
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.drafting import DEVICE_INDEX_BYTES, DRAFTER_MEMORY_SHARE
 
 HOST_PROCESS_BYTES = 4e9
 """Assumed host memory of a GPU process: its code, CUDA's code, and buffers."""

@@ -23,9 +23,9 @@ gradients) wait in page-locked host memory.
 
 from dataclasses import dataclass
 
-from engines.latency.model_shape import ModelShape
-from engines.machine.trainer_memory import TrainerFootprint
-from engines.pat.memory import PARKED_BYTES, USABLE_SHARE, Footprint
+from refrain.engines.latency.model_shape import ModelShape
+from refrain.engines.machine.trainer_memory import TrainerFootprint
+from refrain.engines.pat.memory import PARKED_BYTES, USABLE_SHARE, Footprint
 
 HANDED_AT_ONCE_BYTES = 256 * 2**20
 """Size of the buffer that hands over weights on a GPU. For a larger tensor, the buffer grows."""

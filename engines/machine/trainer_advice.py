@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
-from engines.latency.model_shape import ModelShape
-from engines.machine.trainer_memory import Training, adapter_params, trainer_footprint
-from schemas.config import TrainConfig
-from schemas.trainer import LoraConfig
+from refrain.engines.latency.model_shape import ModelShape
+from refrain.engines.machine.trainer_memory import Training, adapter_params, trainer_footprint
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.trainer import LoraConfig
 
 _LORA_RANK = LoraConfig().rank
 _MOST_RANKS = 1024

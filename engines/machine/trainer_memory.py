@@ -32,8 +32,8 @@ Computing in float32 takes at most twice as much besides the state, and is plann
 
 from dataclasses import dataclass
 
-from engines.latency.model_shape import ModelShape
-from engines.pat.memory import CONTEXT_BYTES, NCCL_BYTES
+from refrain.engines.latency.model_shape import ModelShape
+from refrain.engines.pat.memory import CONTEXT_BYTES, NCCL_BYTES
 
 MAX_LOGITS = 2**28
 """Most logits in one chunk: 1 GiB in float32."""

@@ -3,7 +3,15 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from schemas.machine import CudaInfo, Finding, GpuInfo, MachineInfo, PackageInfo, Room, Verdict
+from refrain.schemas.machine import (
+    CudaInfo,
+    Finding,
+    GpuInfo,
+    MachineInfo,
+    PackageInfo,
+    Room,
+    Verdict,
+)
 
 OK, WARNING, PROBLEM = Verdict.OK, Verdict.WARNING, Verdict.PROBLEM
 

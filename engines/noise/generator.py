@@ -6,7 +6,7 @@ The CPU sampler uses it, and so do drafters that predict the sampler's noise.
 import numpy as np
 from numba import njit
 
-from engines.noise.constants import (
+from refrain.engines.noise.constants import (
     MIX_1,
     MIX_2,
     PHILOX_MULTIPLIER,

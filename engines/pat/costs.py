@@ -33,8 +33,8 @@ from typing import Literal
 
 import numpy as np
 
-from engines.latency.interface import Latency
-from schemas.counts import SwitchCounts
+from refrain.engines.latency.interface import Latency
+from refrain.schemas.counts import SwitchCounts
 
 Batch = Sequence[float]
 """Context tokens of one engine's unfinished requests."""

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
 
-from engines.latency.model_shape import ModelShape
-from schemas.layout import Pool
+from refrain.engines.latency.model_shape import ModelShape
+from refrain.schemas.layout import Pool
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from typing import Protocol
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from schemas.rollout import LengthHistory, RequestId
+from refrain.schemas.rollout import LengthHistory, RequestId
 
 MIN_SPREAD = 0.1
 """Least s. A prompt with equal lengths gets it. A tenth is a factor of 1.1."""

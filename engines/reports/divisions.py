@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
 
-from engines.reports.simulation import Cell, flat, report_json, short
-from engines.reports.tables import plain_table
-from engines.simulate.placements import fastest
-from schemas.simulate import DividedRun, Division
+from refrain.engines.reports.simulation import Cell, flat, report_json, short
+from refrain.engines.reports.tables import plain_table
+from refrain.engines.simulate.placements import fastest
+from refrain.schemas.simulate import DividedRun, Division
 
 SYNC = "sync"
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from engines.accounting.savings import saving_words
-from schemas.config import TrainConfig
-from schemas.drafting import HISTORY
-from schemas.step import RolloutBatch, StepPlan, StepReport
-from schemas.timeline import Savings
+from refrain.engines.accounting.savings import saving_words
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.drafting import HISTORY
+from refrain.schemas.step import RolloutBatch, StepPlan, StepReport
+from refrain.schemas.timeline import Savings
 
 PHASES = {
     "history": "looking up histories",

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from engines.machine.plan import Need
-from engines.reports.tables import plain_table
+from refrain.engines.machine.plan import Need
+from refrain.engines.reports.tables import plain_table
 
 
 def print_needs(needs: Sequence[Need]) -> None:

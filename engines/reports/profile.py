@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from engines.latency.fitted import FittedLatency
-from engines.specactor.ladder import Ladder, SpeedupSurface
-from schemas.drafting import HISTORY, NGRAM, TEXT_DRAFTERS
-from schemas.latency import PointKind, Profile, ProfilePoint
-from schemas.profile import ProfileReport
+from refrain.engines.latency.fitted import FittedLatency
+from refrain.engines.specactor.ladder import Ladder, SpeedupSurface
+from refrain.schemas.drafting import HISTORY, NGRAM, TEXT_DRAFTERS
+from refrain.schemas.latency import PointKind, Profile, ProfilePoint
+from refrain.schemas.profile import ProfileReport
 
 _ACCEPTANCES = tuple(round(share * 0.05, 2) for share in range(1, 21))
 BATCHES = (1, 16, 64, 256)

@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from engines.failures import Failures
-from engines.reports.tables import printable
-from schemas.progress import Rolling
-from schemas.step import RunSummary, StepReport
+from refrain.engines.failures import Failures
+from refrain.engines.reports.tables import printable
+from refrain.schemas.progress import Rolling
+from refrain.schemas.step import RunSummary, StepReport
 
 
 class Progress(Protocol):

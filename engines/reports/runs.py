@@ -12,14 +12,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from engines.failures import LOG_FILE
-from engines.reports.progress import accepted_text, clock, left_text
-from engines.reports.tables import plain_table, printable
-from schemas.config import TrainConfig
-from schemas.evaluation import EvaluationReport
-from schemas.progress import Ending, Rolling, RunProgress
-from schemas.resume import Crash, SettingChange
-from schemas.step import RunSummary, StepReport
+from refrain.engines.failures import LOG_FILE
+from refrain.engines.reports.progress import accepted_text, clock, left_text
+from refrain.engines.reports.tables import plain_table, printable
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.evaluation import EvaluationReport
+from refrain.schemas.progress import Ending, Rolling, RunProgress
+from refrain.schemas.resume import Crash, SettingChange
+from refrain.schemas.step import RunSummary, StepReport
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVE_COLUMNS = 60

@@ -8,8 +8,8 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from engines.reports.tables import plain_table, printable
-from engines.store.samples import Page, Sample, Token
+from refrain.engines.reports.tables import plain_table, printable
+from refrain.engines.store.samples import Page, Sample, Token
 
 Pieces = Callable[[Sequence[int]], list[str]]
 """Returns the text of each token id (`engines.data.tokenizer`)."""

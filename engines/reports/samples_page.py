@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 from urllib.parse import urlencode
 
-from engines.reports.samples import (
+from refrain.engines.reports.samples import (
     COLOURINGS,
     KEY_CHARACTERS,
     Pieces,
@@ -23,9 +23,9 @@ from engines.reports.samples import (
     properties,
     runs,
 )
-from engines.reports.tables import printable
-from engines.store.samples import SORTS, Page, Sample, SampleFilter
-from schemas.rollout import FinishReason, Split
+from refrain.engines.reports.tables import printable
+from refrain.engines.store.samples import SORTS, Page, Sample, SampleFilter
+from refrain.schemas.rollout import FinishReason, Split
 
 PAGE_SIZE = 50
 _MOST_PAGES = 1_000_000

@@ -9,8 +9,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from engines.accounting.epoch_similarity import GROWN, LengthChanges, RankChanges, Similarity
-from engines.reports.tables import plain_table
+from refrain.engines.accounting.epoch_similarity import (
+    GROWN,
+    LengthChanges,
+    RankChanges,
+    Similarity,
+)
+from refrain.engines.reports.tables import plain_table
 
 STRETCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Longest stretch in tokens of each row of the table. The last row has no limit."""

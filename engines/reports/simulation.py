@@ -16,10 +16,10 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
-from engines.reports.tables import plain_table
-from engines.simulate.cluster import summarise
-from engines.simulate.pace import Interval
-from schemas.simulate import PolicySetSummary, SimulatedStep
+from refrain.engines.reports.tables import plain_table
+from refrain.engines.simulate.cluster import summarise
+from refrain.engines.simulate.pace import Interval
+from refrain.schemas.simulate import PolicySetSummary, SimulatedStep
 
 MAX_LISTED_ENGINES = 16
 """With more engines than this, the table shows only the least, median and largest idle share."""

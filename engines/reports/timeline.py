@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import Any
 
-from schemas.timeline import Activity, Span, Timeline
+from refrain.schemas.timeline import Activity, Span, Timeline
 
 MOVE_COLUMNS = (
     *("migrated_in", "migrated_out", "deferred_out", "raced_in", "raced_out"),

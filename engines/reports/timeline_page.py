@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engines.accounting.savings import saving_words
-from engines.accounting.step_requests import StepRequest, first_free_rows
-from schemas.step import EngineShare
-from schemas.timeline import (
+from refrain.engines.accounting.savings import saving_words
+from refrain.engines.accounting.step_requests import StepRequest, first_free_rows
+from refrain.schemas.step import EngineShare
+from refrain.schemas.timeline import (
     Activity,
     MoveKind,
     MoveRecord,

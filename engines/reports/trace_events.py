@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from engines.durable import write_durably
-from engines.user_files import first_problem, read_bytes
-from schemas.timeline import Activity, RecordedTimeline
+from refrain.engines.durable import write_durably
+from refrain.engines.user_files import first_problem, read_bytes
+from refrain.schemas.timeline import Activity, RecordedTimeline
 
 FOLDER = "timelines"
 _ADAPTER = TypeAdapter(RecordedTimeline)

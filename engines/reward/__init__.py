@@ -5,9 +5,9 @@ driver: ScorerPool -> RewardActor (pool.py) -> Scorer (scorer.py)
        (process.py, worker.py, results.py)
 """
 
-from engines.reward.metrics import sample_figures
-from engines.reward.pool import ScorerHangs, ScorerPool
-from engines.reward.scorer import check_ground_truth, check_reward, check_reward_file
+from refrain.engines.reward.metrics import sample_figures
+from refrain.engines.reward.pool import ScorerHangs, ScorerPool
+from refrain.engines.reward.scorer import check_ground_truth, check_reward, check_reward_file
 
 __all__ = [
     "ScorerHangs",

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
-from engines.reward.worker import Reply
+from refrain.engines.reward.worker import Reply
 
 MAX_LINE_BYTES = 2**18
 """Size limit of a line, which holds a response's extra values or a message with traceback."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from schemas.evaluation import SourceFigures
+from refrain.schemas.evaluation import SourceFigures
 
 Sample = tuple[float, dict[str, Any]]
 """Reward and extra values of one response."""

@@ -9,19 +9,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from engines.actors import ActorError, NoAnswer, RemoteActor
-from engines.data.tokenizer import open_tokenizer
-from engines.garbage import freeze_garbage
-from engines.reward.process import START_TIMEOUT_S as IMPORT_TIMEOUT_S
-from engines.reward.results import Scored
-from engines.reward.scorer import Response, Scorer, unscored
-from engines.store.actor import StoredRows
-from schemas.base import with_absolute_paths
-from schemas.config import TrainConfig
-from schemas.data import Prompt
-from schemas.inputs import ModelConfig
-from schemas.reward import EnvironmentReward, FunctionReward, RewardConfig
-from schemas.rollout import FinishReason
+from refrain.engines.actors import ActorError, NoAnswer, RemoteActor
+from refrain.engines.data.tokenizer import open_tokenizer
+from refrain.engines.garbage import freeze_garbage
+from refrain.engines.reward.process import START_TIMEOUT_S as IMPORT_TIMEOUT_S
+from refrain.engines.reward.results import Scored
+from refrain.engines.reward.scorer import Response, Scorer, unscored
+from refrain.engines.store.actor import StoredRows
+from refrain.schemas.base import with_absolute_paths
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.data import Prompt
+from refrain.schemas.inputs import ModelConfig
+from refrain.schemas.reward import EnvironmentReward, FunctionReward, RewardConfig
+from refrain.schemas.rollout import FinishReason
 
 MAX_PROCESSES = 8
 """Most scorer processes. On fewer cores there is one per core."""

@@ -9,19 +9,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from engines.reward.channel import Channel, NoReplyError, ReplyLine
-from engines.reward.results import Scored, checked_score, checked_scores
-from engines.reward.worker import Call, Reply, Setup, num_in_group
-from engines.user_code.importing import UserFault
-from engines.user_code.launch import (
+from refrain.engines.reward.channel import Channel, NoReplyError, ReplyLine
+from refrain.engines.reward.results import Scored, checked_score, checked_scores
+from refrain.engines.reward.worker import Call, Reply, Setup, num_in_group
+from refrain.engines.user_code.importing import UserFault
+from refrain.engines.user_code.launch import (
     end_guarded,
     how_it_ended,
     start_guarded,
     variables_for,
     worker_command,
 )
-from engines.user_code.values import to_json
-from schemas.reward import FunctionReward
+from refrain.engines.user_code.values import to_json
+from refrain.schemas.reward import FunctionReward
 
 START_TIMEOUT_S = 300.0
 """Time limit for importing the user's file, which may import large libraries."""

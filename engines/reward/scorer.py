@@ -14,12 +14,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from engines.answers import builtin
-from engines.answers.builtin import accepted_answers, builtin_scorer
-from engines.reward.process import CallError, Failed, Outcome, ScorerProcess
-from engines.reward.results import Scored
-from engines.reward.worker import ARGUMENTS, GROUP_ARGUMENTS, Call
-from schemas.reward import BuiltinReward, FunctionReward, RewardConfig
+from refrain.engines.answers import builtin
+from refrain.engines.answers.builtin import accepted_answers, builtin_scorer
+from refrain.engines.reward.process import CallError, Failed, Outcome, ScorerProcess
+from refrain.engines.reward.results import Scored
+from refrain.engines.reward.worker import ARGUMENTS, GROUP_ARGUMENTS, Call
+from refrain.schemas.reward import BuiltinReward, FunctionReward, RewardConfig
 
 MAX_CALLS_PER_CHUNK = 32
 """Calls sent to one process at once. An async function runs them concurrently."""

@@ -28,24 +28,31 @@ import asyncio
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from engines.bounded import cancel
-from engines.rollout import gpu_handover, orders, slow_policy
-from engines.rollout.deaths import MAX_RESTARTS
-from engines.rollout.engine_reports import Copied, EngineReport, Fatal, Refreshed, Signal, Synced
-from engines.rollout.fleet import Fleet
-from engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone, Finished
-from engines.rollout.mover import Mover
-from engines.rollout.moves import MovesKV, Policy, moves_long
-from engines.rollout.reassign import Reassigner
-from engines.rollout.reshape import Reshaper
-from engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome
-from engines.rollout.storing import Storing
-from engines.rollout.tracked_engine import TrackedEngine, now_s
-from engines.rollout.views import queued_view, stage_view
-from schemas.layout import Pool
-from schemas.rollout import RolloutRequest
-from schemas.timeline import Timeline
-from schemas.weights import PolicyWeights
+from refrain.engines.bounded import cancel
+from refrain.engines.rollout import gpu_handover, orders, slow_policy
+from refrain.engines.rollout.deaths import MAX_RESTARTS
+from refrain.engines.rollout.engine_reports import (
+    Copied,
+    EngineReport,
+    Fatal,
+    Refreshed,
+    Signal,
+    Synced,
+)
+from refrain.engines.rollout.fleet import Fleet
+from refrain.engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone, Finished
+from refrain.engines.rollout.mover import Mover
+from refrain.engines.rollout.moves import MovesKV, Policy, moves_long
+from refrain.engines.rollout.reassign import Reassigner
+from refrain.engines.rollout.reshape import Reshaper
+from refrain.engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome
+from refrain.engines.rollout.storing import Storing
+from refrain.engines.rollout.tracked_engine import TrackedEngine, now_s
+from refrain.engines.rollout.views import queued_view, stage_view
+from refrain.schemas.layout import Pool
+from refrain.schemas.rollout import RolloutRequest
+from refrain.schemas.timeline import Timeline
+from refrain.schemas.weights import PolicyWeights
 
 
 class Coordinator:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from engines.rollout.interface import EngineDied, EngineFails
+from refrain.engines.rollout.interface import EngineDied, EngineFails
 
 MAX_RESTARTS = 10
 """Restarts of an engine that a run allows. Then the run goes on from its last checkpoint."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from engines.rollout.interface import EngineEvents
-from schemas.rollout import RolloutRequest, SavedKV
+from refrain.engines.rollout.interface import EngineEvents
+from refrain.schemas.rollout import RolloutRequest, SavedKV
 
 
 @dataclass(frozen=True, slots=True)

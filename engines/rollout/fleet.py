@@ -23,20 +23,20 @@ from contextlib import suppress
 from itertools import chain
 from typing import Concatenate, ParamSpec
 
-from engines.bounded import cancel, gather_all
-from engines.rollout import orders
-from engines.rollout.deaths import Deaths
-from engines.rollout.engine_reports import EngineReport, Fatal, Inbox, Signal
-from engines.rollout.interface import Engine, EngineDied, EngineGone
-from engines.rollout.lifecycle import Lifecycle
-from engines.rollout.preparations import Preparations
-from engines.rollout.stage import GenerationStage, Tally
-from engines.rollout.timeline_log import TimelineLog
-from engines.rollout.tracked_engine import TrackedEngine
-from schemas.layout import Pool
-from schemas.rollout import RequestId, RolloutRequest
-from schemas.timeline import Activity
-from schemas.weights import PolicyWeights
+from refrain.engines.bounded import cancel, gather_all
+from refrain.engines.rollout import orders
+from refrain.engines.rollout.deaths import Deaths
+from refrain.engines.rollout.engine_reports import EngineReport, Fatal, Inbox, Signal
+from refrain.engines.rollout.interface import Engine, EngineDied, EngineGone
+from refrain.engines.rollout.lifecycle import Lifecycle
+from refrain.engines.rollout.preparations import Preparations
+from refrain.engines.rollout.stage import GenerationStage, Tally
+from refrain.engines.rollout.timeline_log import TimelineLog
+from refrain.engines.rollout.tracked_engine import TrackedEngine
+from refrain.schemas.layout import Pool
+from refrain.schemas.rollout import RequestId, RolloutRequest
+from refrain.schemas.timeline import Activity
+from refrain.schemas.weights import PolicyWeights
 
 P = ParamSpec("P")
 

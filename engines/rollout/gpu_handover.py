@@ -6,11 +6,11 @@
 Call these only when the engines are settled: no order and no stage may be under way.
 """
 
-from engines.bounded import gather_all
-from engines.rollout.fleet import Fleet
-from engines.rollout.interface import EngineDied
-from engines.rollout.tracked_engine import TrackedEngine
-from schemas.timeline import Activity
+from refrain.engines.bounded import gather_all
+from refrain.engines.rollout.fleet import Fleet
+from refrain.engines.rollout.interface import EngineDied
+from refrain.engines.rollout.tracked_engine import TrackedEngine
+from refrain.schemas.timeline import Activity
 
 
 async def leave(fleet: Fleet) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from schemas.counts import DraftingCounts, KVCounts
-from schemas.rollout import (
+from refrain.schemas.counts import DraftingCounts, KVCounts
+from refrain.schemas.rollout import (
     DraftProgress,
     DraftSetting,
     FinishedRollout,
@@ -14,7 +14,7 @@ from schemas.rollout import (
     RolloutRequest,
     SavedKV,
 )
-from schemas.weights import PolicyWeights
+from refrain.schemas.weights import PolicyWeights
 
 
 class EngineDied(RuntimeError):

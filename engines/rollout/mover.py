@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from engines.bounded import gather_all
-from engines.rollout import orders
-from engines.rollout.engine_reports import Copied
-from engines.rollout.fleet import Fleet
-from engines.rollout.interface import Finished
-from engines.rollout.moves import (
+from refrain.engines.bounded import gather_all
+from refrain.engines.rollout import orders
+from refrain.engines.rollout.engine_reports import Copied
+from refrain.engines.rollout.fleet import Fleet
+from refrain.engines.rollout.interface import Finished
+from refrain.engines.rollout.moves import (
     Close,
     Concede,
     Defer,
@@ -39,12 +39,12 @@ from engines.rollout.moves import (
     Reshape,
     Start,
 )
-from engines.rollout.preparations import Preparation
-from engines.rollout.reshape import Reshaper
-from engines.rollout.stage import GenerationStage
-from engines.rollout.tracked_engine import TrackedEngine, num_response_tokens
-from schemas.rollout import DraftSetting, RequestId, RolloutRequest
-from schemas.timeline import MoveKind
+from refrain.engines.rollout.preparations import Preparation
+from refrain.engines.rollout.reshape import Reshaper
+from refrain.engines.rollout.stage import GenerationStage
+from refrain.engines.rollout.tracked_engine import TrackedEngine, num_response_tokens
+from refrain.schemas.rollout import DraftSetting, RequestId, RolloutRequest
+from refrain.schemas.timeline import MoveKind
 
 
 class Mover:

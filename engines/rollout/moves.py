@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from schemas.rollout import DraftProgress, DraftSetting, RequestId, RolloutRequest
+from refrain.schemas.rollout import DraftProgress, DraftSetting, RequestId, RolloutRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from engines.rollout.engine_reports import Copied, Refreshed, Signal, Synced
-from engines.rollout.interface import EngineDied
-from engines.rollout.stage import GenerationStage
-from engines.rollout.tracked_engine import TrackedEngine, now_s
-from schemas.rollout import RequestId, SavedKV
-from schemas.timeline import Activity
+from refrain.engines.rollout.engine_reports import Copied, Refreshed, Signal, Synced
+from refrain.engines.rollout.interface import EngineDied
+from refrain.engines.rollout.stage import GenerationStage
+from refrain.engines.rollout.tracked_engine import TrackedEngine, now_s
+from refrain.schemas.rollout import RequestId, SavedKV
+from refrain.schemas.timeline import Activity
 
 
 async def sync(tracked: TrackedEngine, stage: GenerationStage) -> Synced:

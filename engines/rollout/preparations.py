@@ -11,10 +11,10 @@ move it again.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from engines.rollout.moves import Migrate, Race
-from engines.rollout.stage import GenerationStage
-from engines.rollout.tracked_engine import TrackedEngine
-from schemas.rollout import RequestId
+from refrain.engines.rollout.moves import Migrate, Race
+from refrain.engines.rollout.stage import GenerationStage
+from refrain.engines.rollout.tracked_engine import TrackedEngine
+from refrain.schemas.rollout import RequestId
 
 
 @dataclass(frozen=True, slots=True, eq=False)

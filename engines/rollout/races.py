@@ -12,8 +12,8 @@ Pure.
 
 from dataclasses import dataclass, field
 
-from engines.rollout.interface import Finished
-from schemas.rollout import RequestId
+from refrain.engines.rollout.interface import Finished
+from refrain.schemas.rollout import RequestId
 
 
 @dataclass(slots=True)

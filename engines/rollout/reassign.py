@@ -10,12 +10,12 @@ Each unfinished request stays on one engine (or on each engine of its race) that
 
 from collections.abc import Sequence
 
-from engines.rollout.fleet import Fleet
-from engines.rollout.interface import EngineDied, EngineGone
-from engines.rollout.reshape import Reshaper
-from engines.rollout.stage import GenerationStage
-from engines.rollout.tracked_engine import TrackedEngine
-from schemas.rollout import RolloutRequest
+from refrain.engines.rollout.fleet import Fleet
+from refrain.engines.rollout.interface import EngineDied, EngineGone
+from refrain.engines.rollout.reshape import Reshaper
+from refrain.engines.rollout.stage import GenerationStage
+from refrain.engines.rollout.tracked_engine import TrackedEngine
+from refrain.schemas.rollout import RolloutRequest
 
 
 class Reassigner:

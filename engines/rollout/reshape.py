@@ -32,17 +32,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
-from engines.balance import in_turn, longest_first, places_after
-from engines.bounded import gather_all
-from engines.rollout import orders
-from engines.rollout.engine_reports import Copied
-from engines.rollout.fleet import Fleet
-from engines.rollout.moves import Reshape
-from engines.rollout.stage import GenerationStage
-from engines.rollout.tracked_engine import TrackedEngine, now_s, num_response_tokens
-from schemas.layout import Pool
-from schemas.rollout import RequestId, RolloutRequest, SavedKV
-from schemas.timeline import MoveKind
+from refrain.engines.balance import in_turn, longest_first, places_after
+from refrain.engines.bounded import gather_all
+from refrain.engines.rollout import orders
+from refrain.engines.rollout.engine_reports import Copied
+from refrain.engines.rollout.fleet import Fleet
+from refrain.engines.rollout.moves import Reshape
+from refrain.engines.rollout.stage import GenerationStage
+from refrain.engines.rollout.tracked_engine import TrackedEngine, now_s, num_response_tokens
+from refrain.schemas.layout import Pool
+from refrain.schemas.rollout import RequestId, RolloutRequest, SavedKV
+from refrain.schemas.timeline import MoveKind
 
 Taken = tuple[TrackedEngine, RolloutRequest]
 """A request and the engine that had it."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from engines.bounded import wait_for
-from engines.rollout.moves import FirstLayout, Move, Policy, Reshape, RolloutView
+from refrain.engines.bounded import wait_for
+from refrain.engines.rollout.moves import FirstLayout, Move, Policy, Reshape, RolloutView
 
 M = TypeVar("M", bound=Move)
 DECIDE_TIMEOUT_S = 60.0

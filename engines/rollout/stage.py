@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.rollout.moves import MovesKV, Policy, RolloutView, moves_long
-from engines.rollout.races import Races
-from schemas.counts import DraftingCounts, MoveCounts, SwitchCounts
-from schemas.rollout import RequestId, RolloutRequest
-from schemas.step import EngineShare
-from schemas.weights import PolicyWeights
+from refrain.engines.rollout.moves import MovesKV, Policy, RolloutView, moves_long
+from refrain.engines.rollout.races import Races
+from refrain.schemas.counts import DraftingCounts, MoveCounts, SwitchCounts
+from refrain.schemas.rollout import RequestId, RolloutRequest
+from refrain.schemas.step import EngineShare
+from refrain.schemas.weights import PolicyWeights
 
 OnFinished = Callable[[Sequence[Any]], Awaitable[None]]
 """Callback that stores finished rollouts and returns when they are durable. It raises `EngineDied`

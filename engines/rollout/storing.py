@@ -8,11 +8,11 @@ hands over those of the reports that come next in the inbox, and the store write
 import asyncio
 from collections.abc import Sequence
 
-from engines.bounded import cancel
-from engines.rollout.fleet import Fleet
-from engines.rollout.interface import Finished
-from engines.rollout.stage import GenerationStage
-from engines.rollout.tracked_engine import TrackedEngine
+from refrain.engines.bounded import cancel
+from refrain.engines.rollout.fleet import Fleet
+from refrain.engines.rollout.interface import Finished
+from refrain.engines.rollout.stage import GenerationStage
+from refrain.engines.rollout.tracked_engine import TrackedEngine
 
 
 class Storing:

@@ -3,9 +3,9 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from engines.rollout.tracked_engine import TrackedEngine, now_s, num_response_tokens
-from schemas.rollout import RolloutRequest
-from schemas.timeline import MoveKind, MoveRecord, Timeline
+from refrain.engines.rollout.tracked_engine import TrackedEngine, now_s, num_response_tokens
+from refrain.schemas.rollout import RolloutRequest
+from refrain.schemas.timeline import MoveKind, MoveRecord, Timeline
 
 
 class TimelineLog:

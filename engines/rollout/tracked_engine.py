@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 
-from engines.rollout.interface import Engine, EngineDied, EngineEvents
-from engines.rollout.lifecycle import Lifecycle
-from engines.rollout.moves import EngineView
-from engines.rollout.stage import GenerationStage, Tally
-from schemas.counts import KVCounts
-from schemas.rollout import DraftProgress, DraftSetting, RequestId, RolloutRequest
-from schemas.timeline import Activity, Span
+from refrain.engines.rollout.interface import Engine, EngineDied, EngineEvents
+from refrain.engines.rollout.lifecycle import Lifecycle
+from refrain.engines.rollout.moves import EngineView
+from refrain.engines.rollout.stage import GenerationStage, Tally
+from refrain.schemas.counts import KVCounts
+from refrain.schemas.rollout import DraftProgress, DraftSetting, RequestId, RolloutRequest
+from refrain.schemas.timeline import Activity, Span
 
 Fetch = Callable[[Sequence[RequestId]], Awaitable[list[RolloutRequest]]]
 

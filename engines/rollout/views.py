@@ -1,9 +1,9 @@
 """Views of a stage, for policies."""
 
-from engines.rollout.fleet import Fleet
-from engines.rollout.moves import EngineView, RolloutView
-from engines.rollout.stage import GenerationStage
-from engines.rollout.tracked_engine import now_s, num_response_tokens
+from refrain.engines.rollout.fleet import Fleet
+from refrain.engines.rollout.moves import EngineView, RolloutView
+from refrain.engines.rollout.stage import GenerationStage
+from refrain.engines.rollout.tracked_engine import now_s, num_response_tokens
 
 
 def queued_view(fleet: Fleet, stage: GenerationStage) -> RolloutView:

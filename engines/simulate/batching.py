@@ -25,11 +25,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from engines.latency.interface import Latency
-from engines.simulate.costs import StepCosts
-from engines.simulate.member import PARTS, SimulatedRequest
-from engines.simulate.pace import Interval, SteadyBatch, Stretch, plan_stretches
-from schemas.rollout import DraftSetting, RequestId
+from refrain.engines.latency.interface import Latency
+from refrain.engines.simulate.costs import StepCosts
+from refrain.engines.simulate.member import PARTS, SimulatedRequest
+from refrain.engines.simulate.pace import Interval, SteadyBatch, Stretch, plan_stretches
+from refrain.schemas.rollout import DraftSetting, RequestId
 
 ROUNDING_S = 1e-9
 """Times that differ by less count as equal."""

@@ -4,30 +4,37 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engines.control.techniques import StepInputs, plan_policies
-from engines.histopipe.passes import fit_passes
-from engines.histopipe.placement import deal_groups, place_prompts, time_rollouts
-from engines.histospec.gate import ProfiledStepTimes
-from engines.latency.interface import Latency
-from engines.rollout.coordinator import Coordinator
-from engines.rollout.moves import Policy
-from engines.rollout.stage import Outcome
-from engines.simulate.clock import run_virtual
-from engines.simulate.engine import VirtualEngine
-from engines.simulate.history import replay_step
-from engines.simulate.lengths import TraceLengths
-from engines.simulate.member import Acceptance, Passes
-from engines.simulate.pace import Interval
-from engines.simulate.run_config import run_config
-from engines.simulate.trace import Trace
-from engines.simulate.turns import recorded_turns
-from schemas.drafting import HISTORY, DraftingConfig
-from schemas.layout import Pool
-from schemas.rollout import DraftSetting, LengthHistory, RequestId, Rollout, RolloutRequest, Split
-from schemas.scheduling import HistoPipeConfig
-from schemas.simulate import ClusterLayout, PolicySetSummary, SimulatedStep
-from schemas.step import PromptGroup, StepPlan
-from schemas.weights import PolicyWeights
+from refrain.engines.control.techniques import StepInputs, plan_policies
+from refrain.engines.histopipe.passes import fit_passes
+from refrain.engines.histopipe.placement import deal_groups, place_prompts, time_rollouts
+from refrain.engines.histospec.gate import ProfiledStepTimes
+from refrain.engines.latency.interface import Latency
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.rollout.moves import Policy
+from refrain.engines.rollout.stage import Outcome
+from refrain.engines.simulate.clock import run_virtual
+from refrain.engines.simulate.engine import VirtualEngine
+from refrain.engines.simulate.history import replay_step
+from refrain.engines.simulate.lengths import TraceLengths
+from refrain.engines.simulate.member import Acceptance, Passes
+from refrain.engines.simulate.pace import Interval
+from refrain.engines.simulate.run_config import run_config
+from refrain.engines.simulate.trace import Trace
+from refrain.engines.simulate.turns import recorded_turns
+from refrain.schemas.drafting import HISTORY, DraftingConfig
+from refrain.schemas.layout import Pool
+from refrain.schemas.rollout import (
+    DraftSetting,
+    LengthHistory,
+    RequestId,
+    Rollout,
+    RolloutRequest,
+    Split,
+)
+from refrain.schemas.scheduling import HistoPipeConfig
+from refrain.schemas.simulate import ClusterLayout, PolicySetSummary, SimulatedStep
+from refrain.schemas.step import PromptGroup, StepPlan
+from refrain.schemas.weights import PolicyWeights
 
 Placement = Callable[[Sequence[str], Mapping[str, float], int], Sequence[PromptGroup]]
 """A function (prompt keys, median lengths in the previous epoch, number of engines) -> groups in

@@ -15,16 +15,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from engines.gpus.gpu_sharing import Role, Turns
-from engines.rollout.coordinator import Coordinator
-from engines.rollout.stage import Outcome
-from engines.simulate.clock import run_virtual
-from engines.simulate.cluster import PolicySet
-from engines.simulate.engine import VirtualEngine
-from engines.simulate.handover import Handover
-from schemas.rollout import Rollout, RolloutRequest, Split
-from schemas.simulate import Mode
-from schemas.weights import PolicyWeights
+from refrain.engines.gpus.gpu_sharing import Role, Turns
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.rollout.stage import Outcome
+from refrain.engines.simulate.clock import run_virtual
+from refrain.engines.simulate.cluster import PolicySet
+from refrain.engines.simulate.engine import VirtualEngine
+from refrain.engines.simulate.handover import Handover
+from refrain.schemas.rollout import Rollout, RolloutRequest, Split
+from refrain.schemas.simulate import Mode
+from refrain.schemas.weights import PolicyWeights
 
 LAG: Mapping[Mode, int] = {"sync": 1, "pipelined": 2}
 """Versions by which a step's policy version is behind the step. As many first steps are warm-up."""

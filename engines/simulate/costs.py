@@ -22,10 +22,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from engines.latency.forecast import step_s
-from engines.latency.interface import Latency
-from engines.simulate.member import PARTS, DrafterPace, SimulatedRequest
-from schemas.rollout import DraftSetting
+from refrain.engines.latency.forecast import step_s
+from refrain.engines.latency.interface import Latency
+from refrain.engines.simulate.member import PARTS, DrafterPace, SimulatedRequest
+from refrain.schemas.rollout import DraftSetting
 
 
 class StepCosts:

@@ -1,8 +1,8 @@
 """A fitted latency model that counts how many of its answers were extrapolated."""
 
-from engines.latency.curves import Estimate
-from engines.latency.fitted import FittedLatency
-from schemas.latency import PointKind, Profile
+from refrain.engines.latency.curves import Estimate
+from refrain.engines.latency.fitted import FittedLatency
+from refrain.schemas.latency import PointKind, Profile
 
 
 class CountedLatency:

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from engines.latency.interface import Latency
-from engines.rollout.interface import EngineEvents
-from engines.simulate.batching import ROUNDING_S, ChooseDrafting, VirtualBatch
-from engines.simulate.member import DECODING, Acceptance, Replayed, SimulatedRequest
-from engines.simulate.pace import Interval
-from engines.simulate.turns import answer_s, turns_so_far
-from schemas.counts import DraftingCounts, KVCounts
-from schemas.drafting import HISTORY
-from schemas.rollout import (
+from refrain.engines.latency.interface import Latency
+from refrain.engines.rollout.interface import EngineEvents
+from refrain.engines.simulate.batching import ROUNDING_S, ChooseDrafting, VirtualBatch
+from refrain.engines.simulate.member import DECODING, Acceptance, Replayed, SimulatedRequest
+from refrain.engines.simulate.pace import Interval
+from refrain.engines.simulate.turns import answer_s, turns_so_far
+from refrain.schemas.counts import DraftingCounts, KVCounts
+from refrain.schemas.drafting import HISTORY
+from refrain.schemas.rollout import (
     DraftProgress,
     DraftSetting,
     FinishReason,
@@ -26,7 +26,7 @@ from schemas.rollout import (
     Turn,
     VersionSpan,
 )
-from schemas.weights import PolicyWeights
+from refrain.schemas.weights import PolicyWeights
 
 
 def _at_once(_: int) -> float:

@@ -20,9 +20,9 @@ nothing, because it runs during the rollouts.
 
 from dataclasses import dataclass
 
-from engines.latency.hardware import Hardware
-from engines.latency.model_shape import ModelShape
-from engines.machine.trainer_memory import Training, resting_bytes
+from refrain.engines.latency.hardware import Hardware
+from refrain.engines.latency.model_shape import ModelShape
+from refrain.engines.machine.trainer_memory import Training, resting_bytes
 
 MFU = 0.35
 """Assumed model FLOPs utilisation in training, at 6 P FLOPs per token. Layers that gradient

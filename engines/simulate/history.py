@@ -24,16 +24,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from engines.histospec.acceptance import Acceptance
-from engines.histospec.gate import Gate, StepTimes
-from engines.histospec.index import build_index, split_turns, turn_sizes
-from engines.histospec.matching import NO_INDEX, IndexTable
-from engines.histospec.replay import replay
-from engines.histospec.window import window_policy
-from engines.simulate.member import Passes
-from engines.simulate.trace import Trace
-from schemas.drafting import DraftingConfig
-from schemas.rollout import RequestId, Split
+from refrain.engines.histospec.acceptance import Acceptance
+from refrain.engines.histospec.gate import Gate, StepTimes
+from refrain.engines.histospec.index import build_index, split_turns, turn_sizes
+from refrain.engines.histospec.matching import NO_INDEX, IndexTable
+from refrain.engines.histospec.replay import replay
+from refrain.engines.histospec.window import window_policy
+from refrain.engines.simulate.member import Passes
+from refrain.engines.simulate.trace import Trace
+from refrain.schemas.drafting import DraftingConfig
+from refrain.schemas.rollout import RequestId, Split
 
 PAPER = DraftingConfig(window="paper", max_draft=32)
 """RhymeRL 5.3 and 5.4. The paper's gate is a batch size, see `engines.histospec.gate`."""

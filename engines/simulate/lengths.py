@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.simulate.trace import Trace
-from engines.simulate.turns import turn_sums
-from schemas.rollout import LengthHistory
+from refrain.engines.simulate.trace import Trace
+from refrain.engines.simulate.turns import turn_sums
+from refrain.schemas.rollout import LengthHistory
 
 
 class TraceLengths:

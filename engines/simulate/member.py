@@ -34,9 +34,9 @@ from dataclasses import dataclass, field
 from operator import sub
 from typing import NamedTuple
 
-from engines.latency.expectation import expected_tokens, streamed_step
-from schemas.drafting import HISTORY
-from schemas.rollout import DraftProgress, DraftSetting, RolloutRequest, Turn
+from refrain.engines.latency.expectation import expected_tokens, streamed_step
+from refrain.schemas.drafting import HISTORY
+from refrain.schemas.rollout import DraftProgress, DraftSetting, RolloutRequest, Turn
 
 PARTS = 1 << 32
 """Parts per token. Counts in integer parts have exact sums in any order."""

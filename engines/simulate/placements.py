@@ -11,24 +11,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from engines.histospec.gate import ProfiledStepTimes
-from engines.latency.hardware import Hardware
-from engines.latency.interface import Latency
-from engines.latency.model_shape import ModelShape
-from engines.machine.shared_gpu import SharedGpu
-from engines.machine.trainer_memory import Training, resting_bytes, trainer_footprint
-from engines.pat.memory import gpu_footprint
-from engines.simulate.cluster import PolicySet, known_acceptances, step_requests
-from engines.simulate.consecutive_steps import LAG, CourseStep, CourseTimes, run_course
-from engines.simulate.engine import SwitchTimes, VirtualEngine
-from engines.simulate.handover import Handover, estimate_handover, gpu_seconds_of_token
-from engines.simulate.history import replay_step
-from engines.simulate.member import Acceptance, Passes
-from engines.simulate.trace import Trace
-from engines.simulate.turns import recorded_turns
-from schemas.rollout import RequestId, Turn
-from schemas.simulate import ClusterLayout, DividedRun, Division
-from schemas.trainer import TrainerConfig
+from refrain.engines.histospec.gate import ProfiledStepTimes
+from refrain.engines.latency.hardware import Hardware
+from refrain.engines.latency.interface import Latency
+from refrain.engines.latency.model_shape import ModelShape
+from refrain.engines.machine.shared_gpu import SharedGpu
+from refrain.engines.machine.trainer_memory import Training, resting_bytes, trainer_footprint
+from refrain.engines.pat.memory import gpu_footprint
+from refrain.engines.simulate.cluster import PolicySet, known_acceptances, step_requests
+from refrain.engines.simulate.consecutive_steps import LAG, CourseStep, CourseTimes, run_course
+from refrain.engines.simulate.engine import SwitchTimes, VirtualEngine
+from refrain.engines.simulate.handover import Handover, estimate_handover, gpu_seconds_of_token
+from refrain.engines.simulate.history import replay_step
+from refrain.engines.simulate.member import Acceptance, Passes
+from refrain.engines.simulate.trace import Trace
+from refrain.engines.simulate.turns import recorded_turns
+from refrain.schemas.rollout import RequestId, Turn
+from refrain.schemas.simulate import ClusterLayout, DividedRun, Division
+from refrain.schemas.trainer import TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from schemas.config import TrainConfig
+from refrain.schemas.config import TrainConfig
 
 PROMPT_TOKENS = 4096
 """Prompt limit of the config. It is larger than any trace's prompts, so that none is refused."""

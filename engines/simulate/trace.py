@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from engines.paths import check_regular
-from engines.simulate.turns import TURNS, turn_sums, wrong_turns
-from engines.store.archive import query_all
-from schemas.trace import REQUIRED, TraceRow
+from refrain.engines.paths import check_regular
+from refrain.engines.simulate.turns import TURNS, turn_sums, wrong_turns
+from refrain.engines.store.archive import query_all
+from refrain.schemas.trace import REQUIRED, TraceRow
 
 TYPES: dict[Any, pa.DataType] = {
     "step": pa.int64(),

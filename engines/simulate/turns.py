@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.rollout import Generated, Turn
+from refrain.schemas.rollout import Generated, Turn
 
 TURNS = pa.list_(
     pa.struct({"num_sampled": pa.int32(), "num_observed": pa.int32(), "waited_s": pa.float64()})

@@ -28,9 +28,9 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Se
 from dataclasses import dataclass
 from functools import partial
 
-from engines.rollout.moves import Concede, Race, RolloutView
-from engines.specactor.contenders import Contender, Contenders, Raced, TokensToCome
-from schemas.rollout import DraftSetting, RequestId
+from refrain.engines.rollout.moves import Concede, Race, RolloutView
+from refrain.engines.specactor.contenders import Contender, Contenders, Raced, TokensToCome
+from refrain.schemas.rollout import DraftSetting, RequestId
 
 LEAD_TOKENS = 512
 """Response tokens for a clear lead. It is large because engines report at different times."""

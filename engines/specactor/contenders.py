@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
-from engines.latency.expectation import expected_tokens
-from engines.rollout.moves import EngineView, RolloutView
-from engines.specactor.ladder import request_acceptance
-from schemas.rollout import DraftProgress, RequestId
+from refrain.engines.latency.expectation import expected_tokens
+from refrain.engines.rollout.moves import EngineView, RolloutView
+from refrain.engines.specactor.ladder import request_acceptance
+from refrain.schemas.rollout import DraftProgress, RequestId
 
 TokensToCome = Callable[[Mapping[RequestId, int]], Mapping[RequestId, float]]
 """Maps response tokens so far, by request, to the expected tokens to come."""

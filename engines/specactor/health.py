@@ -15,7 +15,7 @@ Not in the paper, which found that "the average acceptance rate changes little b
 
 import math
 
-from engines.specactor.ladder import Ladder
+from refrain.engines.specactor.ladder import Ladder
 
 COLLAPSE_SHARE = 0.5
 """Share of the best recent acceptance. Below it, a drafter that does not pay has collapsed."""

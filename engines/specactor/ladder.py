@@ -30,11 +30,11 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import brentq
 
-from engines.latency.drafting_pace import Pace, draft_s, pace
-from engines.latency.expectation import expected_tokens
-from engines.latency.forecast import step_s
-from engines.latency.interface import Latency
-from schemas.rollout import DraftProgress, DraftSetting
+from refrain.engines.latency.drafting_pace import Pace, draft_s, pace
+from refrain.engines.latency.expectation import expected_tokens
+from refrain.engines.latency.forecast import step_s
+from refrain.engines.latency.interface import Latency
+from refrain.schemas.rollout import DraftProgress, DraftSetting
 
 NEAR = 0.01
 """Share by which a chosen setting may be slower than the fastest."""

@@ -17,7 +17,7 @@ from itertools import count
 
 import numpy as np
 
-from engines.histospec.siblings import SiblingIndex
+from refrain.engines.histospec.siblings import SiblingIndex
 
 
 class NgramDrafter:

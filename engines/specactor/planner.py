@@ -25,8 +25,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engines.latency.interface import Latency
-from engines.specactor.ladder import Ladder
+from refrain.engines.latency.interface import Latency
+from refrain.engines.specactor.ladder import Ladder
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,10 @@ import math
 from functools import cache
 from statistics import fmean
 
-from engines.rollout.moves import EngineView, Redraft, RolloutView
-from engines.specactor.ladder import Ladder, request_acceptance
-from schemas.drafting import HISTORY
-from schemas.rollout import DraftSetting, RequestId
+from refrain.engines.rollout.moves import EngineView, Redraft, RolloutView
+from refrain.engines.specactor.ladder import Ladder, request_acceptance
+from refrain.schemas.drafting import HISTORY
+from refrain.schemas.rollout import DraftSetting, RequestId
 
 LEAST_GAIN = 1.02
 """Speed of another setting, relative to the present one, from which a change is worth it."""

@@ -21,7 +21,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 import numpy as np
 
-from schemas.counts import StreamCounts
+from refrain.schemas.counts import StreamCounts
 
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 

@@ -5,8 +5,8 @@ from typing import Protocol
 
 import numpy as np
 
-from engines.specactor.ngram import NgramDrafter
-from schemas.drafting import NGRAM
+from refrain.engines.specactor.ngram import NgramDrafter
+from refrain.schemas.drafting import NGRAM
 
 
 class TextDrafter(Protocol):

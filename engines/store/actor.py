@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.actors import RemoteActor
-from engines.bounded import wait_for
-from engines.rollout.interface import EngineDied
-from schemas.rollout import FinishedRollout
+from refrain.engines.actors import RemoteActor
+from refrain.engines.bounded import wait_for
+from refrain.engines.rollout.interface import EngineDied
+from refrain.schemas.rollout import FinishedRollout
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -62,8 +62,8 @@ class StoreActor:
     """A `Store` in its own process, the only one that loads DuckDB."""
 
     def __init__(self, path: Path) -> None:
-        from engines.store.listener import listen
-        from engines.store.store import Store
+        from refrain.engines.store.listener import listen
+        from refrain.engines.store.store import Store
 
         self._store = Store(path, lock_timeout_s=LOCK_TIMEOUT_S)
         try:

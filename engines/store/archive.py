@@ -28,10 +28,10 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from engines.durable import flush, set_aside
-from engines.store import queries
-from engines.store.open_database import RUN, connect, explain_damage
-from engines.store.tables import ABSENT_ROLLOUTS
+from refrain.engines.durable import flush, set_aside
+from refrain.engines.store import queries
+from refrain.engines.store.open_database import RUN, connect, explain_damage
+from refrain.engines.store.tables import ABSENT_ROLLOUTS
 
 _KEY = ("split", "step", "prompt_key", "sample_index")
 TABLES = ("rollouts", "rewards", "plans", "outcomes", "stages")

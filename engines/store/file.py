@@ -9,9 +9,9 @@ from typing import Any, Self
 import duckdb
 import pyarrow as pa
 
-from engines.store.archive import ALL, Archive, Steps, is_recent
-from engines.store.open_database import connect, explain_damage
-from schemas.rollout import Split
+from refrain.engines.store.archive import ALL, Archive, Steps, is_recent
+from refrain.engines.store.open_database import connect, explain_damage
+from refrain.schemas.rollout import Split
 
 
 class StoreFile:

@@ -29,7 +29,7 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
-from engines.store.sandbox import MAX_TIMEOUT_S
+from refrain.engines.store.sandbox import MAX_TIMEOUT_S
 
 NUM_NAMES = 8
 """Socket names that a store tries."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import duckdb
 
-from engines.durable import is_disk_full
-from engines.store.tables import ADDED, CREATE, OPEN_TURNS, SCHEMA_VERSION
+from refrain.engines.durable import is_disk_full
+from refrain.engines.store.tables import ADDED, CREATE, OPEN_TURNS, SCHEMA_VERSION
 
 OPTIONS: dict[str, str | bool | int | float | list[str]] = {
     "autoinstall_known_extensions": False,

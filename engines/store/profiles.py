@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engines.store.open_database import Format, connect
-from schemas.base import Frozen
-from schemas.latency import Accuracy, FitKnot, ProfilePoint
-from schemas.profile import MachineFacts, Measurement
+from refrain.engines.store.open_database import Format, connect
+from refrain.schemas.base import Frozen
+from refrain.schemas.latency import Accuracy, FitKnot, ProfilePoint
+from refrain.schemas.profile import MachineFacts, Measurement
 
 PROFILE = Format(
     name="refrain profile",

@@ -5,7 +5,7 @@ A failed conversation (`schemas.rollout.FinishReason.FAILED`) may have no reward
 Rows that an older refrain wrote have NULL in `turns` and `observed_tokens`.
 """
 
-from schemas.rollout import OVERLONG, FinishReason
+from refrain.schemas.rollout import OVERLONG, FinishReason
 
 _OVERLONG = tuple(map(str, OVERLONG))
 _FAILED = f"finish_reason = '{FinishReason.FAILED}'"

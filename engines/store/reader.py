@@ -1,6 +1,6 @@
 """The process that runs one SQL query of a user. It can read a run's store and nothing else.
 
-    python -m engines.store.reader < request (JSON) > answer (Arrow)
+    python -m refrain.engines.store.reader < request (JSON) > answer (Arrow)
 
 A query reads these tables and views:
 
@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import duckdb
 import pyarrow as pa
 
-from engines.store.archive import Archive
-from engines.store.listener import Condition, Needed, Snapshot, live_snapshot, quoted
-from engines.store.open_database import OPTIONS, connect
-from engines.store.sandbox import REFUSED, limit_process
+from refrain.engines.store.archive import Archive
+from refrain.engines.store.listener import Condition, Needed, Snapshot, live_snapshot, quoted
+from refrain.engines.store.open_database import OPTIONS, connect
+from refrain.engines.store.sandbox import REFUSED, limit_process
 
 MAX_BYTES = 256 * 2**20
 """Size of the largest answer. The calling process holds the answer in memory."""

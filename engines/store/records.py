@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from engines.store import queries
-from engines.store.file import StoreFile
-from schemas.rollout import Split
-from schemas.step import RolloutBatch, RolloutOutcome, StepPlan, StepReport
+from refrain.engines.store import queries
+from refrain.engines.store.file import StoreFile
+from refrain.schemas.rollout import Split
+from refrain.schemas.step import RolloutBatch, RolloutOutcome, StepPlan, StepReport
 
 LEARNT_STEPS = 128
 """Steps whose drafting states the store keeps. A run that resumes from an older checkpoint starts

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from engines.store.tables import SPANS, TURNS
-from schemas.drafting import HISTORY
-from schemas.rollout import Generated, Rollout
+from refrain.engines.store.tables import SPANS, TURNS
+from refrain.schemas.drafting import HISTORY
+from refrain.schemas.rollout import Generated, Rollout
 
 COUNTS = ("num_draft_tokens", "num_accepted_tokens", "num_verifications", "num_rejections")
 """Counts of a response in `Generated`, and columns of the same names."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from schemas.rollout import FinishReason, Split
+from refrain.schemas.rollout import FinishReason, Split
 
 Ask = Callable[[str], pa.Table]
 """Answers a query in SQL, over archived steps too (`engines.store.reader`)."""

@@ -23,12 +23,12 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from engines.store import queries
-from engines.store.archive import ALL, KEPT_STEPS
-from engines.store.records import StepRecords
-from engines.store.tables import INDEXED, REWARDS, SCORING, TRAINING
-from schemas.rollout import LengthHistory, RequestId, Split
-from schemas.step import (
+from refrain.engines.store import queries
+from refrain.engines.store.archive import ALL, KEPT_STEPS
+from refrain.engines.store.records import StepRecords
+from refrain.engines.store.tables import INDEXED, REWARDS, SCORING, TRAINING
+from refrain.schemas.rollout import LengthHistory, RequestId, Split
+from refrain.schemas.step import (
     HistoryReport,
     RolloutOutcome,
     RunSummary,

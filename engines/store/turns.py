@@ -11,8 +11,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from engines.store.rows import COUNTS, generated_columns
-from schemas.rollout import Generated, RequestId, Split, Turn, VersionSpan
+from refrain.engines.store.rows import COUNTS, generated_columns
+from refrain.schemas.rollout import Generated, RequestId, Split, Turn, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)

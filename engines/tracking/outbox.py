@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.durable import flush, flush_all, is_disk_full
-from engines.failures import Failures
+from refrain.engines.durable import flush, flush_all, is_disk_full
+from refrain.engines.failures import Failures
 
 LIMIT_BYTES = 512 * 2**20
 """Most bytes of waiting records. Above it, new files are dropped. Records without a file, for

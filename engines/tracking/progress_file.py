@@ -14,11 +14,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from engines.durable import disk_full, write_durably
-from engines.failures import Failures
-from engines.user_files import read_bytes, readable_lines
-from schemas.progress import Ending, Rolling, RunProgress
-from schemas.step import StepReport
+from refrain.engines.durable import disk_full, write_durably
+from refrain.engines.failures import Failures
+from refrain.engines.user_files import read_bytes, readable_lines
+from refrain.schemas.progress import Ending, Rolling, RunProgress
+from refrain.schemas.step import StepReport
 
 PROGRESS_FILE = "progress.json"
 STEPS_FILE = "steps.jsonl"

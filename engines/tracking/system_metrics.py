@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from engines.failures import Failures
+from refrain.engines.failures import Failures
 
 _SWITCH = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"
 _END_S = 10.0

@@ -10,7 +10,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from engines.tracking.forward import TrackedRun
+from refrain.engines.tracking.forward import TrackedRun
 
 
 class TensorboardWriter:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import trackio
 
-from engines.tracking.forward import TrackedRun
+from refrain.engines.tracking.forward import TrackedRun
 
 
 class TrackioWriter:

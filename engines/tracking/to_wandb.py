@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import wandb
 
-from engines.tracking.forward import TrackedRun
+from refrain.engines.tracking.forward import TrackedRun
 
 STEP = "step"
 """Metric that is the x-axis. wandb's own step cannot go back, as it must after a resume."""

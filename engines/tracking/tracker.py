@@ -15,23 +15,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.accounting.names import MAX_PARAMETER_CHARACTERS, tracked_text
-from engines.accounting.step_requests import StepRequest
-from engines.failures import Failures
-from engines.reports.profile import Rung, draw_profile, ladder_rungs
-from engines.reports.timeline import move_rows, timeline_rows
-from engines.reports.timeline_page import Gpus, timeline_page
-from engines.reports.trace_events import write_timeline
-from engines.tracking.forward import MLFLOW, Forwarder
-from engines.tracking.mlflow_client import Deliverer, log_metrics, open_client
-from engines.tracking.mlflow_run import RUN_FILE, MlflowRun, experiment_id
-from engines.tracking.outbox import Outbox
-from schemas.config import TrainConfig
-from schemas.keys import stage_name
-from schemas.latency import ProfilePoint
-from schemas.profile import ProfileConfig, ProfileReport
-from schemas.step import StepPlan
-from schemas.timeline import RecordedTimeline, Timeline
+from refrain.engines.accounting.names import MAX_PARAMETER_CHARACTERS, tracked_text
+from refrain.engines.accounting.step_requests import StepRequest
+from refrain.engines.failures import Failures
+from refrain.engines.reports.profile import Rung, draw_profile, ladder_rungs
+from refrain.engines.reports.timeline import move_rows, timeline_rows
+from refrain.engines.reports.timeline_page import Gpus, timeline_page
+from refrain.engines.reports.trace_events import write_timeline
+from refrain.engines.tracking.forward import MLFLOW, Forwarder
+from refrain.engines.tracking.mlflow_client import Deliverer, log_metrics, open_client
+from refrain.engines.tracking.mlflow_run import RUN_FILE, MlflowRun, experiment_id
+from refrain.engines.tracking.outbox import Outbox
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.keys import stage_name
+from refrain.schemas.latency import ProfilePoint
+from refrain.schemas.profile import ProfileConfig, ProfileReport
+from refrain.schemas.step import StepPlan
+from refrain.schemas.timeline import RecordedTimeline, Timeline
 
 PROFILES = "refrain profiles"
 """MLflow experiment that lists the profiles."""

@@ -9,7 +9,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from engines.user_code import guard
+from refrain.engines.user_code import guard
 
 END_TIMEOUT_S = 2 * guard.CLEAR_S
 """Time limit for ending the process and all that it started."""

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from engines.environment.tools import failure_of, observation_of
 from infra.demo_tools.calculator import calculate
 from infra.splits import draw_distinct
+from refrain.engines.environment.tools import failure_of, observation_of
 
 SMALLEST, LARGEST = 10, 99
 """Bounds of the four numbers of a problem."""

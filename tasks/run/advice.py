@@ -10,20 +10,20 @@ from prefect import Task
 from prefect.cache_policies import NO_CACHE
 from prefect.utilities.annotations import opaque
 
-from engines.durable import is_disk_full, mount_of
-from engines.learn.checkpoint import CHECKPOINTS, latest_checkpoint
-from engines.learn.trainer import TrainerError
-from engines.reward import ScorerHangs
-from engines.rollout.interface import (
+from refrain.engines.durable import is_disk_full, mount_of
+from refrain.engines.learn.checkpoint import CHECKPOINTS, latest_checkpoint
+from refrain.engines.learn.trainer import TrainerError
+from refrain.engines.reward import ScorerHangs
+from refrain.engines.rollout.interface import (
     EngineDied,
     EngineFails,
     EngineGone,
     WeightsLost,
     WeightSyncError,
 )
-from engines.store.actor import CALL_TIMEOUT_S, StoreTimeout
-from schemas.run import RunRef
-from tasks.run.ray_cluster import ray_files, ray_logs
+from refrain.engines.store.actor import CALL_TIMEOUT_S, StoreTimeout
+from refrain.schemas.run import RunRef
+from refrain.tasks.run.ray_cluster import ray_files, ray_logs
 
 P = ParamSpec("P")
 T = TypeVar("T")

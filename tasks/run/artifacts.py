@@ -13,10 +13,10 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from engines.accounting.names import digest
-from engines.failures import Failures
-from engines.tracking.outbox import Outbox, Record, ServerAway
-from tasks.run.run_dir import OUTBOX_DIR
+from refrain.engines.accounting.names import digest
+from refrain.engines.failures import Failures
+from refrain.engines.tracking.outbox import Outbox, Record, ServerAway
+from refrain.tasks.run.run_dir import OUTBOX_DIR
 
 FLUSH_S = 10.0
 """Seconds that the end of a run waits until Prefect's server has its pages."""

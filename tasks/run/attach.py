@@ -12,23 +12,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from engines.failures import Failures
-from engines.histospec.workers import HistoryWorkers
-from engines.learn.mirror import CheckpointCopies
-from engines.learn.trainer import TrainerGroup
-from engines.reports.progress import Progress, TerminalProgress
-from engines.reward import ScorerPool
-from engines.specactor.health import DrafterHealth
-from engines.store.actor import StoreClient, StoredRows
-from engines.tracking.tracker import Tracker
-from engines.user_files import read_model
-from schemas.base import with_absolute_paths
-from schemas.config import TrainConfig
-from schemas.run import RunRef
-from tasks.run.artifacts import StepPages
-from tasks.run.preflight import Inputs, read_inputs
-from tasks.run.ray_cluster import join_cluster
-from tasks.run.run_dir import REF_FILE, is_live, read_config
+from refrain.engines.failures import Failures
+from refrain.engines.histospec.workers import HistoryWorkers
+from refrain.engines.learn.mirror import CheckpointCopies
+from refrain.engines.learn.trainer import TrainerGroup
+from refrain.engines.reports.progress import Progress, TerminalProgress
+from refrain.engines.reward import ScorerPool
+from refrain.engines.specactor.health import DrafterHealth
+from refrain.engines.store.actor import StoreClient, StoredRows
+from refrain.engines.tracking.tracker import Tracker
+from refrain.engines.user_files import read_model
+from refrain.schemas.base import with_absolute_paths
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.run import RunRef
+from refrain.tasks.run.artifacts import StepPages
+from refrain.tasks.run.preflight import Inputs, read_inputs
+from refrain.tasks.run.ray_cluster import join_cluster
+from refrain.tasks.run.run_dir import REF_FILE, is_live, read_config
 
 STORE, TRAINER, SCORER, HISTORY = "store", "trainer", "scorer", "history"
 """Names of a run's actors. The names of trainer ranks and history workers end with a number."""

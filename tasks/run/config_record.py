@@ -15,10 +15,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from engines.durable import write_durably
-from engines.user_files import read_json_object
-from schemas.removed_settings import current_settings
-from schemas.secret import fill_in, redacted_settings, secrets_of
+from refrain.engines.durable import write_durably
+from refrain.engines.user_files import read_json_object
+from refrain.schemas.removed_settings import current_settings
+from refrain.schemas.secret import fill_in, redacted_settings, secrets_of
 
 CONFIG_FILE = "config.json"
 SECRETS_FILE = "secrets.json"

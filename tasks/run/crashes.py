@@ -10,16 +10,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from engines.actors import ActorError, ActorGone, NoAnswer
-from engines.durable import causes, is_disk_full, write_durably
-from engines.rollout.interface import EngineDied, EngineFails, WeightsLost, WeightSyncError
-from engines.store.actor import StoreTimeout
-from engines.tracking.progress_file import readable_steps
-from engines.user_files import readable_lines
-from engines.weights_file import NoRoom, WrongFile
-from schemas.resume import Crash
-from tasks.run.config_record import CONFIG_FILE
-from tasks.run.ray_cluster import RayDied
+from refrain.engines.actors import ActorError, ActorGone, NoAnswer
+from refrain.engines.durable import causes, is_disk_full, write_durably
+from refrain.engines.rollout.interface import EngineDied, EngineFails, WeightsLost, WeightSyncError
+from refrain.engines.store.actor import StoreTimeout
+from refrain.engines.tracking.progress_file import readable_steps
+from refrain.engines.user_files import readable_lines
+from refrain.engines.weights_file import NoRoom, WrongFile
+from refrain.schemas.resume import Crash
+from refrain.tasks.run.config_record import CONFIG_FILE
+from refrain.tasks.run.ray_cluster import RayDied
 
 CRASHES_FILE = "crashes.jsonl"
 """File with the crashes after which the run resumed, one `schemas.resume.Crash` per line."""

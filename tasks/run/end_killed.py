@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from engines.tracking.tracker import mark_killed
-from tasks.run.run_dir import cleared_up
+from refrain.engines.tracking.tracker import mark_killed
+from refrain.tasks.run.run_dir import cleared_up
 
 
 def end_killed(run_dir: Path, mlflow_dir: Path) -> None:

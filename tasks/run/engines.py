@@ -3,33 +3,33 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from engines.control.reshaping import MissedSavings
-from engines.gpus.gpu_sharing import Role, Turns
-from engines.gpus.placement import GpuPlacement
-from engines.gpus.reservation import ReservedGpus, reserve_gpus
-from engines.histopipe.sample_queue import SampleQueue
-from engines.inference.drafting.drafters import Drafters
-from engines.inference.engine.arguments import CPU_KV_CACHE_BYTES
-from engines.inference.engine.ray_engine import RayEngine
-from engines.inference.engine.vllm_engine import VLLMEngine
-from engines.inference.weights.hand_over import HandOver
-from engines.latency.fitted import FittedLatency
-from engines.learn.trainer import TrainerGroup
-from engines.machine.memory import host_memory
-from engines.machine.plan import share_gpu
-from engines.machine.shared_gpu import SharedGpu
-from engines.pat.layouts import EngineSpec, plan_pools
-from engines.pat.memory import plan_parked_weights, require_host_memory, start_share
-from engines.rollout.coordinator import Coordinator
-from engines.rollout.stage import Outcome
-from schemas.config import EngineConfig, RolloutConfig, TrainConfig
-from schemas.engine import EngineSetup
-from schemas.layout import Pool
-from schemas.timeline import Timeline
-from tasks.run.gpus import drafter_name, engine_name, pool_name, wanted_by_engines
-from tasks.run.milestones import Milestone
-from tasks.run.model_inputs import model_shape
-from tasks.run.ray_cluster import names_cluster
+from refrain.engines.control.reshaping import MissedSavings
+from refrain.engines.gpus.gpu_sharing import Role, Turns
+from refrain.engines.gpus.placement import GpuPlacement
+from refrain.engines.gpus.reservation import ReservedGpus, reserve_gpus
+from refrain.engines.histopipe.sample_queue import SampleQueue
+from refrain.engines.inference.drafting.drafters import Drafters
+from refrain.engines.inference.engine.arguments import CPU_KV_CACHE_BYTES
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.engines.inference.weights.hand_over import HandOver
+from refrain.engines.latency.fitted import FittedLatency
+from refrain.engines.learn.trainer import TrainerGroup
+from refrain.engines.machine.memory import host_memory
+from refrain.engines.machine.plan import share_gpu
+from refrain.engines.machine.shared_gpu import SharedGpu
+from refrain.engines.pat.layouts import EngineSpec, plan_pools
+from refrain.engines.pat.memory import plan_parked_weights, require_host_memory, start_share
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.rollout.stage import Outcome
+from refrain.schemas.config import EngineConfig, RolloutConfig, TrainConfig
+from refrain.schemas.engine import EngineSetup
+from refrain.schemas.layout import Pool
+from refrain.schemas.timeline import Timeline
+from refrain.tasks.run.gpus import drafter_name, engine_name, pool_name, wanted_by_engines
+from refrain.tasks.run.milestones import Milestone
+from refrain.tasks.run.model_inputs import model_shape
+from refrain.tasks.run.ray_cluster import names_cluster
 
 HOLD_TIMEOUT_S = 120.0
 """Seconds to wait until Ray has reserved the GPUs of a pool."""

@@ -9,20 +9,20 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
-from engines.actors import RemoteActor
-from engines.data.messages import PromptSettings
-from engines.environment.actor import EnvironmentActor
-from engines.environment.client import ENVIRONMENT, EnvironmentClient
-from engines.environment.pool import EnvironmentPool
-from engines.environment.process import EnvironmentSetup
-from engines.environment.rendering import TurnRenderer, check
-from engines.inference.tool_parsers import check_parser, open_parser
-from engines.store.actor import find_store
-from schemas.config import TrainConfig
-from schemas.data import Prompt
-from schemas.environment import EnvironmentConfig, EnvironmentTask
-from schemas.keys import group_seed
-from schemas.rollout import FinishedRollout, FinishReason, RequestId
+from refrain.engines.actors import RemoteActor
+from refrain.engines.data.messages import PromptSettings
+from refrain.engines.environment.actor import EnvironmentActor
+from refrain.engines.environment.client import ENVIRONMENT, EnvironmentClient
+from refrain.engines.environment.pool import EnvironmentPool
+from refrain.engines.environment.process import EnvironmentSetup
+from refrain.engines.environment.rendering import TurnRenderer, check
+from refrain.engines.inference.tool_parsers import check_parser, open_parser
+from refrain.engines.store.actor import find_store
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.data import Prompt
+from refrain.schemas.environment import EnvironmentConfig, EnvironmentTask
+from refrain.schemas.keys import group_seed
+from refrain.schemas.rollout import FinishedRollout, FinishReason, RequestId
 
 START_TIMEOUT_S = 600.0
 """Time limit for starting the actor, and for importing the user's file in it."""

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from engines.gpus.placement import Wanted
-from engines.pat.layouts import plan_pools
-from schemas.config import TrainConfig
+from refrain.engines.gpus.placement import Wanted
+from refrain.engines.pat.layouts import plan_pools
+from refrain.schemas.config import TrainConfig
 
 TRAINER = "the trainer"
 

@@ -11,45 +11,45 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.accounting.metrics import summary_metrics
-from engines.data.loader import PromptLoader
-from engines.durable import write_durably
-from engines.failures import Failures
-from engines.gpus.placement import GpuPlacement
-from engines.histospec.workers import HistoryWorkers
-from engines.learn.canaries import NUM_PROMPTS
-from engines.learn.checkpoint import checkpoints_dir, read_state
-from engines.learn.mirror import CheckpointCopies, CopyTimeout, within
-from engines.learn.trainer import TrainerGroup
-from engines.reports.progress import Everywhere, Progress, TerminalProgress
-from engines.reward import ScorerPool
-from engines.store.actor import StoreClient, start_store
-from engines.tracking.mlflow_client import require_server
-from engines.tracking.progress_file import ProgressFile
-from engines.tracking.system_metrics import system_metrics
-from engines.tracking.tracker import Tracker, is_known
-from schemas.config import TrainConfig
-from schemas.rollout import Split
-from schemas.run import RunRef
-from schemas.step import RunSummary
-from tasks.run.artifacts import StepPages
-from tasks.run.attach import HISTORY, SCORER, STORE, TRAINER, Run, attached
-from tasks.run.engines import Engines, make_generation
-from tasks.run.environments import start_environments
-from tasks.run.gpus import TRAINER as THE_TRAINER
-from tasks.run.gpus import wanted_gpus
-from tasks.run.milestones import Milestones
-from tasks.run.plan import RunPlan
-from tasks.run.ray_cluster import ray_cluster, ray_logs, token_file, while_ray_lives
-from tasks.run.resuming import Resumption, check_mirror, mirror_of, take_up
-from tasks.run.run_dir import (
+from refrain.engines.accounting.metrics import summary_metrics
+from refrain.engines.data.loader import PromptLoader
+from refrain.engines.durable import write_durably
+from refrain.engines.failures import Failures
+from refrain.engines.gpus.placement import GpuPlacement
+from refrain.engines.histospec.workers import HistoryWorkers
+from refrain.engines.learn.canaries import NUM_PROMPTS
+from refrain.engines.learn.checkpoint import checkpoints_dir, read_state
+from refrain.engines.learn.mirror import CheckpointCopies, CopyTimeout, within
+from refrain.engines.learn.trainer import TrainerGroup
+from refrain.engines.reports.progress import Everywhere, Progress, TerminalProgress
+from refrain.engines.reward import ScorerPool
+from refrain.engines.store.actor import StoreClient, start_store
+from refrain.engines.tracking.mlflow_client import require_server
+from refrain.engines.tracking.progress_file import ProgressFile
+from refrain.engines.tracking.system_metrics import system_metrics
+from refrain.engines.tracking.tracker import Tracker, is_known
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.rollout import Split
+from refrain.schemas.run import RunRef
+from refrain.schemas.step import RunSummary
+from refrain.tasks.run.artifacts import StepPages
+from refrain.tasks.run.attach import HISTORY, SCORER, STORE, TRAINER, Run, attached
+from refrain.tasks.run.engines import Engines, make_generation
+from refrain.tasks.run.environments import start_environments
+from refrain.tasks.run.gpus import TRAINER as THE_TRAINER
+from refrain.tasks.run.gpus import wanted_gpus
+from refrain.tasks.run.milestones import Milestones
+from refrain.tasks.run.plan import RunPlan
+from refrain.tasks.run.ray_cluster import ray_cluster, ray_logs, token_file, while_ray_lives
+from refrain.tasks.run.resuming import Resumption, check_mirror, mirror_of, take_up
+from refrain.tasks.run.run_dir import (
     SUMMARY_FILE,
     claim_run_dir,
     made_known,
     stop_leftovers,
 )
-from tasks.run.run_log import RunLog
-from tasks.run.run_metadata import log_run_facts
+from refrain.tasks.run.run_log import RunLog
+from refrain.tasks.run.run_metadata import log_run_facts
 
 FETCH_S = 3600.0
 """Seconds that a resumed run may take to fetch the copy of a checkpoint."""

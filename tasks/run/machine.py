@@ -5,21 +5,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from engines.gpus.placement import Wanted, place
-from engines.inference.engine.arguments import CPU_KV_CACHE_BYTES
-from engines.learn.checkpoint import checkpoints_dir
-from engines.machine.cuda import require_gpus
-from engines.machine.host import HostNeed, require_room
-from engines.machine.inspect_machine import gpu_memory, room_of
-from engines.machine.memory import host_memory
-from engines.machine.nodes import Nodes, parse_nodes
-from engines.machine.plan import Need, memory_needs, plan_disk, require_fits, undrafted
-from engines.pat.memory import USABLE_SHARE, host_footprint
-from engines.shared_memory import shared_memory
-from schemas.config import TrainConfig
-from tasks.run.gpus import wanted_by_engines, wanted_gpus
-from tasks.run.model_inputs import drafter_shapes, model_shape
-from tasks.run.ray_cluster import names_cluster
+from refrain.engines.gpus.placement import Wanted, place
+from refrain.engines.inference.engine.arguments import CPU_KV_CACHE_BYTES
+from refrain.engines.learn.checkpoint import checkpoints_dir
+from refrain.engines.machine.cuda import require_gpus
+from refrain.engines.machine.host import HostNeed, require_room
+from refrain.engines.machine.inspect_machine import gpu_memory, room_of
+from refrain.engines.machine.memory import host_memory
+from refrain.engines.machine.nodes import Nodes, parse_nodes
+from refrain.engines.machine.plan import Need, memory_needs, plan_disk, require_fits, undrafted
+from refrain.engines.pat.memory import USABLE_SHARE, host_footprint
+from refrain.engines.shared_memory import shared_memory
+from refrain.schemas.config import TrainConfig
+from refrain.tasks.run.gpus import wanted_by_engines, wanted_gpus
+from refrain.tasks.run.model_inputs import drafter_shapes, model_shape
+from refrain.tasks.run.ray_cluster import names_cluster
 
 ON_CLUSTER = "GPUs and memory of the cluster are counted when the run starts."
 

@@ -3,8 +3,8 @@
 import asyncio
 from typing import Any, Generic, TypeVar
 
-from schemas.step import StepReport
-from schemas.weights import PolicyWeights
+from refrain.schemas.step import StepReport
+from refrain.schemas.weights import PolicyWeights
 
 T = TypeVar("T")
 

@@ -4,23 +4,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.data.dataset import Dataset, load_tokenizer
-from engines.data.tokenizer import naming_code
-from engines.data.vocabulary import (
+from refrain.engines.data.dataset import Dataset, load_tokenizer
+from refrain.engines.data.tokenizer import naming_code
+from refrain.engines.data.vocabulary import (
     Vocabulary,
     check_ending_tokens,
     check_rows,
     check_same_tokens,
     read_vocabulary,
 )
-from engines.latency.model_shape import ModelShape
-from engines.learn.checkpoint import verify_model
-from engines.learn.model_dir import check_model_dir, check_target_modules
-from engines.learn.weight_files import stored_tensors
-from engines.user_files import read_json_object
-from schemas.config import TrainConfig
-from schemas.inputs import ModelConfig
-from schemas.trainer import LoraConfig
+from refrain.engines.latency.model_shape import ModelShape
+from refrain.engines.learn.checkpoint import verify_model
+from refrain.engines.learn.model_dir import check_model_dir, check_target_modules
+from refrain.engines.learn.weight_files import stored_tensors
+from refrain.engines.user_files import read_json_object
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.inputs import ModelConfig
+from refrain.schemas.trainer import LoraConfig
 
 GENERATION = "generation_config.json"
 _CONTEXT = 4096
@@ -33,9 +33,9 @@ def check_model(model: ModelConfig, setting: str = "model.path") -> tuple[str, .
     verify_model(model.path)
     check_model_dir(model.path, setting)
     # Imported here, because torch takes seconds to load.
-    from engines.learn.export import find_start_files
-    from engines.learn.finite import check_finite
-    from engines.learn.weights_fit import check_weights_fit
+    from refrain.engines.learn.export import find_start_files
+    from refrain.engines.learn.finite import check_finite
+    from refrain.engines.learn.weights_fit import check_weights_fit
 
     try:
         _check_generation_config(model.path)
@@ -70,7 +70,7 @@ def check_against_transformers(
 
     `max_tokens`: length of the longest sample. Default: the model's context.
     """
-    from engines.learn.fidelity import check_fidelity
+    from refrain.engines.learn.fidelity import check_fidelity
 
     model = ModelConfig(path=given) if isinstance(given, Path) else given
     config, trust = hf_config(model), model.trust_remote_code
@@ -92,7 +92,7 @@ def check_lora(model: ModelConfig, lora: LoraConfig | None) -> tuple[str, ...]:
         return ()
     if not isinstance(lora.target_modules, str):
         check_target_modules(model.path, lora.target_modules)
-    from engines.learn.adapters_fit import check_adapters
+    from refrain.engines.learn.adapters_fit import check_adapters
 
     return check_adapters(hf_config(model), lora, trust_remote_code=model.trust_remote_code)
 
@@ -148,7 +148,7 @@ def check_draft_head(directory: Path | None, policy: ModelConfig) -> None:
     if directory is None:
         return
     # Imported here, because torch takes seconds to load.
-    from engines.draft_head.files import load
+    from refrain.engines.draft_head.files import load
 
     model = text_config(policy)
     try:

@@ -12,21 +12,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from schemas.base import with_absolute_paths
-from schemas.config import TrainConfig
-from schemas.resume import SettingChange
-from tasks.run.machine import MemoryPlan, plan_engines, plan_training
-from tasks.run.preflight import Inputs, read_inputs
-from tasks.run.resuming import Resumption, check_resumable
-from tasks.run.run_dir import (
+from refrain.schemas.base import with_absolute_paths
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.resume import SettingChange
+from refrain.tasks.run.machine import MemoryPlan, plan_engines, plan_training
+from refrain.tasks.run.preflight import Inputs, read_inputs
+from refrain.tasks.run.resuming import Resumption, check_resumable
+from refrain.tasks.run.run_dir import (
     CONFIG_FILE,
     STORE_FILE,
     check_deletable,
     check_run_dir,
     refuse_live,
 )
-from tasks.run.split import with_gpu_split
-from tasks.run.start_date import dated
+from refrain.tasks.run.split import with_gpu_split
+from refrain.tasks.run.start_date import dated
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from math import inf
 
-from engines.control.stage_end import StageEnd
-from engines.control.techniques import (
+from refrain.engines.control.stage_end import StageEnd
+from refrain.engines.control.techniques import (
     MoveModel,
     StepInputs,
     draft_setting,
@@ -14,23 +14,23 @@ from engines.control.techniques import (
     stage_outlook,
     tokens_to_come,
 )
-from engines.histopipe.group_lengths import GroupLengths
-from engines.histopipe.ranking import context_rates
-from engines.histopipe.sample_queue import SampleQueue
-from engines.latency.interface import Latency
-from engines.latency.measured import measured_by
-from engines.pat.costs import SwitchCosts
-from engines.rollout.moves import MovesKV, Policy, moves_long
-from engines.specactor.health import DrafterHealth
-from engines.specactor.ladder import choose_drafter
-from schemas.config import TrainConfig
-from schemas.drafting import HISTORY, NGRAM
-from schemas.rollout import DraftSetting, LengthHistory, Split
-from schemas.step import RolloutBatch, StepPlan
-from tasks.history import known_before, last_known
-from tasks.run.attach import Run
-from tasks.run.engines import Engines
-from tasks.run.model_inputs import model_shape
+from refrain.engines.histopipe.group_lengths import GroupLengths
+from refrain.engines.histopipe.ranking import context_rates
+from refrain.engines.histopipe.sample_queue import SampleQueue
+from refrain.engines.latency.interface import Latency
+from refrain.engines.latency.measured import measured_by
+from refrain.engines.pat.costs import SwitchCosts
+from refrain.engines.rollout.moves import MovesKV, Policy, moves_long
+from refrain.engines.specactor.health import DrafterHealth
+from refrain.engines.specactor.ladder import choose_drafter
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.drafting import HISTORY, NGRAM
+from refrain.schemas.rollout import DraftSetting, LengthHistory, Split
+from refrain.schemas.step import RolloutBatch, StepPlan
+from refrain.tasks.history import known_before, last_known
+from refrain.tasks.run.attach import Run
+from refrain.tasks.run.engines import Engines
+from refrain.tasks.run.model_inputs import model_shape
 
 FIRST_SWITCH_S = 0.5
 """Seconds of a switch, without the KV cache, until the run has measured one. No setting, because it

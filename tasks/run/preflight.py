@@ -8,28 +8,33 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
-from engines.data.dataset import Dataset, check_shared, load_dataset
-from engines.data.loader import PromptLoader
-from engines.data.messages import PromptSettings
-from engines.data.template import templates
-from engines.environment.process import EnvironmentSetup
-from engines.inference.engine.supported import check_version
-from engines.latency.fitted import FittedLatency
-from engines.latency.profile_file import find_profile, model_hash, read_profile, require_points
-from engines.learn.own_functions import own_functions
-from engines.learn.setting_warnings import setting_warnings
-from engines.pat.layouts import plan_pools, require_divisible
-from engines.reward import check_ground_truth, check_reward, check_reward_file
-from engines.specactor.ladder import Ladder
-from engines.tracking.forward import require_trackers
-from schemas.config import TrainConfig
-from schemas.data import Prompt
-from schemas.drafting import HISTORY, NGRAM
-from schemas.latency import PointKind
-from schemas.rollout import Split
-from schemas.secret import fill_in, secrets_of
-from tasks.run.environments import read_environment
-from tasks.run.model_inputs import (
+from refrain.engines.data.dataset import Dataset, check_shared, load_dataset
+from refrain.engines.data.loader import PromptLoader
+from refrain.engines.data.messages import PromptSettings
+from refrain.engines.data.template import templates
+from refrain.engines.environment.process import EnvironmentSetup
+from refrain.engines.inference.engine.supported import check_version
+from refrain.engines.latency.fitted import FittedLatency
+from refrain.engines.latency.profile_file import (
+    find_profile,
+    model_hash,
+    read_profile,
+    require_points,
+)
+from refrain.engines.learn.own_functions import own_functions
+from refrain.engines.learn.setting_warnings import setting_warnings
+from refrain.engines.pat.layouts import plan_pools, require_divisible
+from refrain.engines.reward import check_ground_truth, check_reward, check_reward_file
+from refrain.engines.specactor.ladder import Ladder
+from refrain.engines.tracking.forward import require_trackers
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.data import Prompt
+from refrain.schemas.drafting import HISTORY, NGRAM
+from refrain.schemas.latency import PointKind
+from refrain.schemas.rollout import Split
+from refrain.schemas.secret import fill_in, secrets_of
+from refrain.tasks.run.environments import read_environment
+from refrain.tasks.run.model_inputs import (
     check_against_transformers,
     check_beside,
     check_draft_head,

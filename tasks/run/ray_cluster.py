@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 import psutil
 
-from engines.bounded import call_in_thread, together
-from engines.gpus.placement import GpuPlacement, Wanted, place
-from engines.private import private_dir, private_path, read_secret
-from engines.shared_memory import clear_dead
+from refrain.engines.bounded import call_in_thread, together
+from refrain.engines.gpus.placement import GpuPlacement, Wanted, place
+from refrain.engines.private import private_dir, private_path, read_secret
+from refrain.engines.shared_memory import clear_dead
 
 ANSWER_S = 10.0
 """Seconds to wait until a cluster answers."""

@@ -5,16 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from engines.learn.checkpoint import checkpoints_dir, latest_checkpoint
-from engines.reports.runs import RunRecord
-from engines.tracking.mlflow_run import RUN_FILE
-from engines.tracking.progress_file import PROGRESS_FILE, read_progress, readable_steps
-from engines.user_files import read_json_object, read_model
-from schemas.config import TrainConfig
-from schemas.progress import RunProgress
-from schemas.step import RunSummary, StepReport
-from tasks.run.crashes import read_crashes
-from tasks.run.run_dir import (
+from refrain.engines.learn.checkpoint import checkpoints_dir, latest_checkpoint
+from refrain.engines.reports.runs import RunRecord
+from refrain.engines.tracking.mlflow_run import RUN_FILE
+from refrain.engines.tracking.progress_file import PROGRESS_FILE, read_progress, readable_steps
+from refrain.engines.user_files import read_json_object, read_model
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.progress import RunProgress
+from refrain.schemas.step import RunSummary, StepReport
+from refrain.tasks.run.crashes import read_crashes
+from refrain.tasks.run.run_dir import (
     CONFIG_FILE,
     STORE_FILE,
     SUMMARY_FILE,
@@ -118,7 +118,7 @@ def _read_steps(run_dir: Path, read_errors: list[str]) -> list[StepReport]:
         read_errors += wrong[:1]
         if reports or wrong or not (run_dir / STORE_FILE).exists():
             return reports
-        from engines.store.store import open_read_only
+        from refrain.engines.store.store import open_read_only
 
         with open_read_only(run_dir / STORE_FILE) as store:
             return store.steps()

@@ -12,13 +12,13 @@ request.
 
 from collections.abc import Collection, Sequence
 
-from engines.histopipe.placement import Placement, deal_groups
-from engines.learn.refill import num_to_draw, num_useful
-from schemas.rollout import RequestId, Split
-from schemas.step import StepPlan
-from tasks.history import index_drawn, known_before
-from tasks.reward import score_new
-from tasks.run.attach import Run
+from refrain.engines.histopipe.placement import Placement, deal_groups
+from refrain.engines.learn.refill import num_to_draw, num_useful
+from refrain.schemas.rollout import RequestId, Split
+from refrain.schemas.step import StepPlan
+from refrain.tasks.history import index_drawn, known_before
+from refrain.tasks.reward import score_new
+from refrain.tasks.run.attach import Run
 
 
 def refills(run: Run, plan: StepPlan) -> bool:

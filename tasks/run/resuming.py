@@ -10,24 +10,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engines.durable import set_aside
-from engines.learn.checkpoint import (
+from refrain.engines.durable import set_aside
+from refrain.engines.learn.checkpoint import (
     checkpoints_dir,
     named_checkpoints,
     newest_verified,
     read_state,
 )
-from engines.learn.mirror import ANSWER_S, CopyTimeout, Mirror, within
-from engines.store.archive import SUFFIX
-from engines.store.open_database import RUN, StoreLockedError
-from engines.store.store import Store, open_read_only
-from engines.tracking.progress_file import STEPS_FILE, readable_steps, write_steps
-from schemas.config import TrainConfig
-from schemas.resume import SettingChange
-from schemas.step import StepReport
-from tasks.run.crashes import read_crashes
-from tasks.run.record import read_mlflow_run
-from tasks.run.run_dir import STORE_FILE, hold_run_dir, read_changes, refuse_live
+from refrain.engines.learn.mirror import ANSWER_S, CopyTimeout, Mirror, within
+from refrain.engines.store.archive import SUFFIX
+from refrain.engines.store.open_database import RUN, StoreLockedError
+from refrain.engines.store.store import Store, open_read_only
+from refrain.engines.tracking.progress_file import STEPS_FILE, readable_steps, write_steps
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.resume import SettingChange
+from refrain.schemas.step import StepReport
+from refrain.tasks.run.crashes import read_crashes
+from refrain.tasks.run.record import read_mlflow_run
+from refrain.tasks.run.run_dir import STORE_FILE, hold_run_dir, read_changes, refuse_live
 
 
 @dataclass(frozen=True)

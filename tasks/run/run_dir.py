@@ -11,19 +11,19 @@ from pathlib import Path
 import psutil
 from filelock import FileLock, Timeout
 
-from engines.durable import write_durably
-from engines.histospec.library import delete_indexes
-from engines.paths import check_regular
-from engines.private import require_own, tighten, use_private_umask
-from engines.shared_memory import clear_dead
-from engines.user_files import read_json_object, readable_lines, validated
-from schemas.config import TrainConfig
-from schemas.profile import ProfileConfig
-from schemas.removed_settings import removed_changes
-from schemas.resume import OnResume, SettingChange, changed_settings
-from schemas.run import RunRef
-from schemas.secret import fill_in, secrets_of
-from tasks.run.config_record import CONFIG_FILE, read_values, refuse_redacted, write_config
+from refrain.engines.durable import write_durably
+from refrain.engines.histospec.library import delete_indexes
+from refrain.engines.paths import check_regular
+from refrain.engines.private import require_own, tighten, use_private_umask
+from refrain.engines.shared_memory import clear_dead
+from refrain.engines.user_files import read_json_object, readable_lines, validated
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.profile import ProfileConfig
+from refrain.schemas.removed_settings import removed_changes
+from refrain.schemas.resume import OnResume, SettingChange, changed_settings
+from refrain.schemas.run import RunRef
+from refrain.schemas.secret import fill_in, secrets_of
+from refrain.tasks.run.config_record import CONFIG_FILE, read_values, refuse_redacted, write_config
 
 Config = TrainConfig | ProfileConfig
 

@@ -5,9 +5,9 @@ import logging
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
-from engines.reports.progress import step_line
-from schemas.progress import Rolling
-from schemas.step import StepReport
+from refrain.engines.reports.progress import step_line
+from refrain.schemas.progress import Rolling
+from refrain.schemas.step import StepReport
 
 
 class RunLog:

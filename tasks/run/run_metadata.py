@@ -6,21 +6,21 @@ from pathlib import Path
 
 from prefect.runtime import flow_run as this_flow_run
 
-from engines.latency.profile_file import find_profile
-from engines.learn.checkpoint import (
+from refrain.engines.latency.profile_file import find_profile
+from refrain.engines.learn.checkpoint import (
     STATE_FILE,
     CheckpointState,
     complete_checkpoints,
     read_state,
 )
-from engines.tracking.environment import find_environment
-from engines.tracking.tracker import Tracker
-from schemas.config import TrainConfig
-from schemas.profile import PROFILE_FILE
-from schemas.rollout import Split
-from tasks.run.crashes import read_crashes
-from tasks.run.preflight import Inputs
-from tasks.run.run_dir import CONFIG_FILE, read_changes
+from refrain.engines.tracking.environment import find_environment
+from refrain.engines.tracking.tracker import Tracker
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.profile import PROFILE_FILE
+from refrain.schemas.rollout import Split
+from refrain.tasks.run.crashes import read_crashes
+from refrain.tasks.run.preflight import Inputs
+from refrain.tasks.run.run_dir import CONFIG_FILE, read_changes
 
 CONTENTS = """\
 | artifact | content |

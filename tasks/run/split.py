@@ -6,11 +6,11 @@ The planned numbers replace `specactor.split_gpus` in the run's recorded config.
 them, unless you give it another number of GPUs.
 """
 
-from engines.learn.model_dir import check_model_dir
-from engines.specactor.planner import Cluster, GpuSplit, split_gpus
-from schemas.config import TrainConfig
-from schemas.drafting import DraftModel
-from tasks.run.preflight import read_latency
+from refrain.engines.learn.model_dir import check_model_dir
+from refrain.engines.specactor.planner import Cluster, GpuSplit, split_gpus
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.drafting import DraftModel
+from refrain.tasks.run.preflight import read_latency
 
 EXPECTED_ACCEPTANCE = 0.7
 """Probability that a draft model's token is accepted. The run measures it only after the split."""

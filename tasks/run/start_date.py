@@ -3,9 +3,9 @@ another day."""
 
 from datetime import datetime
 
-from schemas.config import TrainConfig
-from schemas.inputs import DataConfig
-from tasks.run.config_record import CONFIG_FILE, read_values
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.inputs import DataConfig
+from refrain.tasks.run.config_record import CONFIG_FILE, read_values
 
 
 def dated(config: TrainConfig, resume: bool) -> TrainConfig:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from engines.reports.tables import printable
-from engines.store.sandbox import MAX_TIMEOUT_S, MEMORY_BYTES, REFUSED
-from tasks.run.run_dir import STORE_FILE
+from refrain.engines.reports.tables import printable
+from refrain.engines.store.sandbox import MAX_TIMEOUT_S, MEMORY_BYTES, REFUSED
+from refrain.tasks.run.run_dir import STORE_FILE
 
-_COMMAND = (sys.executable, "-P", "-m", "engines.store.reader")
+_COMMAND = (sys.executable, "-P", "-m", "refrain.engines.store.reader")
 _ROOT = Path(__file__).parents[2]
 _START_S = 30.0
 """Seconds that the process may take to start on a busy machine."""

@@ -4,7 +4,7 @@ import asyncio
 
 import pyarrow as pa
 
-from engines.accounting.savings import (
+from refrain.engines.accounting.savings import (
     HOW_TO_KNOW,
     MEASURED,
     acted,
@@ -12,14 +12,14 @@ from engines.accounting.savings import (
     measured_s,
     step_savings,
 )
-from engines.accounting.step_requests import StepRequest, step_moves, step_requests
-from engines.pat.layouts import place_engines, plan_pools
-from engines.reports.trace_events import read_timeline
-from schemas.config import TrainConfig
-from schemas.keys import stage_name
-from schemas.step import RolloutBatch
-from schemas.timeline import RecordedTimeline, Savings
-from tasks.run.attach import Run
+from refrain.engines.accounting.step_requests import StepRequest, step_moves, step_requests
+from refrain.engines.pat.layouts import place_engines, plan_pools
+from refrain.engines.reports.trace_events import read_timeline
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.keys import stage_name
+from refrain.schemas.step import RolloutBatch
+from refrain.schemas.timeline import RecordedTimeline, Savings
+from refrain.tasks.run.attach import Run
 
 
 async def log_timeline(run: Run, batch: RolloutBatch, rows: pa.Table) -> Savings | None:

@@ -6,12 +6,16 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from engines.accounting.conversations import conversation_metrics
-from engines.accounting.metrics import SUMMARISED_COLUMNS, rollout_metrics, summarise_rollouts
-from engines.store.store import Store
-from engines.store.tables import TURNS
-from schemas.rollout import Split, Turn
-from schemas.step import RolloutBatch
+from refrain.engines.accounting.conversations import conversation_metrics
+from refrain.engines.accounting.metrics import (
+    SUMMARISED_COLUMNS,
+    rollout_metrics,
+    summarise_rollouts,
+)
+from refrain.engines.store.store import Store
+from refrain.engines.store.tables import TURNS
+from refrain.schemas.rollout import Split, Turn
+from refrain.schemas.step import RolloutBatch
 from tests.accounting.test_metrics import PLAN, ROWS, TIMELINE, outcome, share
 from tests.store.test_store import add_rollouts
 from tests.store.test_turns import talk

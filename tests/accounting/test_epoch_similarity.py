@@ -5,7 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.accounting.epoch_similarity import PREFIX, length_changes, rank_changes, similarity
+from refrain.engines.accounting.epoch_similarity import (
+    PREFIX,
+    length_changes,
+    rank_changes,
+    similarity,
+)
 
 tokens = st.lists(st.integers(0, 3), max_size=30)
 

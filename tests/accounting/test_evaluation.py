@@ -6,12 +6,12 @@ import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from engines.accounting.metrics import evaluation_metrics, evaluation_report
-from engines.reports.runs import print_evaluation
-from schemas.config import TrainConfig
-from schemas.evaluation import EvaluationReport
-from schemas.rollout import Split
-from schemas.step import RewardedBatch, RolloutBatch
+from refrain.engines.accounting.metrics import evaluation_metrics, evaluation_report
+from refrain.engines.reports.runs import print_evaluation
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.evaluation import EvaluationReport
+from refrain.schemas.rollout import Split
+from refrain.schemas.step import RewardedBatch, RolloutBatch
 
 CONFIG = TrainConfig.model_validate(
     {

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import pyarrow as pa
 
-from engines.accounting.metric_names import SECTIONS
-from engines.accounting.metrics import (
+from refrain.engines.accounting.metric_names import SECTIONS
+from refrain.engines.accounting.metrics import (
     evaluation_metrics,
     step_report,
     summarise_rewards,
@@ -17,15 +17,15 @@ from engines.accounting.metrics import (
     timing_metrics,
     validation_metrics,
 )
-from engines.accounting.savings import saving_metrics
-from engines.reward.metrics import sample_figures
-from engines.store.tables import TURNS
-from schemas.counts import DraftingCounts, StreamCounts
-from schemas.evaluation import EvaluationReport, SourceFigures
-from schemas.rollout import Turn
-from schemas.step import TrainReport
-from schemas.timeline import Saving, Savings, Technique
-from schemas.weights import PolicyWeights
+from refrain.engines.accounting.savings import saving_metrics
+from refrain.engines.reward.metrics import sample_figures
+from refrain.engines.store.tables import TURNS
+from refrain.schemas.counts import DraftingCounts, StreamCounts
+from refrain.schemas.evaluation import EvaluationReport, SourceFigures
+from refrain.schemas.rollout import Turn
+from refrain.schemas.step import TrainReport
+from refrain.schemas.timeline import Saving, Savings, Technique
+from refrain.schemas.weights import PolicyWeights
 from tests.accounting.test_metrics import (
     HISTORY,
     PLAN,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pytest
 
-from engines.accounting.metrics import (
+from refrain.engines.accounting.metrics import (
     blind_engines,
     drafting_metrics,
     reward_metrics,
@@ -16,12 +16,12 @@ from engines.accounting.metrics import (
     summary_metrics,
     timing_metrics,
 )
-from engines.accounting.names import tracked_name
-from engines.rollout.stage import Outcome
-from engines.store.tables import TURNS
-from schemas.counts import DraftingCounts, LibraryCounts, MoveCounts, SwitchCounts
-from schemas.rollout import Split
-from schemas.step import (
+from refrain.engines.accounting.names import tracked_name
+from refrain.engines.rollout.stage import Outcome
+from refrain.engines.store.tables import TURNS
+from refrain.schemas.counts import DraftingCounts, LibraryCounts, MoveCounts, SwitchCounts
+from refrain.schemas.rollout import Split
+from refrain.schemas.step import (
     EngineShare,
     HistoryReport,
     PromptGroup,
@@ -30,8 +30,8 @@ from schemas.step import (
     StepPlan,
     TrainReport,
 )
-from schemas.timeline import Activity, Span, Timeline
-from schemas.weights import PolicyWeights
+from refrain.schemas.timeline import Activity, Span, Timeline
+from refrain.schemas.weights import PolicyWeights
 
 PLAN = StepPlan(
     split=Split.TRAIN,

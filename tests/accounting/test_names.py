@@ -5,16 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlflow.utils.validation import _validate_metric_name
 
-from engines.accounting.metrics import reward_metrics, validation_metrics
-from engines.accounting.names import (
+from refrain.engines.accounting.metrics import reward_metrics, validation_metrics
+from refrain.engines.accounting.names import (
     MAX_NAME_CHARACTERS,
     distinct_text,
     tracked_name,
     tracked_text,
 )
-from schemas.evaluation import SourceFigures
-from schemas.rollout import Split
-from schemas.step import RewardedBatch
+from refrain.schemas.evaluation import SourceFigures
+from refrain.schemas.rollout import Split
+from refrain.schemas.step import RewardedBatch
 
 HOSTILE = (
     "math (v2)",

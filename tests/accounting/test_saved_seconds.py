@@ -7,12 +7,12 @@ from itertools import count
 import numpy as np
 import pytest
 
-from engines.accounting.savings import engine_costs, step_savings
-from engines.accounting.step_requests import Stay, StepRequest
-from engines.histospec.step_times import MeasuredStepTimes, pass_content
-from schemas.counts import DraftingCounts
-from schemas.rollout import RequestId, Split
-from schemas.step import EngineShare
+from refrain.engines.accounting.savings import engine_costs, step_savings
+from refrain.engines.accounting.step_requests import Stay, StepRequest
+from refrain.engines.histospec.step_times import MeasuredStepTimes, pass_content
+from refrain.schemas.counts import DraftingCounts
+from refrain.schemas.rollout import RequestId, Split
+from refrain.schemas.step import EngineShare
 
 MAX_PASS_TOKENS = 1024
 PROMPT_TOKENS = 64

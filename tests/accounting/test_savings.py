@@ -4,19 +4,19 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from engines.accounting.rollout_replay import EngineCosts
-from engines.accounting.savings import (
+from refrain.engines.accounting.rollout_replay import EngineCosts
+from refrain.engines.accounting.savings import (
     engine_costs,
     measured_s,
     saving_metrics,
     saving_words,
     step_savings,
 )
-from engines.accounting.step_requests import DEFERRED, Stay, StepRequest
-from schemas.counts import DraftingCounts
-from schemas.rollout import RequestId, Split
-from schemas.step import EngineShare
-from schemas.timeline import MoveKind, MoveRecord, Saving, Savings, Technique
+from refrain.engines.accounting.step_requests import DEFERRED, Stay, StepRequest
+from refrain.schemas.counts import DraftingCounts
+from refrain.schemas.rollout import RequestId, Split
+from refrain.schemas.step import EngineShare
+from refrain.schemas.timeline import MoveKind, MoveRecord, Saving, Savings, Technique
 
 
 @dataclass(frozen=True)

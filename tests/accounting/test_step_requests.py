@@ -5,15 +5,22 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.accounting.step_requests import (
+from refrain.engines.accounting.step_requests import (
     DEFERRED,
     Stay,
     first_free_rows,
     step_moves,
     step_requests,
 )
-from schemas.rollout import RequestId, Split
-from schemas.timeline import Activity, MoveKind, MoveRecord, RecordedTimeline, Span, Timeline
+from refrain.schemas.rollout import RequestId, Split
+from refrain.schemas.timeline import (
+    Activity,
+    MoveKind,
+    MoveRecord,
+    RecordedTimeline,
+    Span,
+    Timeline,
+)
 
 TRAIN = Split.TRAIN
 times = st.floats(0.0, 100.0)

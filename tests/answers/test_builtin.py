@@ -2,13 +2,13 @@
 
 import pytest
 
-from engines.answers.builtin import (
+from refrain.engines.answers.builtin import (
     KNOWN_DATA_SOURCES,
     accepted_answers,
     builtin_scorer,
     compute_score,
 )
-from engines.answers.extraction import boxed_answer, normalise_math
+from refrain.engines.answers.extraction import boxed_answer, normalise_math
 
 
 def score(data_source, solution, ground_truth):

@@ -3,7 +3,7 @@
 import pytest
 from math_verify import parse, verify
 
-from engines.answers.builtin import builtin_scorer
+from refrain.engines.answers.builtin import builtin_scorer
 
 RIGHT = [
     # fractions, decimals and percentages

@@ -14,14 +14,14 @@ import pyarrow as pa
 import pytest
 from click.testing import CliRunner, Result
 
-from benchmarks.lockstep import PassTime
-from engines.histospec.acceptance import Acceptance
-from engines.histospec.drafting import LONGEST_ALONE
-from engines.simulate.trace import Trace, write_trace
-from flows.bench import BENCHES
-from flows.cli import main
-from schemas.bench import BenchReport
-from schemas.latency import PointKind
+from refrain.benchmarks.lockstep import PassTime
+from refrain.engines.histospec.acceptance import Acceptance
+from refrain.engines.histospec.drafting import LONGEST_ALONE
+from refrain.engines.simulate.trace import Trace, write_trace
+from refrain.flows.bench import BENCHES
+from refrain.flows.cli import main
+from refrain.schemas.bench import BenchReport
+from refrain.schemas.latency import PointKind
 from tests.conftest import REPOSITORY
 from tests.flows.test_simulate import point, write_profile
 
@@ -39,7 +39,11 @@ def a_directory(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def no_arctic(monkeypatch):
     """Hide arctic-inference, so that tests do not depend on whether it is installed."""
-    for module in ("benchmarks.arctic", "benchmarks.drafting", "benchmarks.index"):
+    for module in (
+        "refrain.benchmarks.arctic",
+        "refrain.benchmarks.drafting",
+        "refrain.benchmarks.index",
+    ):
         monkeypatch.setattr(f"{module}.find_cache_class", lambda: None)
 
 
@@ -333,7 +337,7 @@ def test_arctic_is_fed_with_history_and_with_what_runs(monkeypatch):
     """Two prompts of two samples. The first pass finds no match and yields one token. The next
     drafts the other 9 and yields the last."""
     monkeypatch.setattr(FakeCache, "made", [])
-    monkeypatch.setattr("benchmarks.drafting.find_cache_class", lambda: FakeCache)
+    monkeypatch.setattr("refrain.benchmarks.drafting.find_cache_class", lambda: FakeCache)
     figures = measured("drafting", write([{7: [ANSWER] * 2, 6: [ANSWER] * 2}] * 2))["figures"]
     assert figures["arctic_acceptance_length"] == pytest.approx(11 / 2)
     assert figures["arctic_num_draft_tokens"] == 4 * 9
@@ -345,8 +349,8 @@ def test_arctic_is_fed_with_history_and_with_what_runs(monkeypatch):
 
 def test_the_index_bench_at_reduced_size(monkeypatch):
     for name, value in (("NUM_RESPONSES", 3), ("RESPONSE_TOKENS", 256)):
-        monkeypatch.setattr(f"benchmarks.index.{name}", value)
-    monkeypatch.setattr("benchmarks.index.ADDED_PROMPTS", 2)
+        monkeypatch.setattr(f"refrain.benchmarks.index.{name}", value)
+    monkeypatch.setattr("refrain.benchmarks.index.ADDED_PROMPTS", 2)
     found = measured("index", "--repeats", "2", "--prompts", "50")
     assert sorted(found["figures"]) == [
         "add_ms",
@@ -374,7 +378,7 @@ def test_the_index_bench_at_reduced_size(monkeypatch):
 
 def test_a_name_imports_only_its_own_bench():
     code = (
-        "import sys; from click.testing import CliRunner; from flows.cli import main\n"
+        "import sys; from click.testing import CliRunner; from refrain.flows.cli import main\n"
         "assert CliRunner().invoke(main, ['bench', '--list']).exit_code == 0\n"
         "heavy = {'numpy', 'numba', 'benchmarks', 'pyarrow', 'duckdb'}\n"
         "sys.exit(', '.join(heavy & sys.modules.keys()) or 0)"
@@ -386,7 +390,7 @@ def test_the_environment_is_set_before_ray_is_imported():
     """Ray reads its token mode on import. If it is set later, Ray's processes refuse each other."""
     code = """
 import os, sys
-from flows.bench import launch_bench
+from refrain.flows.bench import launch_bench
 
 class Finder:
     def find_spec(self, name, path, target=None):
@@ -421,6 +425,6 @@ def test_each_bench_option_refuses_invalid_values(name: str, directory: Path) ->
 
 def options_of(name: str) -> list[tuple[str, type]]:
     parser = ArgumentParser()
-    importlib.import_module(f"benchmarks.{name}").add_arguments(parser)
+    importlib.import_module(f"refrain.benchmarks.{name}").add_arguments(parser)
     actions = [action for action in parser._actions if action.option_strings]
     return [(one.option_strings[-1], one.type) for one in actions if one.type in (int, Path)]

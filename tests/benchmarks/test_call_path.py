@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.call_path import CallTracer
+from refrain.benchmarks.call_path import CallTracer
 from tests.conftest import REPOSITORY
 
 HERE = "tests/benchmarks/test_call_path.py"

@@ -5,8 +5,8 @@ from argparse import Namespace
 import pytest
 from rich.console import Console
 
-from benchmarks import deciding
-from engines.control.controller import Controller
+from refrain.benchmarks import deciding
+from refrain.engines.control.controller import Controller
 
 
 def test_every_pool_is_looked_at_in_a_round(monkeypatch):

@@ -6,11 +6,11 @@ from typing import cast
 
 import pytest
 
-from benchmarks import one_step
-from benchmarks.decoupled import DraftedLap, Earlier
-from engines.histospec.index_file import index_path, open_index
-from flows.bench import launch_bench
-from schemas.rollout import (
+from refrain.benchmarks import one_step
+from refrain.benchmarks.decoupled import DraftedLap, Earlier
+from refrain.engines.histospec.index_file import index_path, open_index
+from refrain.flows.bench import launch_bench
+from refrain.schemas.rollout import (
     FinishReason,
     Generated,
     RequestId,

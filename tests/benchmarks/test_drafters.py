@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.drafters import NGRAM_WINDOW, look_up
+from refrain.benchmarks.drafters import NGRAM_WINDOW, look_up
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=25)
 

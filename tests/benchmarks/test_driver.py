@@ -7,8 +7,8 @@ from argparse import Namespace
 import pytest
 from rich.console import Console
 
-from benchmarks.driver import measure, watched
-from benchmarks.driver_races import RacingEngine, race_at_once
+from refrain.benchmarks.driver import measure, watched
+from refrain.benchmarks.driver_races import RacingEngine, race_at_once
 
 
 async def test_waiting_holds_up_the_loop_and_takes_no_cpu_time():

@@ -7,12 +7,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import synthetic
-from benchmarks.synthetic import SEED, VOCABULARY, draw
-from engines.inference.sampling.noise import gumbel_noise
-from flows.cli import main
-from schemas.keys import sample_key
-from schemas.rollout import Split
+from refrain.benchmarks import synthetic
+from refrain.benchmarks.synthetic import SEED, VOCABULARY, draw
+from refrain.engines.inference.sampling.noise import gumbel_noise
+from refrain.flows.cli import main
+from refrain.schemas.keys import sample_key
+from refrain.schemas.rollout import Split
 
 
 @pytest.fixture(scope="module", name="drawn")

@@ -5,8 +5,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from engines.store import archive
-from flows.cli import main
+from refrain.engines.store import archive
+from refrain.flows.cli import main
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 from rich.console import Console
 
-from benchmarks import host, scheduling
+from refrain.benchmarks import host, scheduling
 
 pytestmark = pytest.mark.engine
 
@@ -13,7 +13,9 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(host, "NUM_ROWS", (3,))
-    monkeypatch.setattr("engines.inference.engine.process.prepare_process", lambda **_: None)
+    monkeypatch.setattr(
+        "refrain.engines.inference.engine.process.prepare_process", lambda **_: None
+    )
 
 
 def test_both_schedulers_draw_the_same_tokens():

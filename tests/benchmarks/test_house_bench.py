@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.house import ROOT, docstrings_of, imports_back, share_of, words_per_sentence
-from flows.cli import main
+from refrain.benchmarks.house import ROOT, docstrings_of, imports_back, share_of, words_per_sentence
+from refrain.flows.cli import main
 
 
 def test_it_counts_this_repository(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_it_counts_this_repository(tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_a_request_reaches_vllm_in_a_dozen_calls(tmp_path: Path) -> None:
     file = tmp_path / "house.json"
-    command = [sys.executable, "-m", "flows.cli", "bench", "house", f"--json={file}"]
+    command = [sys.executable, "-m", "refrain.flows.cli", "bench", "house", f"--json={file}"]
     subprocess.run(command, check=True, timeout=280)
     report = json.loads(file.read_text())
     path = report["rows"][-1]["roll_out_to_vllm"]

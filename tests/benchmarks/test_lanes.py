@@ -2,7 +2,7 @@
 
 from matplotlib.image import imread
 
-from benchmarks.lanes import LaneRow, LaneSpan, colours_of, draw_lanes, pauses
+from refrain.benchmarks.lanes import LaneRow, LaneSpan, colours_of, draw_lanes, pauses
 
 
 def spans(engine, *parts):

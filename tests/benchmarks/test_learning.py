@@ -7,12 +7,12 @@ from typing import get_args
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.learning import MODES, figures, interval, planned
-from engines.store.store import Store
-from flows.cli import main
-from schemas.algorithm import AlgorithmType
-from schemas.step import StepReport
-from tasks.run.run_dir import STORE_FILE
+from refrain.benchmarks.learning import MODES, figures, interval, planned
+from refrain.engines.store.store import Store
+from refrain.flows.cli import main
+from refrain.schemas.algorithm import AlgorithmType
+from refrain.schemas.step import StepReport
+from refrain.tasks.run.run_dir import STORE_FILE
 
 
 def row(kind="grpo", mode="sync", seed=0, last=0.6, clipped=0.0) -> dict:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.one_step import fetch
-from engines.store.rows import rollout_rows
-from schemas.rollout import Turn
+from refrain.benchmarks.one_step import fetch
+from refrain.engines.store.rows import rollout_rows
+from refrain.schemas.rollout import Turn
 from tests.store.test_turns import talk
 
 

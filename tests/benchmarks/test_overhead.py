@@ -3,8 +3,8 @@
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.overhead import Stopwatch
-from flows.cli import main
+from refrain.benchmarks.overhead import Stopwatch
+from refrain.flows.cli import main
 
 
 def test_seconds_are_added_up_as_far_as_they_lie_in_the_stretches():

@@ -10,13 +10,13 @@ from statistics import median
 import pytest
 from rich.console import Console
 
-from benchmarks import cores, pipeline
-from benchmarks.laps import in_turn
-from benchmarks.pipeline import COMPARED, MODES, overrides, run_command, stretch_row
-from flows.bench import launch_bench
-from flows.config_file import load_config
-from schemas.bench import BenchReport
-from schemas.step import StepReport
+from refrain.benchmarks import cores, pipeline
+from refrain.benchmarks.laps import in_turn
+from refrain.benchmarks.pipeline import COMPARED, MODES, overrides, run_command, stretch_row
+from refrain.flows.bench import launch_bench
+from refrain.flows.config_file import load_config
+from refrain.schemas.bench import BenchReport
+from refrain.schemas.step import StepReport
 from tests.conftest import DEMO
 
 CONFIG = str(DEMO / "train.yaml")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.real import (
+from refrain.benchmarks.real import (
     COMPARED,
     OF_HEAD,
     add_arguments,
@@ -18,7 +18,7 @@ from benchmarks.real import (
     read_arguments,
     share_identical,
 )
-from benchmarks.temperature_engines import DialTurn
+from refrain.benchmarks.temperature_engines import DialTurn
 from tests.conftest import DEMO, REPOSITORY
 
 MODEL, DATA = DEMO / "model", DEMO / "data" / "train.parquet"
@@ -106,7 +106,7 @@ def test_the_defaults_are_read() -> None:
 def test_tokens_equal_those_without_drafts(tmp_path: Path) -> None:
     size = ["--prompts=4", "--samples=4", "--tokens=48", "--prompt-tokens=128", "--epochs=2"]
     dial = ["--temperatures=1.0,0.2", "--first-laps=1", f"--plot={tmp_path / 'real.png'}"]
-    bench = [sys.executable, "-m", "flows.cli", "bench", "real", str(MODEL), str(DATA)]
+    bench = [sys.executable, "-m", "refrain.flows.cli", "bench", "real", str(MODEL), str(DATA)]
     # In a process of its own: this one may have a Ray cluster already.
     done = subprocess.run(
         [*bench, *size, *dial, f"--json={tmp_path / 'real.json'}"],

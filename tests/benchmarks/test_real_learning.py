@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.real_learning import draw, epoch_row, figures, held_out_rows, moved
+from refrain.benchmarks.real_learning import draw, epoch_row, figures, held_out_rows, moved
 from tests.conftest import DEMO
 
 

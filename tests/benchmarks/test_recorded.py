@@ -1,13 +1,13 @@
 """A recorded step gets the history that the run had at that time, and can be dealt by tokens."""
 
-from benchmarks.recorded import engines_by_tokens, write_history
-from engines.histospec.index import END
-from engines.histospec.index_file import index_path, open_index
-from engines.histospec.shared import SharedReader
-from engines.store.rows import rollout_rows
-from engines.store.store import Store
-from schemas.rollout import Split
-from schemas.step import PromptGroup
+from refrain.benchmarks.recorded import engines_by_tokens, write_history
+from refrain.engines.histospec.index import END
+from refrain.engines.histospec.index_file import index_path, open_index
+from refrain.engines.histospec.shared import SharedReader
+from refrain.engines.store.rows import rollout_rows
+from refrain.engines.store.store import Store
+from refrain.schemas.rollout import Split
+from refrain.schemas.step import PromptGroup
 from tests.store.test_store import make_plan, make_rewards, make_rollout
 
 KEYS = {step: ("a", "b") if step % 2 else ("c", "d") for step in range(1, 9)}

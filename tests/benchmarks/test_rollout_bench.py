@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.rollout import _saved_figures
+from refrain.benchmarks.rollout import _saved_figures
 
 
 def lap(engine: str, epoch: int, seconds: float, saved_s: float = 0.0, group: int = 0) -> dict:

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.traffic import count_kernels
+from refrain.benchmarks.traffic import count_kernels
 
 
 def test_close_scores_cost_operations():

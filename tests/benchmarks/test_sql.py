@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from flows.cli import main
+from refrain.flows.cli import main
 from tests.conftest import REPOSITORY
 
 
@@ -18,7 +18,7 @@ def test_questions_are_answered_while_steps_go_on(tmp_path: Path) -> None:
     report = tmp_path / "sql.json"
     arguments = ["--steps", "4", "--rollouts", "64", "--tokens", "16"]
     # Run it in another process, because it starts its own Ray.
-    command = [sys.executable, "-m", "flows.cli", "bench", "sql", *arguments]
+    command = [sys.executable, "-m", "refrain.flows.cli", "bench", "sql", *arguments]
     done = subprocess.run(
         [*command, "--json", report], cwd=REPOSITORY, capture_output=True, text=True, timeout=300.0
     )

@@ -3,9 +3,9 @@
 import torch
 from safetensors import safe_open
 
-from benchmarks.copies import CopiedBytes
-from engines.learn.publishing import WholeTensors, publish
-from engines.weights_file import VersionFiles
+from refrain.benchmarks.copies import CopiedBytes
+from refrain.engines.learn.publishing import WholeTensors, publish
+from refrain.engines.weights_file import VersionFiles
 
 
 def whole(dtype: torch.dtype) -> WholeTensors:

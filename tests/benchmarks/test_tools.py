@@ -7,14 +7,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks import tools
-from benchmarks.talks import TURNS, Talk, TalkLap, kv_tokens, make_talks
-from benchmarks.tools import KINDS, add_arguments, figures, measure, read_arguments, show
-from benchmarks.turn_engine import SlotWatch, Usage, num_full_blocks
-from engines.inference.engine.running import Running
-from schemas.bench import BenchReport
-from schemas.data import Prompt
-from schemas.rollout import FinishReason, Generated, RequestId, Rollout, RolloutRequest, Split, Turn
+from refrain.benchmarks import tools
+from refrain.benchmarks.talks import TURNS, Talk, TalkLap, kv_tokens, make_talks
+from refrain.benchmarks.tools import KINDS, add_arguments, figures, measure, read_arguments, show
+from refrain.benchmarks.turn_engine import SlotWatch, Usage, num_full_blocks
+from refrain.engines.inference.engine.running import Running
+from refrain.schemas.bench import BenchReport
+from refrain.schemas.data import Prompt
+from refrain.schemas.rollout import (
+    FinishReason,
+    Generated,
+    RequestId,
+    Rollout,
+    RolloutRequest,
+    Split,
+    Turn,
+)
 from tests.conftest import DEMO
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.auth import password_file
+from refrain.flows.auth import password_file
 from tests.browser.pages import CHROMIUM, DRIVER, Browser, chromium
 from tests.flows.commands import Command
 from tests.sockets import free_port

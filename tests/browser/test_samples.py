@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.samples import made_up_run
+from refrain.benchmarks.samples import made_up_run
 from tests.browser.pages import Browser
 from tests.flows.commands import Command
 from tests.sockets import free_port

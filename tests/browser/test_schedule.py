@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from schemas.latency import Profile
-from schemas.profile import PROFILE_FILE, ProfileConfig
-from tasks.profile_inputs import beside
-from tasks.run.run_dir import CONFIG_FILE
+from refrain.schemas.latency import Profile
+from refrain.schemas.profile import PROFILE_FILE, ProfileConfig
+from refrain.tasks.profile_inputs import beside
+from refrain.tasks.run.run_dir import CONFIG_FILE
 from tests.browser.conftest import Ui
 from tests.browser.test_ui import RUN_TIMEOUT_S, drives, state_of, wait_until
 from tests.conftest import DEMO

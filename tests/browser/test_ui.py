@@ -14,11 +14,11 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from flows.auth import GIVEN, password_file
-from flows.config_file import load_config
-from flows.deployments import deploy
-from schemas.evaluation import EvaluateConfig
-from schemas.profile import ProfileConfig
+from refrain.flows.auth import GIVEN, password_file
+from refrain.flows.config_file import load_config
+from refrain.flows.deployments import deploy
+from refrain.schemas.evaluation import EvaluateConfig
+from refrain.schemas.profile import ProfileConfig
 from tests.browser.conftest import Ui
 from tests.browser.pages import Browser, PrefectPages
 from tests.conftest import DEMO, REPOSITORY

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from engines.control.controller import Controller
-from engines.control.outlook import Outlook
-from engines.control.reshaping import Reshaping
-from engines.control.state import Forecaster
-from engines.pat.costs import SwitchCosts
-from engines.pat.remaining import Maximum
-from engines.rollout.moves import EngineView, RolloutView
-from schemas.layout import Pool
-from schemas.rollout import DraftProgress, DraftSetting, RequestId, Split
+from refrain.engines.control.controller import Controller
+from refrain.engines.control.outlook import Outlook
+from refrain.engines.control.reshaping import Reshaping
+from refrain.engines.control.state import Forecaster
+from refrain.engines.pat.costs import SwitchCosts
+from refrain.engines.pat.remaining import Maximum
+from refrain.engines.rollout.moves import EngineView, RolloutView
+from refrain.schemas.layout import Pool
+from refrain.schemas.rollout import DraftProgress, DraftSetting, RequestId, Split
 
 MAX_TOKENS = 8000
 SMALL, LARGE = DraftSetting("small", 4), DraftSetting("large", 4)

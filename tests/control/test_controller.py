@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.control.controller import SCENARIOS
-from engines.control.reshaping import Reshaping
-from engines.rollout.moves import Reshape
-from schemas.layout import Pool
+from refrain.engines.control.controller import SCENARIOS
+from refrain.engines.control.reshaping import Reshaping
+from refrain.engines.rollout.moves import Reshape
+from refrain.schemas.layout import Pool
 from tests.control.scenes import (
     MAX_TOKENS,
     POOLS,

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from engines.control.reshaping import MissedSavings
-from engines.latency.interface import Latency
-from engines.pat.remaining import FromHistory, Maximum
-from engines.rollout.moves import EngineView, FirstLayout, Reshape, RolloutView
-from schemas.rollout import LengthHistory, RequestId, Split
+from refrain.engines.control.reshaping import MissedSavings
+from refrain.engines.latency.interface import Latency
+from refrain.engines.pat.remaining import FromHistory, Maximum
+from refrain.engines.rollout.moves import EngineView, FirstLayout, Reshape, RolloutView
+from refrain.schemas.rollout import LengthHistory, RequestId, Split
 from tests.pat.stage import (
     ON_A40,
     POOL,

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engines.control.controller import Controller
-from engines.pat.remaining import Maximum
-from engines.rollout.moves import EngineView, Reshape, RolloutView
-from engines.specactor.ladder import token_acceptance
-from schemas.layout import Pool
-from schemas.rollout import DraftProgress, DraftSetting
+from refrain.engines.control.controller import Controller
+from refrain.engines.pat.remaining import Maximum
+from refrain.engines.rollout.moves import EngineView, Reshape, RolloutView
+from refrain.engines.specactor.ladder import token_acceptance
+from refrain.schemas.layout import Pool
+from refrain.schemas.rollout import DraftProgress, DraftSetting
 from tests.pat.stage import (
     ON_A40,
     POOL,

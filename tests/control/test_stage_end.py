@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from engines.control.outlook import Outlook
-from engines.control.stage_end import EVERY_S, MAX_REQUESTS, StageEnd
-from engines.control.state import Forecaster
-from engines.pat.remaining import FromHistory, Maximum
-from engines.rollout.moves import RolloutView
-from schemas.rollout import LengthHistory
+from refrain.engines.control.outlook import Outlook
+from refrain.engines.control.stage_end import EVERY_S, MAX_REQUESTS, StageEnd
+from refrain.engines.control.state import Forecaster
+from refrain.engines.pat.remaining import FromHistory, Maximum
+from refrain.engines.rollout.moves import RolloutView
+from refrain.schemas.rollout import LengthHistory
 from tests.control.scenes import MACHINE, MAX_TOKENS, view_of
 
 TOKENS = {0: {1: 200, 2: 700}, 1: {3: 100}}

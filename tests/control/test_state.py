@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from engines.control.outlook import Outlook
-from engines.control.reshaping import Reshaping
-from engines.control.state import Forecaster
-from engines.control.switches import deal, switched, working
-from engines.latency.forecast import Unfinished
-from engines.pat.remaining import FromHistory
-from schemas.drafting import HISTORY
-from schemas.rollout import DraftProgress, DraftSetting, LengthHistory
+from refrain.engines.control.outlook import Outlook
+from refrain.engines.control.reshaping import Reshaping
+from refrain.engines.control.state import Forecaster
+from refrain.engines.control.switches import deal, switched, working
+from refrain.engines.latency.forecast import Unfinished
+from refrain.engines.pat.remaining import FromHistory
+from refrain.schemas.drafting import HISTORY
+from refrain.schemas.rollout import DraftProgress, DraftSetting, LengthHistory
 from tests.control.scenes import (
     LARGE,
     MACHINE,

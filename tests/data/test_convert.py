@@ -7,12 +7,12 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
-from engines.answers.builtin import builtin_scorer
-from engines.data.convert import PUBLIC, Columns, convert_rows, take_over
-from engines.data.dataset import read_rows
-from engines.data.hub import is_hub_name, with_local_model
-from flows.cli import main
-from schemas.config import DataConfig, TrainConfig
+from refrain.engines.answers.builtin import builtin_scorer
+from refrain.engines.data.convert import PUBLIC, Columns, convert_rows, take_over
+from refrain.engines.data.dataset import read_rows
+from refrain.engines.data.hub import is_hub_name, with_local_model
+from refrain.flows.cli import main
+from refrain.schemas.config import DataConfig, TrainConfig
 
 GSM8K = [
     {"question": "48 clips, then half as many?", "answer": "<<48/2=24>>24 more.\n#### 72"},

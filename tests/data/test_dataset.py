@@ -7,11 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from engines.data.dataset import check_shared, load_dataset, load_tokenizer
-from engines.data.messages import PromptSettings
-from engines.reward import check_ground_truth
-from schemas.keys import prompt_key, sample_key
-from schemas.reward import BuiltinReward, FunctionReward
+from refrain.engines.data.dataset import check_shared, load_dataset, load_tokenizer
+from refrain.engines.data.messages import PromptSettings
+from refrain.engines.reward import check_ground_truth
+from refrain.schemas.keys import prompt_key, sample_key
+from refrain.schemas.reward import BuiltinReward, FunctionReward
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"

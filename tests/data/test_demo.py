@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from engines.data.dataset import load_tokenizer, read_rows
-from engines.inference.sampling.noise import perturbed_argmax
+from refrain.engines.data.dataset import load_tokenizer, read_rows
+from refrain.engines.inference.sampling.noise import perturbed_argmax
 from tests.conftest import DEMO
 
 NUM_PROMPTS = 12

@@ -11,23 +11,23 @@ import yaml
 from click.testing import CliRunner
 from transformers import Qwen3ForCausalLM
 
-from engines.answers.builtin import compute_score
-from engines.data.dataset import load_tokenizer, read_rows
-from engines.data.messages import tokenize
-from engines.environment import hermes
-from engines.environment.actor import EnvironmentActor, split_turns
-from engines.environment.tools import declared_tools
-from engines.inference.tool_parsers import open_parser
-from flows.cli import main
-from flows.config_file import load_config
 from infra.demo.build import DATA_SOURCE
 from infra.demo_tools.build import corpus_of, written
 from infra.demo_tools.calculator import tools
 from infra.demo_tools.task import SolverTurn, SumOfProducts, draw_problems, solve
 from infra.small_model import IGNORED
 from infra.splits import split_of
-from schemas.environment import EnvironmentTask
-from schemas.rollout import Generated, RequestId, Split, Turn
+from refrain.engines.answers.builtin import compute_score
+from refrain.engines.data.dataset import load_tokenizer, read_rows
+from refrain.engines.data.messages import tokenize
+from refrain.engines.environment import hermes
+from refrain.engines.environment.actor import EnvironmentActor, split_turns
+from refrain.engines.environment.tools import declared_tools
+from refrain.engines.inference.tool_parsers import open_parser
+from refrain.flows.cli import main
+from refrain.flows.config_file import load_config
+from refrain.schemas.environment import EnvironmentTask
+from refrain.schemas.rollout import Generated, RequestId, Split, Turn
 from tests.conftest import REPOSITORY
 
 FOLDER = REPOSITORY / "infra" / "demo_tools"

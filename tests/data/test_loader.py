@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.data.loader import PromptLoader
+from refrain.engines.data.loader import PromptLoader
 
 
 def make_loader(num_prompts=10, prompts_per_step=4, num_epochs=3, shuffle=True, seed=0):

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import yaml
 
-from engines.answers.builtin import compute_score
-from engines.data.dataset import load_tokenizer, read_rows
 from infra.long_tail.task import (
     CARE,
     SLIP_SHARE,
@@ -17,6 +15,8 @@ from infra.long_tail.task import (
     solve,
 )
 from infra.splits import split_of
+from refrain.engines.answers.builtin import compute_score
+from refrain.engines.data.dataset import load_tokenizer, read_rows
 from tests.conftest import REPOSITORY
 
 TASK = REPOSITORY / "infra" / "long_tail"

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from engines.data.dataset import load_dataset, load_tokenizer
+from refrain.engines.data.dataset import load_dataset, load_tokenizer
 from tests.conftest import DEMO
 
 TORN = "half \ud83d"

@@ -8,16 +8,16 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
-from engines.answers.builtin import builtin_scorer
-from engines.answers.puzzles import (
+from refrain.engines.answers.builtin import builtin_scorer
+from refrain.engines.answers.puzzles import (
     puzzle_scorer,
     read_entry,
     reasoning_gym,
     stated_answer,
     write_entry,
 )
-from engines.data.puzzles import check_sets, puzzle_rows
-from flows.cli import main
+from refrain.engines.data.puzzles import check_sets, puzzle_rows
+from refrain.flows.cli import main
 
 FEW = ("chain_sum", "gsm_symbolic", "letter_counting", "arc_agi")
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from engines.data.dataset import load_dataset, load_tokenizer
-from engines.data.messages import BadRowError, tokenize
-from engines.data.template import StoppedTemplate, TemplateProcess, templates
+from refrain.engines.data.dataset import load_dataset, load_tokenizer
+from refrain.engines.data.messages import BadRowError, tokenize
+from refrain.engines.data.template import StoppedTemplate, TemplateProcess, templates
 from tests.conftest import DEMO
 
 MESSAGES = [{"role": "system", "content": "ö\U0001f600"}, {"role": "user", "content": "1 + 2 ="}]
@@ -153,7 +153,7 @@ def test_stopped_or_killed_template_process_restarts(tokenizer) -> None:
 def test_template_process_has_no_secrets_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "1234")
     code = (
-        "from engines.data.template import TemplateProcess\n"
+        "from refrain.engines.data.template import TemplateProcess\n"
         "process = TemplateProcess()\n"
         "from pathlib import Path\n"
         f"process.try_tokenizer(Path({str(DEMO)!r}) / 'model/tokenizer.json')\n"
@@ -198,6 +198,6 @@ def test_a_tokenizer_is_tried_before_it_is_loaded(changes, message, tmp_path: Pa
 
 def test_template_process_does_not_load_torch() -> None:
     """Loading torch would take seconds and gigabytes of address space."""
-    code = "import engines.data.template_process, sys; print('torch' in sys.modules)"
+    code = "import refrain.engines.data.template_process, sys; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
     templates.close()

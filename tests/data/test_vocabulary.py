@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.data.dataset import load_tokenizer
-from engines.data.vocabulary import (
+from refrain.engines.data.dataset import load_tokenizer
+from refrain.engines.data.vocabulary import (
     Vocabulary,
     check_ending_tokens,
     check_rows,
     check_same_tokens,
     read_vocabulary,
 )
-from engines.inference.sampling.cpu import sample
-from engines.inference.sampling.step_rows import StepRows
+from refrain.engines.inference.sampling.cpu import sample
+from refrain.engines.inference.sampling.step_rows import StepRows
 from tests.conftest import DEMO
 
 POLICY = Vocabulary(Path("policy"), 40, {0: "a", 1: "b", 2: "c"})

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engines.draft_head.files import SETTINGS, WEIGHTS, load, save
-from engines.draft_head.model import DraftHead
+from refrain.engines.draft_head.files import SETTINGS, WEIGHTS, load, save
+from refrain.engines.draft_head.model import DraftHead
 
 SIZES = {"hidden_size": 8, "vocab_size": 36}
 

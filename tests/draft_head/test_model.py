@@ -2,7 +2,7 @@
 
 import torch
 
-from engines.draft_head.model import DraftHead
+from refrain.engines.draft_head.model import DraftHead
 
 NUM_ROWS, SIZE, INNER = 3, 8, 5
 

@@ -6,9 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.draft_head import training
-from engines.draft_head.model import DraftHead
-from engines.draft_head.training import SampledTokens, backpropagate, hindsight_noise, measure
+from refrain.engines.draft_head import training
+from refrain.engines.draft_head.model import DraftHead
+from refrain.engines.draft_head.training import (
+    SampledTokens,
+    backpropagate,
+    hindsight_noise,
+    measure,
+)
 
 WIDTH, VOCAB, TEMPERATURE, DEPTH = 6, 9, 0.7, 3
 

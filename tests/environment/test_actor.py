@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.timed_stubs import LocalStore
-from engines.environment.actor import EnvironmentActor
-from engines.environment.client import TurnAnswer
-from engines.inference.tool_parsers import open_parser
-from engines.store.actor import StoreClient
-from engines.store.turns import by_sample
-from schemas.config import TrainConfig
-from schemas.environment import EnvironmentTask
-from schemas.rollout import Generated, RequestId, Split, Turn
+from refrain.benchmarks.timed_stubs import LocalStore
+from refrain.engines.environment.actor import EnvironmentActor
+from refrain.engines.environment.client import TurnAnswer
+from refrain.engines.inference.tool_parsers import open_parser
+from refrain.engines.store.actor import StoreClient
+from refrain.engines.store.turns import by_sample
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.environment import EnvironmentTask
+from refrain.schemas.rollout import Generated, RequestId, Split, Turn
 from tests.conftest import DEMO
 
 ID = RequestId(Split.TRAIN, 1, "a", 0)

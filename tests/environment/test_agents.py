@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from engines.environment.conversations import load_user_code
-from engines.environment.pool import EnvironmentFailed, EnvironmentPool
-from engines.environment.process import EnvironmentProcess
-from engines.user_code.importing import UserFault
-from schemas.environment import (
+from refrain.engines.environment.conversations import load_user_code
+from refrain.engines.environment.pool import EnvironmentFailed, EnvironmentPool
+from refrain.engines.environment.process import EnvironmentProcess
+from refrain.engines.user_code.importing import UserFault
+from refrain.schemas.environment import (
     EnvironmentAnswer,
     EnvironmentConfig,
     EnvironmentTask,

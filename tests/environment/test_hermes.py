@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.environment.hermes import MAX_DEPTH, TAGS, parse
-from schemas.environment import ToolCall, TurnText
+from refrain.engines.environment.hermes import MAX_DEPTH, TAGS, parse
+from refrain.schemas.environment import ToolCall, TurnText
 
 ADD = ToolCall("add", {"a": 1, "b": 2})
 SAY = ToolCall("say", {"text": "</tool_call> and </think> are tags"})

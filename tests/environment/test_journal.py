@@ -14,20 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.timed_stubs import LocalStore
-from engines.environment import journal
-from engines.environment.actor import EnvironmentActor
-from engines.environment.client import answered
-from engines.environment.journal import joined_parts, parts_of
-from engines.inference.engine.conversations import NOTHING, waits, with_turn
-from engines.inference.tool_parsers import open_parser
-from engines.store.rows import rollout_rows
-from engines.store.store import Store
-from engines.store.turns import by_sample
-from flows.config_file import load_config
-from schemas.config import TrainConfig
-from schemas.environment import EnvironmentTask
-from schemas.rollout import (
+from refrain.benchmarks.timed_stubs import LocalStore
+from refrain.engines.environment import journal
+from refrain.engines.environment.actor import EnvironmentActor
+from refrain.engines.environment.client import answered
+from refrain.engines.environment.journal import joined_parts, parts_of
+from refrain.engines.inference.engine.conversations import NOTHING, waits, with_turn
+from refrain.engines.inference.tool_parsers import open_parser
+from refrain.engines.store.rows import rollout_rows
+from refrain.engines.store.store import Store
+from refrain.engines.store.turns import by_sample
+from refrain.flows.config_file import load_config
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.environment import EnvironmentTask
+from refrain.schemas.rollout import (
     FinishReason,
     Generated,
     RequestId,
@@ -37,7 +37,7 @@ from schemas.rollout import (
     Turn,
     VersionSpan,
 )
-from tasks.rollout import _continued
+from refrain.tasks.rollout import _continued
 from tests.conftest import REPOSITORY
 
 TASK = EnvironmentTask("a", "mine", None, {}, 7)

@@ -11,14 +11,14 @@ from typing import Any
 import psutil
 import pytest
 
-from engines.environment.pool import (
+from refrain.engines.environment.pool import (
     CannotReplay,
     Diverged,
     EnvironmentFailed,
     EnvironmentPool,
     parsed_answer,
 )
-from schemas.environment import (
+from refrain.schemas.environment import (
     EnvironmentAnswer,
     EnvironmentConfig,
     EnvironmentTask,

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from engines.environment.process import Blame, CallFailed, EnvironmentProcess, ProcessEnded
-from schemas.environment import EnvironmentConfig
+from refrain.engines.environment.process import Blame, CallFailed, EnvironmentProcess, ProcessEnded
+from refrain.schemas.environment import EnvironmentConfig
 from tests.conftest import REPOSITORY
 
 TIMEOUT_S = 1.0
@@ -171,8 +171,8 @@ async def test_nothing_outlives_a_parent_that_was_killed(tmp_path):
     write(tmp_path, PLAIN)
     code = (
         "import asyncio, sys; from pathlib import Path\n"
-        "from engines.environment.process import EnvironmentProcess\n"
-        "from schemas.environment import EnvironmentConfig\n"
+        "from refrain.engines.environment.process import EnvironmentProcess\n"
+        "from refrain.schemas.environment import EnvironmentConfig\n"
         "async def main():\n"
         "    process = EnvironmentProcess(EnvironmentConfig(path=Path(sys.argv[1])))\n"
         "    await process.start(); print('ready', flush=True); await asyncio.sleep(600)\n"
@@ -195,7 +195,7 @@ async def test_nothing_outlives_a_parent_that_was_killed(tmp_path):
 
 
 async def test_a_file_that_is_imported_too_slowly_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("engines.environment.process.START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("refrain.engines.environment.process.START_TIMEOUT_S", 1.0)
     process = EnvironmentProcess(write(tmp_path, "pass\ntime.sleep(60)"))
     began_s = time.monotonic()
     with pytest.raises(ValueError, match=r"mine\.py was not imported within 1 s"):

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import Unigram
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from engines.data.dataset import load_tokenizer
-from engines.data.messages import tokenize
-from engines.data.template import StoppedTemplate
-from engines.environment.frames import Slot, without_end
-from engines.environment.hermes import TAGS
-from engines.environment.rendering import TurnRenderer, check
+from refrain.engines.data.dataset import load_tokenizer
+from refrain.engines.data.messages import tokenize
+from refrain.engines.data.template import StoppedTemplate
+from refrain.engines.environment.frames import Slot, without_end
+from refrain.engines.environment.hermes import TAGS
+from refrain.engines.environment.rendering import TurnRenderer, check
 from tests.conftest import DEMO
 from tests.environment.models import STYLES, tokenizer_of
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from engines.environment.pool import EnvironmentPool
-from engines.environment.process import CallFailed, EnvironmentProcess
-from engines.environment.tools import call_problem, declared_tools
-from engines.user_code.launch import worker_command
-from engines.user_code.values import from_json, to_json
-from schemas.environment import (
+from refrain.engines.environment.pool import EnvironmentPool
+from refrain.engines.environment.process import CallFailed, EnvironmentProcess
+from refrain.engines.environment.tools import call_problem, declared_tools
+from refrain.engines.user_code.launch import worker_command
+from refrain.engines.user_code.values import from_json, to_json
+from refrain.schemas.environment import (
     EnvironmentAnswer,
     EnvironmentConfig,
     EnvironmentTask,

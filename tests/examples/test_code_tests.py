@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from engines.reward.scorer import check_reward
-from schemas.reward import FunctionReward
+from refrain.engines.reward.scorer import check_reward
+from refrain.schemas.reward import FunctionReward
 from tests.conftest import REPOSITORY
 from tests.reward.test_process import marked, wait_until
 

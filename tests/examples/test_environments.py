@@ -16,12 +16,17 @@ from typing import Any
 
 import pytest
 
-from engines.environment import hermes
-from engines.environment.pool import EnvironmentPool
-from flows.config_file import load_config
 from infra.pretrained import CACHE
-from schemas.environment import EnvironmentAnswer, EnvironmentConfig, EnvironmentTask, TurnText
-from tasks.run.environments import describe
+from refrain.engines.environment import hermes
+from refrain.engines.environment.pool import EnvironmentPool
+from refrain.flows.config_file import load_config
+from refrain.schemas.environment import (
+    EnvironmentAnswer,
+    EnvironmentConfig,
+    EnvironmentTask,
+    TurnText,
+)
+from refrain.tasks.run.environments import describe
 from tests.conftest import REPOSITORY
 from tests.environment.test_pool import started
 

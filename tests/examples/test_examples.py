@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from engines.reward.scorer import Response, Scorer
-from flows.cli import main
-from flows.config_file import load_config
-from schemas.config import TrainConfig
-from schemas.reward import FunctionReward
-from tasks.run.machine import plan_training
+from refrain.engines.reward.scorer import Response, Scorer
+from refrain.flows.cli import main
+from refrain.flows.config_file import load_config
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.reward import FunctionReward
+from refrain.tasks.run.machine import plan_training
 from tests.conftest import DEMO, REPOSITORY
 from tests.examples.test_first_day import SMALL
 from tests.flows.commands import Command
@@ -157,7 +157,7 @@ def judge(monkeypatch) -> Iterator[type[Judge]]:
     monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1")
     monkeypatch.setenv("JUDGE_MODEL", "judge")
     monkeypatch.setenv("JUDGE_API_KEY", "none")
-    monkeypatch.setattr("engines.reward.scorer.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("refrain.engines.reward.scorer.FIRST_WAIT_S", 0.01)
     yield Judge
     server.shutdown()
 
@@ -177,7 +177,7 @@ def test_failed_judge_calls_are_retried_and_counted(judge):
 
 def test_grades_over_ten_are_rejected(judge, monkeypatch):
     """A response may persuade the judge to give such a grade."""
-    monkeypatch.setattr("engines.reward.scorer.MAX_RETRIES", 1)
+    monkeypatch.setattr("refrain.engines.reward.scorer.MAX_RETRIES", 1)
     monkeypatch.setattr("tests.examples.test_examples.FAILS", 0.0)
     del judge
     with pytest.raises(ValueError, match="the judge gave no grade: 'CORRECT=100 CLEAR=5'"):
@@ -186,7 +186,7 @@ def test_grades_over_ten_are_rejected(judge, monkeypatch):
 
 def test_a_judge_that_always_fails_stops_the_run(judge, monkeypatch):
     monkeypatch.setattr("tests.examples.test_examples.FAILS", 1.0)
-    monkeypatch.setattr("engines.reward.scorer.MAX_RETRIES", 2)
+    monkeypatch.setattr("refrain.engines.reward.scorer.MAX_RETRIES", 2)
     with pytest.raises(ValueError, match="3 tries, the last one: HTTPStatusError"):
         scored(reward_of("judge"), [("TWO", "2")])
     assert judge.calls == [True] * 3

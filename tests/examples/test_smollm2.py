@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from engines.store.archive import query_all
-from flows.cli import main
-from tasks.run.run_dir import STORE_FILE
+from refrain.engines.store.archive import query_all
+from refrain.flows.cli import main
+from refrain.tasks.run.run_dir import STORE_FILE
 from tests.conftest import REPOSITORY
 from tests.examples.test_first_day import commands_of
 from tests.flows.commands import Command

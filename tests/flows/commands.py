@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import yaml
 from safetensors.numpy import load_file, save_file
 
-from flows.signals import SIGNALS
+from refrain.flows.signals import SIGNALS
 from tests.conftest import DEMO, REPOSITORY
 
 LINE_TIMEOUT_S = 400.0
@@ -63,7 +63,7 @@ class Command:
         self,
         *args: str | Path,
         environment: Mapping[str, str] | None = None,
-        module: str = "flows.cli",
+        module: str = "refrain.flows.cli",
     ) -> None:
         """Start `module` with `args`. The default environment is this process's, without
         RAY_ADDRESS."""

@@ -17,9 +17,9 @@ from typing import Any
 
 import psutil
 
-from engines.learn.trainer import TrainerGroup
-from engines.rollout.coordinator import Coordinator
-from flows.cli import main
+from refrain.engines.learn.trainer import TrainerGroup
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.flows.cli import main
 
 OWNERS: dict[str, type] = {"engines": Coordinator, "trainer": TrainerGroup}
 ACTORS = {"engine": "ray::VLLMEngine", "trainer": "ray::TrainerActor"}

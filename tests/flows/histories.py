@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import ray
 
-from engines.actors import RemoteActor
-from engines.histospec.workers import HistoryWorkers
-from schemas.drafting import DraftingConfig
+from refrain.engines.actors import RemoteActor
+from refrain.engines.histospec.workers import HistoryWorkers
+from refrain.schemas.drafting import DraftingConfig
 from tests.histospec.test_workers import rows_of
 
 DIRECTORY = Path("/proc/self/cwd/history")

@@ -16,8 +16,8 @@ from typing import Any, Literal, Union
 import yaml
 from pydantic import BaseModel
 
-from schemas.config import TrainConfig
-from schemas.secret import SecretUrl
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.secret import SecretUrl
 from tests.conftest import DEMO, REPOSITORY
 from tests.flows.commands import write_config
 

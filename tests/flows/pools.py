@@ -9,10 +9,10 @@ import json
 
 import ray
 
-from engines.actors import RemoteActor
-from engines.gpus.place import Place
-from engines.gpus.placement import Wanted, place
-from engines.gpus.reservation import reserve_gpus
+from refrain.engines.actors import RemoteActor
+from refrain.engines.gpus.place import Place
+from refrain.engines.gpus.placement import Wanted, place
+from refrain.engines.gpus.reservation import reserve_gpus
 
 START_TIMEOUT_S = 120.0
 

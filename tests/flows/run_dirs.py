@@ -3,12 +3,12 @@
 import time
 from pathlib import Path
 
-from engines.learn.checkpoint import CheckpointState
-from engines.tracking.progress_file import PROGRESS_FILE, STEPS_FILE
-from schemas.config import TrainConfig
-from schemas.progress import Ending, Rolling, RunProgress
-from schemas.step import RunSummary, StepReport
-from tasks.run.run_dir import CONFIG_FILE, SUMMARY_FILE
+from refrain.engines.learn.checkpoint import CheckpointState
+from refrain.engines.tracking.progress_file import PROGRESS_FILE, STEPS_FILE
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.progress import Ending, Rolling, RunProgress
+from refrain.schemas.step import RunSummary, StepReport
+from refrain.tasks.run.run_dir import CONFIG_FILE, SUMMARY_FILE
 
 ROLLING = Rolling(
     label="train step 3",

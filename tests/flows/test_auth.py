@@ -15,16 +15,16 @@ from unittest import mock
 
 import pytest
 
-from flows.auth import ASKED, GIVEN, password_file, password_place, read_password
-from flows.environment import use_embedded_services
+from refrain.flows.auth import ASKED, GIVEN, password_file, password_place, read_password
+from refrain.flows.environment import use_embedded_services
 from tests.conftest import REPOSITORY
 
 STRANGER = "http://example.com"
 ASK_SLOWLY = """
 import sys, time
 from pathlib import Path
-from engines import private
-from flows import auth
+from refrain.engines import private
+from refrain.flows import auth
 
 def write_slowly(*args, write=private.write_durably):
     time.sleep(1.0)
@@ -36,7 +36,7 @@ print(auth.read_password(Path(sys.argv[1])))
 EMBEDDED = """
 import sys
 from pathlib import Path
-from flows.environment import use_embedded_services
+from refrain.flows.environment import use_embedded_services
 from tests.flows.test_auth import assert_closed
 
 use_embedded_services(Path(sys.argv[1]))

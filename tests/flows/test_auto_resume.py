@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.chaos.run_traces import held_by_nobody, live_by_record, shared_by
-from tasks.run.crashes import read_crashes
+from refrain.benchmarks.chaos.run_traces import held_by_nobody, live_by_record, shared_by
+from refrain.tasks.run.crashes import read_crashes
 from tests.flows.commands import write_config
 from tests.flows.test_train import assert_complete, processes
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from engines.gpus.placement import GpuPlacement
-from flows.cli import main
-from flows.config_file import load_config
-from flows.launch import launch_train
-from schemas.profile import ProfileConfig
-from tasks.profile_inputs import read_profile_inputs
-from tasks.run.engines import make_generation
-from tasks.run.run_dir import claim_run_dir, delete_run, stop_leftovers
+from refrain.engines.gpus.placement import GpuPlacement
+from refrain.flows.cli import main
+from refrain.flows.config_file import load_config
+from refrain.flows.launch import launch_train
+from refrain.schemas.profile import ProfileConfig
+from refrain.tasks.profile_inputs import read_profile_inputs
+from refrain.tasks.run.engines import make_generation
+from refrain.tasks.run.run_dir import claim_run_dir, delete_run, stop_leftovers
 from tests.conftest import REPOSITORY
 from tests.flows.commands import altered_model, write_config
 from tests.flows.malformed import ALIASES
@@ -277,8 +277,8 @@ def test_a_run_directory_of_a_live_run(tmp_path):
 def test_run_directory_of_a_killed_process_is_free(tmp_path):
     path = write_config(tmp_path)
     code = (
-        "import sys, time; from pathlib import Path; from flows.config_file import load_config;"
-        "from tasks.run.run_dir import claim_run_dir;"
+        "import sys, time; from pathlib import Path; from refrain.flows.config_file import load_config;"
+        "from refrain.tasks.run.run_dir import claim_run_dir;"
         "lock = claim_run_dir(load_config(Path(sys.argv[1])), False); print(1, flush=True);"
         "time.sleep(600)"
     )
@@ -303,7 +303,7 @@ def test_processes_of_a_killed_run_are_stopped(tmp_path):
     # Children of this process belong to its own run, so they are not leftovers.
     stop_leftovers(run_dir)
     assert left.poll() is None
-    code = "import sys; from pathlib import Path; from tasks.run.run_dir import stop_leftovers;"
+    code = "import sys; from pathlib import Path; from refrain.tasks.run.run_dir import stop_leftovers;"
     code += "stop_leftovers(Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, run_dir], check=True, timeout=60)
     assert left.wait(30) < 0
@@ -374,13 +374,13 @@ def test_a_directory_that_is_no_run_is_not_deleted(tmp_path):
 
 def test_help_is_fast_and_imports_nothing_heavy():
     code = (
-        "import sys, flows.cli\n"
+        "import sys, refrain.flows.cli\n"
         "heavy = {'torch', 'vllm', 'ray', 'prefect', 'mlflow', 'duckdb', 'transformers', 'numpy'}\n"
         "sys.exit(', '.join(heavy & sys.modules.keys()) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     started = time.monotonic()
-    subprocess.run([sys.executable, "-m", "flows.cli", "--help"], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "refrain.flows.cli", "--help"], check=True, timeout=60)
     assert time.monotonic() - started < 5.0  # It takes 0.1 s, but test machines are busy.
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.environment import LOOPBACK
+from refrain.flows.environment import LOOPBACK
 from tests.conftest import REPOSITORY
 from tests.flows import histories
 from tests.flows.commands import Command, write_config

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-import flows.doctor
-from flows.cli import main
-from schemas.machine import MachineReport
+import refrain.flows.doctor
+from refrain.flows.cli import main
+from refrain.schemas.machine import MachineReport
 from tests.machine.machines import READY, gpu_machine
 
 WIDE = {"COLUMNS": "250"}
@@ -66,7 +66,7 @@ def test_a_port_in_use_and_by_whom(tmp_path: Path) -> None:
 def test_a_problem_is_in_the_exit_status(
     changes: dict[str, Any], status: int, last: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flows.doctor, "inspect_machine", lambda *_: gpu_machine(**changes))
+    monkeypatch.setattr(refrain.flows.doctor, "inspect_machine", lambda *_: gpu_machine(**changes))
     done = doctor()
     assert done.exit_code == status, done.output
     assert done.output.splitlines()[-1] == last

@@ -6,9 +6,9 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
-from engines.draft_head.files import load, save
-from engines.draft_head.model import DraftHead
-from flows.cli import main
+from refrain.engines.draft_head.files import load, save
+from refrain.engines.draft_head.model import DraftHead
+from refrain.flows.cli import main
 from tests.conftest import DEMO
 from tests.flows.commands import Command
 

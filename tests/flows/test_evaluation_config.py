@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.evaluation_config import find_checkpoint, find_subject
-from flows.launch import read_evaluate_config
-from schemas.evaluation import EvaluateConfig
-from schemas.rollout import Split
+from refrain.flows.evaluation_config import find_checkpoint, find_subject
+from refrain.flows.launch import read_evaluate_config
+from refrain.schemas.evaluation import EvaluateConfig
+from refrain.schemas.rollout import Split
 from tests.conftest import DEMO
 from tests.flows.run_dirs import make_checkpoint, make_run
 

@@ -8,11 +8,11 @@ import pytest
 from click.testing import CliRunner
 from filelock import FileLock
 
-from engines.reports.trace_events import write_timeline
-from engines.store.rows import rollout_rows
-from engines.store.store import Store
-from flows.cli import main
-from tasks.run.run_dir import LOCK_FILE
+from refrain.engines.reports.trace_events import write_timeline
+from refrain.engines.store.rows import rollout_rows
+from refrain.engines.store.store import Store
+from refrain.flows.cli import main
+from refrain.tasks.run.run_dir import LOCK_FILE
 from tests.flows.run_dirs import make_run
 from tests.reports.test_trace_events import FIRST
 from tests.store.test_store import make_rollout

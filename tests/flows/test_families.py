@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from engines.learn.checkpoint import MODEL_DIR
-from engines.learn.learner import Learner
-from schemas.config import TrainConfig
+from refrain.engines.learn.checkpoint import MODEL_DIR
+from refrain.engines.learn.learner import Learner
+from refrain.schemas.config import TrainConfig
 from tests.conftest import DEMO, REPOSITORY
 from tests.flows.by_vllm import NUM_TOKENS
 from tests.flows.commands import Command, write_config

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from engines.learn.checkpoint import latest_checkpoint
+from refrain.engines.learn.checkpoint import latest_checkpoint
 from tests.flows.commands import Command, write_config
 from tests.flows.test_train import query
 

@@ -20,11 +20,11 @@ from unittest import mock
 import psutil
 import pytest
 
-from engines.private import private_path
-from engines.tracking.mlflow_client import open_client
-from flows.auth import ASKED, GIVEN, MLFLOW_ASKED
-from flows.ui import HOST, mlflow_command, servers, service, use_servers, wait_for
-from tasks.run.run_dir import REF_FILE
+from refrain.engines.private import private_path
+from refrain.engines.tracking.mlflow_client import open_client
+from refrain.flows.auth import ASKED, GIVEN, MLFLOW_ASKED
+from refrain.flows.ui import HOST, mlflow_command, servers, service, use_servers, wait_for
+from refrain.tasks.run.run_dir import REF_FILE
 from tests.conftest import REPOSITORY
 from tests.flows.commands import Command, write_config
 from tests.flows.test_auth import auth_header

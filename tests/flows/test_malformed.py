@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from flows.cli import main
+from refrain.flows.cli import main
 from tests.flows.malformed import Malformed, cases
 
 SEED = 17

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from flows.auth import ASKED, MLFLOW_ASKED, mlflow_login, mlflow_password
-from flows.mlflow_app import PasswordGate, create_app
-from flows.ui import mlflow_command
+from refrain.flows.auth import ASKED, MLFLOW_ASKED, mlflow_login, mlflow_password
+from refrain.flows.mlflow_app import PasswordGate, create_app
+from refrain.flows.ui import mlflow_command
 
 PASSWORD = "refrain:Zm9v-bar_b4z"
 OWN, STRANGER = "http://127.0.0.1:5000", "http://127.0.0.1:9999"

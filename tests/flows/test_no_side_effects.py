@@ -12,11 +12,11 @@ import yaml
 from click.testing import CliRunner
 from filelock import FileLock
 
-from engines.learn.checkpoint import CheckpointState, write_checkpoint
-from engines.store.store import Store
-from flows.cli import main
-from schemas.profile import ProfileConfig
-from tasks.run.config_record import write_config as record_config
+from refrain.engines.learn.checkpoint import CheckpointState, write_checkpoint
+from refrain.engines.store.store import Store
+from refrain.flows.cli import main
+from refrain.schemas.profile import ProfileConfig
+from refrain.tasks.run.config_record import write_config as record_config
 from tests.conftest import DEMO
 from tests.flows.commands import write_config
 from tests.flows.directory_snapshots import tree

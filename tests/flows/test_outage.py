@@ -13,13 +13,13 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.overhead import free_port
-from benchmarks.stand_ins import made_up_config
-from benchmarks.timed_stubs import LocalStore, hollow_run
-from engines.bounded import together
-from flows.auth import ASKED, GIVEN, MLFLOW_ASKED, mlflow_login
-from flows.deployments import client_of
-from flows.ui import HOST, Service, servers, use_servers
+from refrain.benchmarks.overhead import free_port
+from refrain.benchmarks.stand_ins import made_up_config
+from refrain.benchmarks.timed_stubs import LocalStore, hollow_run
+from refrain.engines.bounded import together
+from refrain.flows.auth import ASKED, GIVEN, MLFLOW_ASKED, mlflow_login
+from refrain.flows.deployments import client_of
+from refrain.flows.ui import HOST, Service, servers, use_servers
 from tests.conftest import DEMO
 from tests.flows.commands import Command
 from tests.flows.test_auth import STRANGER, answer, assert_closed, auth_header
@@ -74,8 +74,8 @@ async def test_a_run_outlives_its_servers(servers: Servers, tmp_path: Path) -> N
     from prefect import flow
     from prefect.client.orchestration import get_client
 
-    from flows.step import rl_step
-    from tasks.run.live import missing_record
+    from refrain.flows.step import rl_step
+    from refrain.tasks.run.live import missing_record
 
     config = made_up_config(tmp_path, "hollow", NUM_ROLLOUTS, 16)
     config.run_dir.mkdir()
@@ -195,7 +195,7 @@ async def test_a_step_is_reported_when_the_one_before_is_drawn(tmp_path: Path) -
     """Step 2 waits until the pages of step 1 are drawn. Otherwise work would pile up."""
     from prefect import flow
 
-    from flows.step import rl_step
+    from refrain.flows.step import rl_step
 
     config = made_up_config(tmp_path, "hollow", 64, 16)
     config.run_dir.mkdir()

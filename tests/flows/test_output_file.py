@@ -7,8 +7,17 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from flows.cli import main
-from flows.output_file import CSV, HTML, JSON, PARQUET, PNG, check_output, write_output, writing
+from refrain.flows.cli import main
+from refrain.flows.output_file import (
+    CSV,
+    HTML,
+    JSON,
+    PARQUET,
+    PNG,
+    check_output,
+    write_output,
+    writing,
+)
 from tests.failing_disks import full_disk
 from tests.flows.directory_snapshots import tree
 from tests.flows.run_dirs import make_checkpoint, make_run

@@ -9,8 +9,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from flows import prefect_app
-from flows.prefect_app import PatientApp
+from refrain.flows import prefect_app
+from refrain.flows.prefect_app import PatientApp
 
 
 class Refusing:

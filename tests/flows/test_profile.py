@@ -9,17 +9,17 @@ import duckdb
 import pytest
 from click.testing import CliRunner
 
-import tasks.profile
-from engines.inference.profiling.drafter import ProfilingDrafter
-from engines.latency.fitted import FittedLatency
-from engines.reports.profile import draw_curves, paying_lines
-from engines.store.profiles import ProfileStore
-from engines.tracking.mlflow_client import open_client
-from flows.cli import main
-from schemas.drafting import DraftModel
-from schemas.latency import PointKind, Profile, ProfilePoint
-from schemas.profile import MachineFacts, Measurement, ProfileConfig, ProfileRun
-from tasks.profile import (
+import refrain.tasks.profile
+from refrain.engines.inference.profiling.drafter import ProfilingDrafter
+from refrain.engines.latency.fitted import FittedLatency
+from refrain.engines.reports.profile import draw_curves, paying_lines
+from refrain.engines.store.profiles import ProfileStore
+from refrain.engines.tracking.mlflow_client import open_client
+from refrain.flows.cli import main
+from refrain.schemas.drafting import DraftModel
+from refrain.schemas.latency import PointKind, Profile, ProfilePoint
+from refrain.schemas.profile import MachineFacts, Measurement, ProfileConfig, ProfileRun
+from refrain.tasks.profile import (
     STORE_FILE,
     draft_model_points,
     drafting_points,
@@ -146,7 +146,7 @@ def run(tmp_path, monkeypatch):
         draft_models=(SMALL_MODEL,),
     )
     config.run_dir.mkdir(parents=True)
-    monkeypatch.setattr(tasks.profile, "Profilers", FakeProfilers)
+    monkeypatch.setattr(refrain.tasks.profile, "Profilers", FakeProfilers)
     monkeypatch.setattr(FakeProfilers, "started", [])
     return ProfileRun(config=config, max_context=384, num_gpus=8)
 
@@ -178,7 +178,7 @@ async def test_draft_model_profile_continues_where_it_was(run, store, monkeypatc
 
 
 def num_wanted(config):
-    return sum(one.num_gpus for one in tasks.profile.gpus_wanted(config))
+    return sum(one.num_gpus for one in refrain.tasks.profile.gpus_wanted(config))
 
 
 def test_engines_and_draft_models_take_the_gpus_one_after_the_other():

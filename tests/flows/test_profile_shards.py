@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import tasks.profile
-from engines.latency.shards import whole_latency
-from schemas.latency import PointKind, Profile
-from schemas.profile import PROFILE_FILE, ProfileConfig
-from tasks.profile import fit_profile, gpus_wanted, measure_decode, open_profile
+import refrain.tasks.profile
+from refrain.engines.latency.shards import whole_latency
+from refrain.schemas.latency import PointKind, Profile
+from refrain.schemas.profile import PROFILE_FILE, ProfileConfig
+from refrain.tasks.profile import fit_profile, gpus_wanted, measure_decode, open_profile
 from tests.conftest import DEMO
 from tests.flows.commands import Command, altered_model
 from tests.flows.test_profile import SMALL, FakeProfilers, refused
@@ -19,8 +19,8 @@ from tests.flows.test_remeasure_profile import no_ray
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProfileConfig:
-    monkeypatch.setattr(tasks.profile, "Profilers", FakeProfilers)
-    monkeypatch.setattr(tasks.profile, "ray_cluster", no_ray)
+    monkeypatch.setattr(refrain.tasks.profile, "Profilers", FakeProfilers)
+    monkeypatch.setattr(refrain.tasks.profile, "ray_cluster", no_ray)
     monkeypatch.setattr(FakeProfilers, "num_points", 10**6)
     monkeypatch.setattr(FakeProfilers, "started", [])
     return ProfileConfig(

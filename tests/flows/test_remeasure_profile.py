@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import tasks.profile
-from engines.gpus.placement import GpuPlacement
-from schemas.latency import Profile
-from schemas.profile import PROFILE_FILE, MachineFacts, ProfileConfig, ProfileReport
-from tasks.profile import (
+import refrain.tasks.profile
+from refrain.engines.gpus.placement import GpuPlacement
+from refrain.schemas.latency import Profile
+from refrain.schemas.profile import PROFILE_FILE, MachineFacts, ProfileConfig, ProfileReport
+from refrain.tasks.profile import (
     beside,
     fit_profile,
     measure_decode,
@@ -19,7 +19,7 @@ from tasks.profile import (
     open_profile,
     put_in_place,
 )
-from tasks.run.run_dir import CONFIG_FILE, claim_run_dir
+from refrain.tasks.run.run_dir import CONFIG_FILE, claim_run_dir
 from tests.conftest import DEMO
 from tests.flows.test_profile import FACTS, FakeProfilers
 
@@ -35,8 +35,8 @@ def no_ray(*_: object) -> Generator[GpuPlacement]:
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProfileConfig:
     """Return the config of a finished profile."""
     config = ProfileConfig(model=DEMO / "model", runs_dir=tmp_path, max_context=200, windows=(1, 4))
-    monkeypatch.setattr(tasks.profile, "Profilers", FakeProfilers)
-    monkeypatch.setattr(tasks.profile, "ray_cluster", no_ray)
+    monkeypatch.setattr(refrain.tasks.profile, "Profilers", FakeProfilers)
+    monkeypatch.setattr(refrain.tasks.profile, "ray_cluster", no_ray)
     monkeypatch.setattr(FakeProfilers, "num_points", 10**6)
     claim_run_dir(config, resume=False).release()
     (config.run_dir / PROFILE_FILE).write_text(BEFORE)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from engines.store.store import Store
-from flows.cli import main
-from schemas.bench import BenchReport
-from tasks.run.run_dir import CONFIG_FILE, STORE_FILE
+from refrain.engines.store.store import Store
+from refrain.flows.cli import main
+from refrain.schemas.bench import BenchReport
+from refrain.tasks.run.run_dir import CONFIG_FILE, STORE_FILE
 from tests.store.test_archive import add_step
 
 

@@ -10,15 +10,15 @@ import pytest
 from click.testing import CliRunner
 from filelock import FileLock
 
-from engines.reports.runs import RunState
-from engines.rollout.interface import EngineDied
-from engines.tracking.progress_file import STEPS_FILE, ProgressFile
-from flows.cli import main
-from schemas.progress import Ending
-from tasks.run.crashes import CRASHES_FILE, note_crash
-from tasks.run.ray_cluster import RayDied
-from tasks.run.record import find_run, list_runs, read_run
-from tasks.run.run_dir import (
+from refrain.engines.reports.runs import RunState
+from refrain.engines.rollout.interface import EngineDied
+from refrain.engines.tracking.progress_file import STEPS_FILE, ProgressFile
+from refrain.flows.cli import main
+from refrain.schemas.progress import Ending
+from refrain.tasks.run.crashes import CRASHES_FILE, note_crash
+from refrain.tasks.run.ray_cluster import RayDied
+from refrain.tasks.run.record import find_run, list_runs, read_run
+from refrain.tasks.run.run_dir import (
     CONFIG_FILE,
     LOCK_FILE,
     SUMMARY_FILE,
@@ -214,7 +214,7 @@ def test_following_a_run_line_by_line_over_a_crash_to_its_end(tmp_path: Path) ->
             file.__exit__(None, None, None)
             lock.release()
 
-    with mock.patch("flows.runs.time.sleep", next_second):
+    with mock.patch("refrain.flows.runs.time.sleep", next_second):
         output = refrain("show", "live", "--runs-dir", tmp_path, "--follow")
     lines = output.splitlines()
     assert "train step 2: rolling out" in lines
@@ -230,7 +230,7 @@ def test_following_what_has_ended_shows_it(runs: Path) -> None:
 
 
 def test_steps_of_a_run_of_an_earlier_version_are_in_its_store(tmp_path: Path) -> None:
-    from engines.store.store import Store
+    from refrain.engines.store.store import Store
 
     run_dir = make_run(tmp_path, "old")
     (run_dir / STEPS_FILE).unlink()

@@ -17,19 +17,19 @@ import pytest
 from click.testing import CliRunner
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engines.data.tokenizer import TokenDecoder
-from engines.reports.samples import likelihood_level
-from engines.store import archive, samples
-from engines.store.listener import Snapshot, listen
-from engines.store.rows import rollout_rows
-from engines.store.samples import SORTS, SampleFilter
-from engines.store.store import Store
-from engines.store.tables import REWARDS
-from flows.cli import main
-from flows.samples import RunSamples
-from flows.samples_server import MAX_REQUESTS, SamplesServer, SamplesSite
-from schemas.rollout import FinishReason, Rollout, Split, Turn, VersionSpan
-from tasks.run.run_dir import CONFIG_FILE, STORE_FILE
+from refrain.engines.data.tokenizer import TokenDecoder
+from refrain.engines.reports.samples import likelihood_level
+from refrain.engines.store import archive, samples
+from refrain.engines.store.listener import Snapshot, listen
+from refrain.engines.store.rows import rollout_rows
+from refrain.engines.store.samples import SORTS, SampleFilter
+from refrain.engines.store.store import Store
+from refrain.engines.store.tables import REWARDS
+from refrain.flows.cli import main
+from refrain.flows.samples import RunSamples
+from refrain.flows.samples_server import MAX_REQUESTS, SamplesServer, SamplesSite
+from refrain.schemas.rollout import FinishReason, Rollout, Split, Turn, VersionSpan
+from refrain.tasks.run.run_dir import CONFIG_FILE, STORE_FILE
 from tests.store.test_listener import all_served
 from tests.store.test_store import make_rollout
 

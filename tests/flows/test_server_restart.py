@@ -15,15 +15,15 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from flows.environment import use_embedded_services
-from flows.launch import _result
+from refrain.flows.environment import use_embedded_services
+from refrain.flows.launch import _result
 from tests.conftest import REPOSITORY
 
 KILLED_TWICE = """
 import os, signal, sys
 from pathlib import Path
-from flows.environment import use_embedded_services
-from flows.launch import _result
+from refrain.flows.environment import use_embedded_services
+from refrain.flows.launch import _result
 
 use_embedded_services(Path(sys.argv[1]))
 from prefect import flow, task

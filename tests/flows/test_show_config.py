@@ -8,9 +8,9 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from flows.cli import main
-from flows.launch import _config
-from flows.show_config import metrics_page, reference_page
+from refrain.flows.cli import main
+from refrain.flows.launch import _config
+from refrain.flows.show_config import metrics_page, reference_page
 from tests.conftest import REPOSITORY
 
 

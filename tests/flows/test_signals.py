@@ -15,18 +15,18 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from flows.signals import SIGNALS
-from tasks.run.run_dir import REF_FILE, RUN_MARK
+from refrain.flows.signals import SIGNALS
+from refrain.tasks.run.run_dir import REF_FILE, RUN_MARK
 from tests.conftest import REPOSITORY
 from tests.flows.commands import with_default_signals
 
 TIMEOUT_S = 60.0
 FLOW = """
 import asyncio, atexit, sys, time
-import flows.signals
-from flows.command import run_command
+import refrain.flows.signals
+from refrain.flows.command import run_command
 
-flows.signals.GRACE_S = float(sys.argv[2])
+refrain.flows.signals.GRACE_S = float(sys.argv[2])
 if sys.argv[3] == "exits slowly":
     atexit.register(time.sleep, 600)
 
@@ -41,12 +41,12 @@ async def flow():
         await asyncio.sleep(float(sys.argv[1]))
         print("unwound", flush=True)
 
-run_command(lambda: flows.signals.run_interruptibly(flow()))
+run_command(lambda: refrain.flows.signals.run_interruptibly(flow()))
 """
 PARENT = """
 import asyncio, subprocess
-from flows.command import run_command
-from flows.signals import run_interruptibly
+from refrain.flows.command import run_command
+from refrain.flows.signals import run_interruptibly
 
 async def flow():
     child = subprocess.Popen(["sleep", "600"])
@@ -63,7 +63,7 @@ run_command(lambda: run_interruptibly(flow()))
 """
 COMMAND = """
 import time
-from flows.command import run_command
+from refrain.flows.command import run_command
 
 def command():
     try:
@@ -77,8 +77,8 @@ run_command(command)
 """
 UNHEARD = """
 import asyncio, signal, threading
-from flows.command import run_command
-from flows.signals import run_interruptibly
+from refrain.flows.command import run_command
+from refrain.flows.signals import run_interruptibly
 
 async def flow():
     # The main thread waits on: the kernel interrupts the thread that it gives the signal to.
@@ -90,8 +90,8 @@ run_command(lambda: run_interruptibly(flow()))
 TALKS = """
 import sys, time
 from pathlib import Path
-from flows.command import run_command
-from flows.signals import WhileRead
+from refrain.flows.command import run_command
+from refrain.flows.signals import WhileRead
 
 def command():
     sys.stdout = WhileRead(sys.stdout)
@@ -102,7 +102,7 @@ def command():
 
 run_command(command)
 """
-SAYS = "from flows.command import run_command; run_command(lambda: print('a table'))"
+SAYS = "from refrain.flows.command import run_command; run_command(lambda: print('a table'))"
 
 
 @pytest.fixture
@@ -241,8 +241,8 @@ def test_run_outlives_the_reader_of_its_output(start: Any, tmp_path: Path) -> No
 HOLDS = """
 import threading, time
 import duckdb
-from flows.command import run_command
-from flows.signals import run_interruptibly
+from refrain.flows.command import run_command
+from refrain.flows.signals import run_interruptibly
 
 async def flow():
     threading.Thread(target=lambda: time.sleep(600), daemon=True).start()
@@ -279,9 +279,9 @@ def test_table_on_a_closed_pipe_is_no_error(start: Any) -> None:
 CLEANED = """
 import os, subprocess, sys, time
 from pathlib import Path
-from flows.cleaner import Cleaner
-from schemas.profile import ProfileConfig
-from tasks.run.run_dir import REF_FILE, claim_run_dir, mark_processes
+from refrain.flows.cleaner import Cleaner
+from refrain.schemas.profile import ProfileConfig
+from refrain.tasks.run.run_dir import REF_FILE, claim_run_dir, mark_processes
 
 runs_dir = Path(sys.argv[1])
 config = ProfileConfig(model=runs_dir, runs_dir=runs_dir, name="it", tp_degrees=[1])

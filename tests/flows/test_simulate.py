@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from benchmarks.papers.generate import generate, rhymerl
-from benchmarks.papers.settings import SETTINGS
-from engines.simulate.trace import Trace, measured_s, read_trace, write_trace
-from engines.store.rows import rollout_rows
-from engines.store.store import Store
-from flows.cli import main
-from flows.simulate_input import read_policies
-from schemas.latency import PointKind, Profile, ProfilePoint
-from schemas.rollout import DraftSetting
-from schemas.simulate import ClusterLayout
+from refrain.benchmarks.papers.generate import generate, rhymerl
+from refrain.benchmarks.papers.settings import SETTINGS
+from refrain.engines.simulate.trace import Trace, measured_s, read_trace, write_trace
+from refrain.engines.store.rows import rollout_rows
+from refrain.engines.store.store import Store
+from refrain.flows.cli import main
+from refrain.flows.simulate_input import read_policies
+from refrain.schemas.latency import PointKind, Profile, ProfilePoint
+from refrain.schemas.rollout import DraftSetting
+from refrain.schemas.simulate import ClusterLayout
 from tests.simulate.test_trace import changed
 from tests.store.test_store import make_rollout
 
@@ -39,7 +39,9 @@ def a_directory(tmp_path, monkeypatch):
 def sketches(request, monkeypatch):
     """Skip drawing, unless a test uses `pictures`: it takes longer than all the rest."""
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("flows.simulate.draw_gantt", lambda *args: Path(args[2]).touch())
+        monkeypatch.setattr(
+            "refrain.flows.simulate.draw_gantt", lambda *args: Path(args[2]).touch()
+        )
 
 
 @pytest.fixture
@@ -168,7 +170,7 @@ def test_the_pictures_share_step_and_axis(monkeypatch):
         file.touch()
         drawn.append((axis_s, title))
 
-    monkeypatch.setattr("flows.simulate.draw_gantt", draw)
+    monkeypatch.setattr("refrain.flows.simulate.draw_gantt", draw)
     found = simulated("trace.parquet", *H100, "--out", "here", "--steps", "3,4")
     times = [row["step_s"] for row in found["rows"] if row["policy_set"] == "even"]
     step = times.index(max(times)) + 3
@@ -344,7 +346,7 @@ def test_help_shows_the_layout_defaults():
 
 def test_help_imports_nothing_heavy():
     code = (
-        "import sys; from click.testing import CliRunner; from flows.cli import main\n"
+        "import sys; from click.testing import CliRunner; from refrain.flows.cli import main\n"
         "assert 'TRACE' in CliRunner().invoke(main, ['simulate', '--help']).output\n"
         "heavy = {'numpy', 'scipy', 'pyarrow', 'duckdb', 'matplotlib', 'pydantic', 'rich'}\n"
         "sys.exit(', '.join(heavy & sys.modules.keys()) or 0)"

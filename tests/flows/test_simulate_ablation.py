@@ -8,13 +8,13 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from benchmarks.papers.generate import rhymerl
-from benchmarks.papers.present.ablation import ablation_figures, show_ablation
-from benchmarks.papers.rhymerl import BASELINE, PipelineRow, variants
-from benchmarks.papers.settings import SETTINGS, Overlap
-from benchmarks.papers.windows import GatedHistory
-from flows.cli import main
-from schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
+from refrain.benchmarks.papers.generate import rhymerl
+from refrain.benchmarks.papers.present.ablation import ablation_figures, show_ablation
+from refrain.benchmarks.papers.rhymerl import BASELINE, PipelineRow, variants
+from refrain.benchmarks.papers.settings import SETTINGS, Overlap
+from refrain.benchmarks.papers.windows import GatedHistory
+from refrain.flows.cli import main
+from refrain.schemas.simulate import ClusterLayout, PipelinedStep, SimulatedPipeline
 
 SPEC = rhymerl().model_copy(update={"num_prompts": 64, "prompts_per_step": 16, "group_size": 4})
 (SETTING,) = SETTINGS["rhymerl"]
@@ -38,7 +38,7 @@ SMALL = replace(
 def small(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(SETTINGS, "rhymerl", (SMALL,))
-    monkeypatch.setattr("flows.simulate.draw_gantt", lambda *given: given[2].touch())
+    monkeypatch.setattr("refrain.flows.simulate.draw_gantt", lambda *given: given[2].touch())
 
 
 def refrain(*args):

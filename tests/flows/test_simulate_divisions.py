@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from engines.simulate.trace import from_store, trained_token_s
-from engines.store.store import Store
-from schemas.config import TrainConfig
-from tasks.run.config_record import write_config
+from refrain.engines.simulate.trace import from_store, trained_token_s
+from refrain.engines.store.store import Store
+from refrain.schemas.config import TrainConfig
+from refrain.tasks.run.config_record import write_config
 from tests.flows.test_simulate import (
     a_directory,  # noqa: F401
     refrain,

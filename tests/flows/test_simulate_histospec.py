@@ -5,12 +5,12 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from engines.simulate.history import PAPER
-from engines.store.rows import rollout_rows
-from engines.store.store import Store
-from flows.cli import main
-from flows.simulate_input import read_policies
-from schemas.drafting import DraftingConfig
+from refrain.engines.simulate.history import PAPER
+from refrain.engines.store.rows import rollout_rows
+from refrain.engines.store.store import Store
+from refrain.flows.cli import main
+from refrain.flows.simulate_input import read_policies
+from refrain.schemas.drafting import DraftingConfig
 from tests.flows.test_simulate import (
     H100,
     a_directory,  # noqa: F401

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.papers.pat import BEST, POINTS
-from benchmarks.papers.present.switching import switching_figures
-from benchmarks.papers.settings import SETTINGS
-from benchmarks.papers.switching import PRINTED_BASE, Runs, compare_points
-from flows.cli import main
+from refrain.benchmarks.papers.pat import BEST, POINTS
+from refrain.benchmarks.papers.present.switching import switching_figures
+from refrain.benchmarks.papers.settings import SETTINGS
+from refrain.benchmarks.papers.switching import PRINTED_BASE, Runs, compare_points
+from refrain.flows.cli import main
 
 A40 = POINTS[0]
 (SETTING,) = SETTINGS["pat"]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engines.store.store import Store
-from schemas.latency import PointKind, Profile
+from refrain.engines.store.store import Store
+from refrain.schemas.latency import PointKind, Profile
 from tests.flows.test_simulate import (
     H100,
     a_directory,  # noqa: F401

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.papers.present.speculation import speculation_figures
-from benchmarks.papers.settings import SETTINGS
-from benchmarks.papers.specactor import simulate_speculation
-from flows.cli import main
-from schemas.simulate import ClusterLayout
+from refrain.benchmarks.papers.present.speculation import speculation_figures
+from refrain.benchmarks.papers.settings import SETTINGS
+from refrain.benchmarks.papers.specactor import simulate_speculation
+from refrain.flows.cli import main
+from refrain.schemas.simulate import ClusterLayout
 
 (SETTING,) = SETTINGS["specactor"]
 SPEC = SETTING.spec.model_copy(

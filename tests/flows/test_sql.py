@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from engines.store.store import Store
-from flows.cli import main
-from flows.command import run_command
-from flows.sql import launch_sql
-from tasks.run.run_dir import CONFIG_FILE, STORE_FILE
+from refrain.engines.store.store import Store
+from refrain.flows.cli import main
+from refrain.flows.command import run_command
+from refrain.flows.sql import launch_sql
+from refrain.tasks.run.run_dir import CONFIG_FILE, STORE_FILE
 from tests.store.test_archive import add_step
 
 QUERY = "SELECT step, count(*) AS num FROM plans GROUP BY step ORDER BY step"

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-import flows.step
-import flows.train
-from engines.bounded import together
-from engines.gpus.gpu_sharing import Role, Turns
-from schemas.config import TrainConfig
-from schemas.weights import PolicyWeights
-from tasks.run.milestones import Milestone, Milestones
+import refrain.flows.step
+import refrain.flows.train
+from refrain.engines.bounded import together
+from refrain.engines.gpus.gpu_sharing import Role, Turns
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.weights import PolicyWeights
+from refrain.tasks.run.milestones import Milestone, Milestones
 
 NUM_STEPS = 5
 TASKS = ("index_history", "rank_and_group", "reward", "draw_step")
@@ -53,16 +53,16 @@ class Stage:
             ),
         )
         for name in TASKS:
-            monkeypatch.setattr(flows.step, name, self._task(name))
-        monkeypatch.setattr(flows.step, "rank_and_group", self._plan)
-        monkeypatch.setattr(flows.step, "rollout", self._roll_out)
-        monkeypatch.setattr(flows.step, "train_policy", self._train)
-        monkeypatch.setattr(flows.step, "report_step", self._report)
-        monkeypatch.setattr(flows.step, "save_checkpoint", self._save)
-        monkeypatch.setattr(flows.step, "this_call", lambda: None)
-        monkeypatch.setattr(flows.train, "call_numbered", self._call)
-        monkeypatch.setattr(flows.train, "rl_step", flows.step.rl_step.fn)
-        monkeypatch.setattr(flows.train, "validation", self._validation)
+            monkeypatch.setattr(refrain.flows.step, name, self._task(name))
+        monkeypatch.setattr(refrain.flows.step, "rank_and_group", self._plan)
+        monkeypatch.setattr(refrain.flows.step, "rollout", self._roll_out)
+        monkeypatch.setattr(refrain.flows.step, "train_policy", self._train)
+        monkeypatch.setattr(refrain.flows.step, "report_step", self._report)
+        monkeypatch.setattr(refrain.flows.step, "save_checkpoint", self._save)
+        monkeypatch.setattr(refrain.flows.step, "this_call", lambda: None)
+        monkeypatch.setattr(refrain.flows.train, "call_numbered", self._call)
+        monkeypatch.setattr(refrain.flows.train, "rl_step", refrain.flows.step.rl_step.fn)
+        monkeypatch.setattr(refrain.flows.train, "validation", self._validation)
 
     def _turns(self) -> Turns:
         """Return turns that record who enters the GPUs. With staleness nobody takes turns."""
@@ -133,7 +133,7 @@ async def test_trainer_saves_before_leaving_its_gpus(
     stage.save_s = 0.01
     stage.may_validate.set()
     async with together() as tasks:
-        tasks.create_task(flows.train.take_steps(stage.live))
+        tasks.create_task(refrain.flows.train.take_steps(stage.live))
     for step in range(1, NUM_STEPS):
         saved, trained = (stage.done.index(f"{what} {step}") for what in ("saved", "trained"))
         assert ("engines enter" in stage.done[trained:saved]) is not leaves
@@ -146,7 +146,7 @@ async def test_a_checkpoint_is_saved_when_what_cannot_be_validated_from_it_is(
 ) -> None:
     stage = Stage(staleness, monkeypatch, first_version)
     async with together() as tasks:
-        tasks.create_task(flows.train.take_steps(stage.live))
+        tasks.create_task(refrain.flows.train.take_steps(stage.live))
         for _ in range(100):
             await asyncio.sleep(0)
         assert not [done for done in stage.done if done.startswith(("saved", "validated"))]

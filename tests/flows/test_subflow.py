@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flows.environment import quieten
+from refrain.flows.environment import quieten
 
 quieten()
 
@@ -21,9 +21,9 @@ from prefect.runtime import flow_run as this_flow_run  # noqa: E402
 from prefect.states import Pending  # noqa: E402
 from prefect.testing.utilities import prefect_test_harness  # noqa: E402
 
-from flows.subflow import call_numbered, is_retried, this_call, tried_again  # noqa: E402
-from tasks.run.advice import run_task  # noqa: E402
-from tasks.run.run_dir import CONFIG_FILE  # noqa: E402
+from refrain.flows.subflow import call_numbered, is_retried, this_call, tried_again  # noqa: E402
+from refrain.tasks.run.advice import run_task  # noqa: E402
+from refrain.tasks.run.run_dir import CONFIG_FILE  # noqa: E402
 
 FAILS_IN, GOES_ON_FROM, LAST = 3, 2, 4
 """Step 3 fails at the first try. The second try begins at step 2, although step 2 was completed:

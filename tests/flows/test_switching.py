@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.small_run import profile_as_if_it_paid
+from refrain.benchmarks.chaos.small_run import profile_as_if_it_paid
 from tests.flows.commands import Command, write_config
 from tests.flows.test_train import NUM_STEPS, query
 

@@ -14,11 +14,11 @@ import duckdb
 import psutil
 import pytest
 
-from engines.learn.checkpoint import STATE_FILE
-from engines.store.listener import live_snapshot
-from engines.store.open_database import connect
-from tasks.run.run_dir import STORE_FILE
-from tasks.run.store_query import query_run
+from refrain.engines.learn.checkpoint import STATE_FILE
+from refrain.engines.store.listener import live_snapshot
+from refrain.engines.store.open_database import connect
+from refrain.tasks.run.run_dir import STORE_FILE
+from refrain.tasks.run.store_query import query_run
 from tests.accounting.test_metric_names import described_as
 from tests.flows.commands import write_config
 

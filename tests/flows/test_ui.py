@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 from filelock import FileLock
 
-from flows.ui import serve, services
-from schemas.config import TrainConfig
-from schemas.reward import JSON_ONLY, FunctionReward
+from refrain.flows.ui import serve, services
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.reward import JSON_ONLY, FunctionReward
 from tests.conftest import REPOSITORY
 
 

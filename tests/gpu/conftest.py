@@ -27,8 +27,8 @@ if REHEARSAL and find_spec("triton") and "TRITON_INTERPRET" not in os.environ:
     # Triton reads this when it is imported. Processes that vLLM starts must not see it, unless you
     # have set it to rehearse engines on the V2 runner.
     os.environ["TRITON_INTERPRET"] = "1"
-    import engines.inference.drafting.refill_kernel
-    import engines.inference.sampling.gpu  # noqa: F401
+    import refrain.engines.inference.drafting.refill_kernel
+    import refrain.engines.inference.sampling.gpu  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
 

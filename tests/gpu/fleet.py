@@ -132,14 +132,14 @@ class Fleet:
 
     def load(self, name: str, weights: Any) -> float:
         """Load weights into an engine. Return the seconds. Stock vLLM keeps its own."""
-        from schemas.weights import PolicyWeights
+        from refrain.schemas.weights import PolicyWeights
 
         given = PolicyWeights(0, None, ()) if name == "stock" else weights
         _, seconds = self[name].timed(self[name].engine.load_weights(given))
         return seconds
 
     def _config(self, drafts: bool, runner: str = "v1", **changes: Any) -> Any:
-        from schemas.drafting import DraftingConfig
+        from refrain.schemas.drafting import DraftingConfig
 
         of_rollout = {
             "weight_sync": "ipc" if changes.get("takes_turns") else "file",
@@ -154,7 +154,7 @@ class Fleet:
 
 def _other(**args: Any) -> Any:
     """Return refrain's engine with other arguments of vLLM."""
-    from engines.inference.engine.vllm_engine import VLLMEngine
+    from refrain.engines.inference.engine.vllm_engine import VLLMEngine
 
     class Other(VLLMEngine):
         def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
@@ -168,8 +168,8 @@ def _card_bytes() -> int:
 
 
 def _stock() -> Any:
-    from benchmarks.stock import StockEngine
-    from engines.inference.engine.checkpoint_engine import CheckpointEngine
+    from refrain.benchmarks.stock import StockEngine
+    from refrain.engines.inference.engine.checkpoint_engine import CheckpointEngine
 
     class Stock(CheckpointEngine, StockEngine):
         """Stock vLLM with the weights of the model directory.

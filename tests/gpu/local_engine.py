@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from engines.inference.engine.vllm_engine import VLLMEngine
-from schemas.config import EngineConfig, TrainConfig
-from schemas.keys import prompt_key, sample_key
-from schemas.rollout import RequestId, RolloutRequest, Split
-from schemas.weights import PolicyWeights
+from refrain.engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.schemas.config import EngineConfig, TrainConfig
+from refrain.schemas.keys import prompt_key, sample_key
+from refrain.schemas.rollout import RequestId, RolloutRequest, Split
+from refrain.schemas.weights import PolicyWeights
 from tests.gpu.models import give_back
 from tests.gpu.needs import REHEARSAL
 
@@ -167,7 +167,7 @@ def train_config(model: Path, directory: Path, prompt_tokens: int, **rollout: An
 
 def policy_weights(config: TrainConfig, canaries: Sequence[Sequence[int]]) -> PolicyWeights:
     """Return the weights of the starting policy, with canaries from the trainer."""
-    from engines.learn.learner import Learner
+    from refrain.engines.learn.learner import Learner
 
     learner = Learner(config)
     learner.restore(None)
@@ -204,8 +204,8 @@ def make_requests(
 
 def write_history(directory: Path, rows: Iterable[Row]) -> None:
     """Write an index of each prompt's responses, from which its next ones are drafted."""
-    from engines.histospec.index import build_index
-    from engines.histospec.index_file import index_path, write_index
+    from refrain.engines.histospec.index import build_index
+    from refrain.engines.histospec.index_file import index_path, write_index
 
     groups: dict[str, list[Row]] = {}
     for row in rows:

@@ -61,7 +61,7 @@ def _cuda(gpus: int) -> Iterator[str]:
 
 def _vllm(rehearsal: bool) -> Iterator[str]:
     """Check for vLLM of the right version and build, with refrain installed as a plugin."""
-    from engines.inference.engine.supported import check_version
+    from refrain.engines.inference.engine.supported import check_version
 
     try:
         check_version()

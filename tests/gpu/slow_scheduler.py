@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from engines.inference.engine.scheduler import make_scheduler as make
+from refrain.engines.inference.engine.scheduler import make_scheduler as make
 
 
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import torch
 
-from engines.inference.engine.worker import WorkerExtension
+from refrain.engines.inference.engine.worker import WorkerExtension
 
 EVERY_S = 0.002
 PARTS = {

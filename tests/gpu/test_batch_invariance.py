@@ -123,8 +123,8 @@ def _drawn(model: Any, ids: Tensor, rows: int) -> Tensor:
 
 def _sampled(logits: Tensor, start: int) -> Tensor:
     """Sample with refrain's noise. The key is the text's index in the batch."""
-    from engines.inference.sampling import gpu
-    from engines.inference.sampling.step_rows import StepRows
+    from refrain.engines.inference.sampling import gpu
+    from refrain.engines.inference.sampling.step_rows import StepRows
 
     num_texts, num_rows, _ = logits.shape
     flat = logits.flatten(0, 1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.drafting import DEVICE_INDEX_BYTES
+from refrain.schemas.drafting import DEVICE_INDEX_BYTES
 from tests.gpu.needs import REHEARSAL, needs
 
 NUM_ROWS, HISTORY_TOKENS, WINDOW = (6, 400, 5) if REHEARSAL else (256, 200_000, 16)
@@ -17,8 +17,8 @@ TIMES = 1 if REHEARSAL else 20
 @needs("cuda", "triton", "numba", "vllm", seconds=60)
 def test_drafts_are_those_of_the_definition(device: str, figures: Callable) -> None:
     """Each row has an index of its own and a shared one. Record the time of a step's drafts."""
-    from engines.histospec.refill import refill
-    from engines.inference.drafting.refill_kernel import refill_on_device
+    from refrain.engines.histospec.refill import refill
+    from refrain.engines.inference.drafting.refill_kernel import refill_on_device
     from tests.inference.refill_cases import Histories
 
     random = np.random.default_rng(0)
@@ -51,7 +51,7 @@ def test_drafts_are_those_of_the_definition(device: str, figures: Callable) -> N
 @needs("cuda", "triton", "numba", "vllm", seconds=30, rehearsed=False)
 def test_indexes_on_the_card(device: str) -> None:
     """An index is copied to the card and found there, and its memory is given back."""
-    from engines.inference.drafting.device_drafter import DeviceTable
+    from refrain.engines.inference.drafting.device_drafter import DeviceTable
 
     table, index = DeviceTable(torch.device(device)), _index(np.random.default_rng(1))
     loaded = table.load(index)
@@ -67,12 +67,14 @@ def test_indexes_on_the_card(device: str) -> None:
     del loaded, text
     assert 0 == table._num_bytes < held < DEVICE_INDEX_BYTES
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engines.inference.drafting.device_drafter.DEVICE_INDEX_BYTES", held - 1)
+        patch.setattr(
+            "refrain.engines.inference.drafting.device_drafter.DEVICE_INDEX_BYTES", held - 1
+        )
         assert table.load(index) is None
 
 
 def _index(random: np.random.Generator):
-    from engines.histospec.index import build_index
+    from refrain.engines.histospec.index import build_index
 
     vocabulary = 8 if REHEARSAL else 50_000
     response = random.integers(1, vocabulary, HISTORY_TOKENS // 8)

@@ -40,7 +40,7 @@ def test_a_run_from_the_command_line(tmp_path: Path, figures: Callable) -> None:
         "trainer.learning_rate=1e-5",
         "trainer.save_every_steps=10",
     ]
-    command = [sys.executable, "-m", "flows.cli", "train", "infra/demo/train.yaml"]
+    command = [sys.executable, "-m", "refrain.flows.cli", "train", "infra/demo/train.yaml"]
     began_s = time.time()
     done = subprocess.run(
         [*command, *settings],

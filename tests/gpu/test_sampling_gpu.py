@@ -59,7 +59,7 @@ def test_another_noise_is_noticed() -> None:
 @needs("cuda", "triton", seconds=20, rehearsed=False)
 @pytest.mark.parametrize("drafted", [False, True])
 def test_no_step_waits_for_the_host(drafted: bool) -> None:
-    from engines.inference.sampling import gpu
+    from refrain.engines.inference.sampling import gpu
     from tests.inference.kernel_cases import on_gpu
 
     logits, _, rows = on_gpu(make_step(4, 64, 1000, drafted=drafted))
@@ -96,8 +96,8 @@ def test_time_beside_eager_and_vllms(
 
 
 def _kernel(logits: torch.Tensor) -> Step:
-    from engines.inference.sampling import gpu
-    from engines.inference.sampling.step_rows import StepRows
+    from refrain.engines.inference.sampling import gpu
+    from refrain.engines.inference.sampling.step_rows import StepRows
 
     each = torch.arange(len(logits), device=logits.device)
     temperatures = torch.ones(len(logits), device=logits.device)
@@ -126,7 +126,7 @@ def _vllm(logits: torch.Tensor) -> dict[str, Step]:
         return {}
     from vllm.v1.sample.sampler import Sampler
 
-    from benchmarks.sampling import _metadata
+    from refrain.benchmarks.sampling import _metadata
 
     sampler, metadata = Sampler(), _metadata(len(logits), logits.device.type)
     return {"vllm": lambda: sampler(logits, metadata)}
@@ -164,7 +164,7 @@ def _bytes_per_logit(logits: torch.Tensor) -> float:
 
     Values of a part are written and read.
     """
-    from engines.inference.sampling.gpu import BLOCK
+    from refrain.engines.inference.sampling.gpu import BLOCK
 
     num_parts = -(-logits.shape[1] // BLOCK)
     return logits.element_size() + 2 * 20 * num_parts / logits.shape[1]

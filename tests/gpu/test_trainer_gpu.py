@@ -79,9 +79,9 @@ def test_float32_is_float32_whatever_the_engines_compute_in(
 
     They equal those of a float32 model. The rounding is not zero, but small.
     """
-    from engines.learn.loading import Loading, load_policy
-    from engines.learn.packing import TokenSequence
-    from engines.learn.policy import score_sequences
+    from refrain.engines.learn.loading import Loading, load_policy
+    from refrain.engines.learn.packing import TokenSequence
+    from refrain.engines.learn.policy import score_sequences
 
     learner = _learner(f"{family}-tiny", tmp_path, device)
     rng = np.random.default_rng(0)
@@ -104,9 +104,9 @@ def test_samples_that_share_a_row_do_not_see_each_other(
     family: str, tmp_path: Path, device: str
 ) -> None:
     """Float32 is strict. In bf16, attention uses another kernel, with its own rounding."""
-    from engines.learn.packing import TokenSequence
-    from engines.learn.policy import score_sequences
-    from engines.learn.precision import ComputeIn
+    from refrain.engines.learn.packing import TokenSequence
+    from refrain.engines.learn.policy import score_sequences
+    from refrain.engines.learn.precision import ComputeIn
 
     policy = _learner(f"{family}-tiny", tmp_path, device)._policy
     rng = np.random.default_rng(0)
@@ -128,8 +128,8 @@ def test_samples_that_share_a_row_do_not_see_each_other(
 
 
 def _learner(shape: str, directory: Path, device: str) -> Any:
-    from engines.learn.learner import Learner
-    from schemas.config import TrainConfig
+    from refrain.engines.learn.learner import Learner
+    from refrain.schemas.config import TrainConfig
 
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

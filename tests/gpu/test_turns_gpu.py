@@ -38,8 +38,8 @@ def test_engine_and_trainer_in_turn(
 
     The engine's tokens stay the same. The first hand-over also loads code, so the second is timed.
     """
-    from engines.learn.learner import Learner
-    from schemas.weights import PolicyWeights
+    from refrain.engines.learn.learner import Learner
+    from refrain.schemas.weights import PolicyWeights
     from tests.gpu.local_engine import parted
 
     engine, few = fleet["off"], fleet.requests(3)[:FEW]
@@ -103,7 +103,7 @@ def _stand_in(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _hand_over(engine: Any, learner: Any) -> None:
     """Hand the learner's weights to the engine."""
-    from engines.inference.weights.hand_over import EnginesOfTrainer, HandOver
+    from refrain.engines.inference.weights.hand_over import EnginesOfTrainer, HandOver
 
     class Here(EnginesOfTrainer):
         """Call the engine in this process."""

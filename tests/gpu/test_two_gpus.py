@@ -61,8 +61,8 @@ def test_a_switch_of_tp_degree_changes_no_token(
 
 def _engine_of(tp_degree: int) -> Callable[..., Any]:
     """Return a maker of engines on the first GPUs."""
-    from engines.inference.engine.vllm_engine import VLLMEngine
-    from schemas.engine import EngineSetup
+    from refrain.engines.inference.engine.vllm_engine import VLLMEngine
+    from refrain.schemas.engine import EngineSetup
 
     devices = () if REHEARSAL else tuple(range(tp_degree))
     return partial(VLLMEngine, setup=EngineSetup(devices=devices))
@@ -111,7 +111,7 @@ def _rank(rank: int, world_size: int, directory: Path) -> None:
 
     import torch.distributed as dist
 
-    from engines.learn.learner import Learner
+    from refrain.engines.learn.learner import Learner
     from tests.gpu.local_engine import train_config
     from tests.learn.conftest import make_batch
 

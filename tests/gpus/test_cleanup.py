@@ -8,8 +8,8 @@ import time
 import psutil
 import pytest
 
-from engines.gpus import cleanup
-from engines.gpus.cleanup import MARK, CleanupActor, Marked, wait_until_steady
+from refrain.engines.gpus import cleanup
+from refrain.engines.gpus.cleanup import MARK, CleanupActor, Marked, wait_until_steady
 
 TREE = """
 import os, signal, subprocess, sys, time

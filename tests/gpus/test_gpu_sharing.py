@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.gpus.gpu_sharing import Role, TurnFailed, Turns
-from engines.simulate.clock import run_virtual
+from refrain.engines.gpus.gpu_sharing import Role, TurnFailed, Turns
+from refrain.engines.simulate.clock import run_virtual
 
 ENGINES, TRAINER = Role
 

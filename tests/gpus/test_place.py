@@ -8,13 +8,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from engines.actors import ActorGone
-from engines.gpus import place
-from engines.gpus.cleanup import Marked
-from engines.gpus.place import PLACE_S, Place, why_unplaced
-from engines.inference.engine import ray_engine
-from engines.inference.engine.ray_engine import RayEngine
-from engines.rollout.interface import EngineDied, EngineGone
+from refrain.engines.actors import ActorGone
+from refrain.engines.gpus import place
+from refrain.engines.gpus.cleanup import Marked
+from refrain.engines.gpus.place import PLACE_S, Place, why_unplaced
+from refrain.engines.inference.engine import ray_engine
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.rollout.interface import EngineDied, EngineGone
 from tests.inference.real import CONFIG
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.gpus.placement import GpuPlacement, Wanted, place
+from refrain.engines.gpus.placement import GpuPlacement, Wanted, place
 
 
 def engines(num, tp_degree):

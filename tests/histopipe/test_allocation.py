@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.histopipe.allocation import (
+from refrain.engines.histopipe.allocation import (
     INTERCEPTS,
     SLACK,
     allocate_engines,
@@ -16,7 +16,7 @@ from engines.histopipe.allocation import (
     line,
     tabulate,
 )
-from engines.histopipe.ranking import divide_evenly
+from refrain.engines.histopipe.ranking import divide_evenly
 
 
 def period_s(table, allocation) -> float:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.histopipe.placement import deal_groups
+from refrain.engines.histopipe.placement import deal_groups
 
 lengths = st.dictionaries(
     st.text("abcdef", min_size=1, max_size=4), st.none() | st.floats(1, 1e5), min_size=1

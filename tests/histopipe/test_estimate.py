@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.papers.settings import LinearLatency
-from engines.histopipe.estimate import context_growth, estimate_rollout_s, expected_lengths
-from schemas.rollout import LengthHistory
+from refrain.benchmarks.papers.settings import LinearLatency
+from refrain.engines.histopipe.estimate import context_growth, estimate_rollout_s, expected_lengths
+from refrain.schemas.rollout import LengthHistory
 from tests.simulate.latencies import LinearLatency as DraftingLatency
 
 LATENCY = LinearLatency(step_s=0.01, sequence_s=1e-3, token_s=1e-6)

@@ -10,14 +10,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from benchmarks.papers.drafters import LATENCY
-from benchmarks.papers.settings import LinearLatency
-from engines.histopipe.even_ends import cut_evenly, step_requests_of
-from engines.histopipe.passes import fit_passes
-from engines.histopipe.placement import deal_groups, end_together, place_prompts, time_rollouts
-from engines.latency.forecast import Unfinished
-from engines.simulate.run_config import run_config
-from schemas.rollout import LengthHistory
+from refrain.benchmarks.papers.drafters import LATENCY
+from refrain.benchmarks.papers.settings import LinearLatency
+from refrain.engines.histopipe.even_ends import cut_evenly, step_requests_of
+from refrain.engines.histopipe.passes import fit_passes
+from refrain.engines.histopipe.placement import (
+    deal_groups,
+    end_together,
+    place_prompts,
+    time_rollouts,
+)
+from refrain.engines.latency.forecast import Unfinished
+from refrain.engines.simulate.run_config import run_config
+from refrain.schemas.rollout import LengthHistory
 from tests.latency.machines import finish_s
 
 GROUP, PROMPT_TOKENS = 4, 256

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.histopipe.migration import Migration
-from engines.rollout.moves import Defer, EngineView, Migrate, RolloutView
-from schemas.rollout import RequestId, Split
-from schemas.step import PromptGroup, RankingGroup, StepPlan
+from refrain.engines.histopipe.migration import Migration
+from refrain.engines.rollout.moves import Defer, EngineView, Migrate, RolloutView
+from refrain.schemas.rollout import RequestId, Split
+from refrain.schemas.step import PromptGroup, RankingGroup, StepPlan
 
 STEP = 3
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.histopipe.passes import TOKENS, fit_passes
-from engines.histopipe.placement import deal_groups, plan_placement
-from engines.histopipe.ranking import rank_prompts
-from schemas.rollout import LengthHistory
+from refrain.engines.histopipe.passes import TOKENS, fit_passes
+from refrain.engines.histopipe.placement import deal_groups, plan_placement
+from refrain.engines.histopipe.ranking import rank_prompts
+from refrain.schemas.rollout import LengthHistory
 
 lengths = st.floats(1, 1e5)
 undrafted = st.dictionaries(

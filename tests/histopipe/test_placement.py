@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.papers.settings import LinearLatency
-from engines.histopipe.estimate import estimate_rollout_s
-from engines.histopipe.placement import place_groups, plan_placement
-from engines.histopipe.ranking import divide_evenly, rank_prompts
-from schemas.rollout import LengthHistory
+from refrain.benchmarks.papers.settings import LinearLatency
+from refrain.engines.histopipe.estimate import estimate_rollout_s
+from refrain.engines.histopipe.placement import place_groups, plan_placement
+from refrain.engines.histopipe.ranking import divide_evenly, rank_prompts
+from refrain.schemas.rollout import LengthHistory
 
 KEYS = [f"p{i}" for i in range(24)]
 HISTORY = {key: LengthHistory(100.0 * (i + 1), 120 * (i + 1)) for i, key in enumerate(KEYS)}

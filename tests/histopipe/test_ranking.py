@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.histopipe.ranking import default_num_groups, length_growth, rank_prompts
-from schemas.rollout import LengthHistory
+from refrain.engines.histopipe.ranking import default_num_groups, length_growth, rank_prompts
+from refrain.schemas.rollout import LengthHistory
 
 keys = st.lists(st.text("abcdef", min_size=1, max_size=4), min_size=1, unique=True)
 lengths = st.builds(LengthHistory, st.floats(1, 1e5), st.integers(1, 10**5))

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from engines.histopipe.engine_load import peak_tokens
-from engines.histopipe.group_lengths import GroupLengths
-from engines.histopipe.sample_queue import EngineLimits, SampleQueue
-from engines.histopipe.step_end import StepPace, TokenTimes
-from engines.rollout.moves import Close, EngineView, Migrate, RolloutView, Start
-from schemas.rollout import LengthHistory, RequestId, RolloutRequest, Split
+from refrain.engines.histopipe.engine_load import peak_tokens
+from refrain.engines.histopipe.group_lengths import GroupLengths
+from refrain.engines.histopipe.sample_queue import EngineLimits, SampleQueue
+from refrain.engines.histopipe.step_end import StepPace, TokenTimes
+from refrain.engines.rollout.moves import Close, EngineView, Migrate, RolloutView, Start
+from refrain.schemas.rollout import LengthHistory, RequestId, RolloutRequest, Split
 from tests.simulate.latencies import LinearLatency
 
 LATENCY = LinearLatency(0.010, 1e-4, 0.0, prefill_step_s=0.0)

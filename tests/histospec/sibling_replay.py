@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engines.histospec.replay import Replay, Tokens, count_accepted, known_sequences
-from engines.histospec.siblings import NO_SLOT, SiblingIndex
-from engines.histospec.window import WindowPolicy
+from refrain.engines.histospec.replay import Replay, Tokens, count_accepted, known_sequences
+from refrain.engines.histospec.siblings import NO_SLOT, SiblingIndex
+from refrain.engines.histospec.window import WindowPolicy
 
 
 def replay_siblings(

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from engines.histospec.acceptance import FORGET, NUM_CLASSES, PRIOR_WEIGHT, Acceptance
-from engines.histospec.drafting import NUM_EVIDENCE, evidence_factors, evidence_shares
+from refrain.engines.histospec.acceptance import FORGET, NUM_CLASSES, PRIOR_WEIGHT, Acceptance
+from refrain.engines.histospec.drafting import NUM_EVIDENCE, evidence_factors, evidence_shares
 
 ROW = np.array([[3, 7, 3, 0]], np.uint16)
 

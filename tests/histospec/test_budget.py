@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.histospec.budget import keep_likeliest, max_draft_tokens
+from refrain.engines.histospec.budget import keep_likeliest, max_draft_tokens
 
 
 def test_the_likeliest_are_kept_and_not_an_equal_share_of_each():

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from engines.histospec import drafter as drafter_module
-from engines.histospec.acceptance import Acceptance, record_evidence
-from engines.histospec.drafter import DraftedRequest, Drafts, HistoryDrafter
-from engines.histospec.drafting import NUM_EVIDENCE, draft_batch_of_any
-from engines.histospec.gate import Gate
-from engines.histospec.index import build_index
-from engines.histospec.index_file import index_path, write_index
-from engines.histospec.library import PromptHistory
-from engines.histospec.matching import IndexTable
-from engines.histospec.replay import replay
-from engines.histospec.shared import SharedLibrary
-from engines.histospec.siblings import SiblingIndex
-from engines.histospec.window import AIMD, Fixed
-from engines.inference.sampling.noise import perturbed_argmax
-from schemas.drafting import DraftingConfig
+from refrain.engines.histospec import drafter as drafter_module
+from refrain.engines.histospec.acceptance import Acceptance, record_evidence
+from refrain.engines.histospec.drafter import DraftedRequest, Drafts, HistoryDrafter
+from refrain.engines.histospec.drafting import NUM_EVIDENCE, draft_batch_of_any
+from refrain.engines.histospec.gate import Gate
+from refrain.engines.histospec.index import build_index
+from refrain.engines.histospec.index_file import index_path, write_index
+from refrain.engines.histospec.library import PromptHistory
+from refrain.engines.histospec.matching import IndexTable
+from refrain.engines.histospec.replay import replay
+from refrain.engines.histospec.shared import SharedLibrary
+from refrain.engines.histospec.siblings import SiblingIndex
+from refrain.engines.histospec.window import AIMD, Fixed
+from refrain.engines.inference.sampling.noise import perturbed_argmax
+from refrain.schemas.drafting import DraftingConfig
 from tests.histospec.test_gate import Linear
 
 PROMPT = [50, 51, 52]

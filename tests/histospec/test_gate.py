@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.histospec.gate import (
+from refrain.engines.histospec.gate import (
     FIRST_TOKENS,
     LEAST_GAIN,
     LONGEST_BREAK,

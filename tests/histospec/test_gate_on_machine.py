@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from engines.histospec.gate import LOOK_ROWS, DraftTimes, Gate
-from engines.histospec.step_times import MeasuredStepTimes
+from refrain.engines.histospec.gate import LOOK_ROWS, DraftTimes, Gate
+from refrain.engines.histospec.step_times import MeasuredStepTimes
 from tests.histospec.test_step_times import content
 
 WINDOW = 4

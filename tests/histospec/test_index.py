@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engines.histospec.bloom_filter import build_filter, may_contain
-from engines.histospec.drafting import (
+from refrain.engines.histospec.bloom_filter import build_filter, may_contain
+from refrain.engines.histospec.drafting import (
     ENOUGH,
     LONGEST_ALONE,
     NUM_EVIDENCE,
@@ -17,8 +17,8 @@ from engines.histospec.drafting import (
     without_noise,
     without_turns,
 )
-from engines.histospec.index import END, RESOLUTION, build_index
-from engines.histospec.matching import NO_INDEX, IndexTable, _place_of
+from refrain.engines.histospec.index import END, RESOLUTION, build_index
+from refrain.engines.histospec.matching import NO_INDEX, IndexTable, _place_of
 
 TOKENS = st.lists(st.integers(0, 2), max_size=14)
 REWARDS = st.sampled_from([-1.5, -0.25, 0.0, 0.1, 0.2, 0.3, 1.0, 1e6])

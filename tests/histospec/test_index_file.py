@@ -2,8 +2,8 @@
 
 import pytest
 
-from engines.histospec.index import build_index
-from engines.histospec.index_file import DamagedIndex, open_index, write_index
+from refrain.engines.histospec.index import build_index
+from refrain.engines.histospec.index_file import DamagedIndex, open_index, write_index
 from tests.histospec.test_index import draft
 
 

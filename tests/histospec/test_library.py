@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 
-from engines.histospec.index_file import cold_path, index_path, open_index
-from engines.histospec.library import IndexLibrary, PromptHistory
-from schemas.drafting import DraftingConfig
+from refrain.engines.histospec.index_file import cold_path, index_path, open_index
+from refrain.engines.histospec.library import IndexLibrary, PromptHistory
+from refrain.schemas.drafting import DraftingConfig
 from tests.histospec.test_index import draft
 
 KEYS = [f"{n:032x}" for n in range(6)]

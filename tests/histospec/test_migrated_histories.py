@@ -2,17 +2,17 @@
 
 import asyncio
 
-from engines.histospec.index import END
-from engines.histospec.index_file import index_path, open_index
-from engines.histospec.library import IndexLibrary
-from engines.histospec.worker import histories
-from engines.rollout.moves import Defer, Migrate
-from engines.store.rows import rollout_rows
-from engines.store.store import Store
-from schemas.drafting import DraftingConfig
-from schemas.rollout import Split
-from schemas.step import RolloutOutcome, SampleName
-from tasks.reward import last_rolled_out
+from refrain.engines.histospec.index import END
+from refrain.engines.histospec.index_file import index_path, open_index
+from refrain.engines.histospec.library import IndexLibrary
+from refrain.engines.histospec.worker import histories
+from refrain.engines.rollout.moves import Defer, Migrate
+from refrain.engines.store.rows import rollout_rows
+from refrain.engines.store.store import Store
+from refrain.schemas.drafting import DraftingConfig
+from refrain.schemas.rollout import Split
+from refrain.schemas.step import RolloutOutcome, SampleName
+from refrain.tasks.reward import last_rolled_out
 from tests.rollout.fakes import FakeEngine, MoveAt, Recorder, request, work
 from tests.store.test_store import make_rewards
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from engines.histospec.predicted_gain import ResponseGroup, predict_gain
-from schemas.drafting import DraftingConfig
-from schemas.keys import sample_key
+from refrain.engines.histospec.predicted_gain import ResponseGroup, predict_gain
+from refrain.schemas.drafting import DraftingConfig
+from refrain.schemas.keys import sample_key
 
 CONFIG = DraftingConfig()
 

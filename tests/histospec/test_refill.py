@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from engines.histospec.index import END, build_index
-from engines.histospec.matching import NO_INDEX, IndexTable
-from engines.histospec.refill import refill
+from refrain.engines.histospec.index import END, build_index
+from refrain.engines.histospec.matching import NO_INDEX, IndexTable
+from refrain.engines.histospec.refill import refill
 
 
 def draft(histories, context, window=8):

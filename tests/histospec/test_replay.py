@@ -5,18 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.drafters import Shipped, Windows, index_of
-from benchmarks.lockstep import Batch, generate_again
-from engines.histospec.acceptance import Acceptance
-from engines.histospec.drafting import draft_batch, without_noise, without_turns
-from engines.histospec.gate import LOOKS, Gate
-from engines.histospec.index import build_index
-from engines.histospec.library import PromptHistory
-from engines.histospec.matching import NO_INDEX, IndexTable
-from engines.histospec.replay import replay
-from engines.histospec.window import AIMD, Doubling, Fixed
-from engines.simulate.history import PAPER
-from schemas.drafting import DraftingConfig
+from refrain.benchmarks.drafters import Shipped, Windows, index_of
+from refrain.benchmarks.lockstep import Batch, generate_again
+from refrain.engines.histospec.acceptance import Acceptance
+from refrain.engines.histospec.drafting import draft_batch, without_noise, without_turns
+from refrain.engines.histospec.gate import LOOKS, Gate
+from refrain.engines.histospec.index import build_index
+from refrain.engines.histospec.library import PromptHistory
+from refrain.engines.histospec.matching import NO_INDEX, IndexTable
+from refrain.engines.histospec.replay import replay
+from refrain.engines.histospec.window import AIMD, Doubling, Fixed
+from refrain.engines.simulate.history import PAPER
+from refrain.schemas.drafting import DraftingConfig
 from tests.histospec.test_gate import Linear
 from tests.histospec.test_index import slow_draft
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.histospec.drafting import draft_batch_of_any, without_noise, without_turns
-from engines.histospec.index import END, build_index
-from engines.histospec.index_file import LIST, shared_dir
-from engines.histospec.library import PromptHistory, delete_indexes
-from engines.histospec.matching import IndexTable
-from engines.histospec.shared import (
+from refrain.engines.histospec.drafting import draft_batch_of_any, without_noise, without_turns
+from refrain.engines.histospec.index import END, build_index
+from refrain.engines.histospec.index_file import LIST, shared_dir
+from refrain.engines.histospec.library import PromptHistory, delete_indexes
+from refrain.engines.histospec.matching import IndexTable
+from refrain.engines.histospec.shared import (
     MERGED,
     MOST_IN_ONE,
     Shard,
@@ -21,7 +21,7 @@ from engines.histospec.shared import (
     SharedReader,
     num_merged,
 )
-from schemas.drafting import DraftingConfig
+from refrain.schemas.drafting import DraftingConfig
 from tests.histospec.test_index import slow_draft
 
 TOKENS = st.lists(st.integers(0, 2), max_size=14)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engines.histospec import siblings
-from engines.histospec.siblings import NO_SLOT, PAGE, SiblingIndex
-from engines.histospec.window import AIMD, Doubling, Fixed
+from refrain.engines.histospec import siblings
+from refrain.engines.histospec.siblings import NO_SLOT, PAGE, SiblingIndex
+from refrain.engines.histospec.window import AIMD, Doubling, Fixed
 from tests.histospec.sibling_replay import replay_siblings
 
 MATCHES = st.sampled_from([(1, 1), (1, 3), (3, 7), (2, 4)])

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from engines.histospec.step_times import (
+from refrain.engines.histospec.step_times import (
     FULL_BATCH,
     LASTING,
     LEAST_SHARE,
@@ -14,7 +14,7 @@ from engines.histospec.step_times import (
     MeasuredStepTimes,
     pass_content,
 )
-from engines.latency.measured import FEW_ROWS
+from refrain.engines.latency.measured import FEW_ROWS
 
 TRUE = np.array([3e-3, 3e-4, 8e-5, 1e-7, 1e-5, 2e-5, 1.5e-5])
 DEAR = np.append(TRUE[:-1], 3e-5)

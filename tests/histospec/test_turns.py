@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.histospec.drafter import DraftedRequest, HistoryDrafter
-from engines.histospec.drafting import LONGEST_ALONE, draft_batch, without_noise
-from engines.histospec.gate import Gate
-from engines.histospec.index import build_index, split_turns
-from engines.histospec.index_file import index_path, open_index, shared_dir
-from engines.histospec.library import IndexLibrary, PromptHistory
-from engines.histospec.matching import IndexTable
-from engines.histospec.predicted_gain import ResponseGroup, predict_gain
-from engines.histospec.refill import refill
-from engines.histospec.shared import SharedLibrary
-from engines.histospec.siblings import SiblingIndex
-from engines.histospec.window import Fixed
-from engines.histospec.worker import histories
-from engines.store.tables import INDEXED
-from schemas.drafting import DraftingConfig
+from refrain.engines.histospec.drafter import DraftedRequest, HistoryDrafter
+from refrain.engines.histospec.drafting import LONGEST_ALONE, draft_batch, without_noise
+from refrain.engines.histospec.gate import Gate
+from refrain.engines.histospec.index import build_index, split_turns
+from refrain.engines.histospec.index_file import index_path, open_index, shared_dir
+from refrain.engines.histospec.library import IndexLibrary, PromptHistory
+from refrain.engines.histospec.matching import IndexTable
+from refrain.engines.histospec.predicted_gain import ResponseGroup, predict_gain
+from refrain.engines.histospec.refill import refill
+from refrain.engines.histospec.shared import SharedLibrary
+from refrain.engines.histospec.siblings import SiblingIndex
+from refrain.engines.histospec.window import Fixed
+from refrain.engines.histospec.worker import histories
+from refrain.engines.store.tables import INDEXED
+from refrain.schemas.drafting import DraftingConfig
 from tests.histospec.test_index import slow_draft
 
 KEYS = [f"{n:032x}" for n in range(2)]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.histospec.window import AIMD, Doubling, Fixed
+from refrain.engines.histospec.window import AIMD, Doubling, Fixed
 
 POLICIES = [AIMD(), AIMD(start=3, step=5, cap=11), Doubling(), Doubling(3, 20), Fixed(6)]
 VERIFICATIONS = st.lists(

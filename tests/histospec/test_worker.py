@@ -15,14 +15,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engines.actors import ActorGone
-from engines.histospec import worker as history_worker
-from engines.histospec.index import build_index
-from engines.histospec.index_file import index_path, shared_dir
-from engines.histospec.shared import SharedReader
-from engines.histospec.worker import HistoryWorker, keep_to, room_for_indexes
-from engines.histospec.workers import HistoryWorkers
-from schemas.drafting import DraftingConfig
+from refrain.engines.actors import ActorGone
+from refrain.engines.histospec import worker as history_worker
+from refrain.engines.histospec.index import build_index
+from refrain.engines.histospec.index_file import index_path, shared_dir
+from refrain.engines.histospec.shared import SharedReader
+from refrain.engines.histospec.worker import HistoryWorker, keep_to, room_for_indexes
+from refrain.engines.histospec.workers import HistoryWorkers
+from refrain.schemas.drafting import DraftingConfig
 from tests.histospec.test_workers import rows_of
 
 KEYS = [f"{n:08x}" for n in range(40)]

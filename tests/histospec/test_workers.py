@@ -7,14 +7,14 @@ import signal
 import pyarrow as pa
 import pytest
 
-from engines.actors import ActorGone, NoAnswer
-from engines.histospec import workers as history_workers
-from engines.histospec.index_file import index_path, open_index
-from engines.histospec.worker import Offer, histories
-from engines.histospec.workers import HistoryWorkers
-from engines.store.tables import INDEXED
-from schemas.counts import LibraryCounts
-from schemas.drafting import DraftingConfig
+from refrain.engines.actors import ActorGone, NoAnswer
+from refrain.engines.histospec import workers as history_workers
+from refrain.engines.histospec.index_file import index_path, open_index
+from refrain.engines.histospec.worker import Offer, histories
+from refrain.engines.histospec.workers import HistoryWorkers
+from refrain.engines.store.tables import INDEXED
+from refrain.schemas.counts import LibraryCounts
+from refrain.schemas.drafting import DraftingConfig
 from tests.histospec.test_index import draft
 
 KEYS = [f"{n:032x}" for n in range(150)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from flows.cli import main
+from refrain.flows.cli import main
 from tests.hostile.place import MAKERS, NAMES, HostilePlace
 
 

@@ -22,9 +22,25 @@ from click.testing import CliRunner
 
 HEAVY = (
     *("torch", "transformers", "matplotlib.pyplot", "prefect.client.orchestration", "mlflow"),
-    *("prefect", "datasets", "tasks.run.preflight", "tasks.profile_inputs", "flows.simulate"),
-    *("flows.export", "flows.report", "flows.sql", "flows.doctor", "flows.evaluation_config"),
-    *("tasks.run.machine", "engines.learn.head", "benchmarks.papers.settings"),
+    *(
+        "prefect",
+        "datasets",
+        "refrain.tasks.run.preflight",
+        "refrain.tasks.profile_inputs",
+        "refrain.flows.simulate",
+    ),
+    *(
+        "refrain.flows.export",
+        "refrain.flows.report",
+        "refrain.flows.sql",
+        "refrain.flows.doctor",
+        "refrain.flows.evaluation_config",
+    ),
+    *(
+        "refrain.tasks.run.machine",
+        "refrain.engines.learn.head",
+        "refrain.benchmarks.papers.settings",
+    ),
 )
 """Packages to import first: their import takes longer than a command."""
 FAULT = "HOSTILE_FAULT"
@@ -60,28 +76,28 @@ def fault_setter() -> Callable[..., None]:
 
 
 def replace_what_starts(*names: str) -> None:
-    import flows.drafter
-    import flows.launch
-    import flows.samples_server
-    import flows.ui
+    import refrain.flows.drafter
+    import refrain.flows.launch
+    import refrain.flows.samples_server
+    import refrain.flows.ui
 
-    flows.launch._carry_out = start
-    flows.drafter.make_head = start
-    flows.ui.servers = start
-    flows.samples_server.serve_samples = start
-    flows.ui._check_mlflow_app = lambda: None
+    refrain.flows.launch._carry_out = start
+    refrain.flows.drafter.make_head = start
+    refrain.flows.ui.servers = start
+    refrain.flows.samples_server.serve_samples = start
+    refrain.flows.ui._check_mlflow_app = lambda: None
     for name in names:
-        importlib.import_module(f"benchmarks.{name}").measure = start
+        importlib.import_module(f"refrain.benchmarks.{name}").measure = start
 
 
 def remember_answers() -> None:
     """Cache answers of a store that has not changed, because each query starts a process."""
-    import flows.report
-    import flows.sql
-    import tasks.run.store_query
+    import refrain.flows.report
+    import refrain.flows.sql
+    import refrain.tasks.run.store_query
 
-    environment_of = tasks.run.store_query._environment
-    query_run, answers = flows.sql.query_run, {}
+    environment_of = refrain.tasks.run.store_query._environment
+    query_run, answers = refrain.flows.sql.query_run, {}
 
     def environment() -> dict[str, str]:
         inherited = {name: os.environ[name] for name in (FAULT, "LD_PRELOAD") if name in os.environ}
@@ -94,19 +110,19 @@ def remember_answers() -> None:
             answers[key] = query_run(run_dir, query, timeout_s)
         return answers[key]
 
-    tasks.run.store_query._environment = environment
-    flows.sql.query_run = flows.report.query_run = ask
+    refrain.tasks.run.store_query._environment = environment
+    refrain.flows.sql.query_run = refrain.flows.report.query_run = ask
 
 
 def forget() -> None:
     """Clear the caches of what was read."""
-    preflight = sys.modules.get("tasks.run.preflight")
+    preflight = sys.modules.get("refrain.tasks.run.preflight")
     if preflight:
         preflight._read_inputs.cache_clear()
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-    from flows.cli import main
+    from refrain.flows.cli import main
 
     environment, directory = dict(os.environ), os.getcwd()
     os.environ.update(request.get("environment", {}))

@@ -12,11 +12,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from engines.reports.trace_events import write_timeline
-from engines.simulate.trace import Trace, write_trace
-from engines.store.store import Store
-from schemas.resume import OnResume, SettingChange
-from tasks.run.run_dir import CHANGES_FILE, STORE_FILE
+from refrain.engines.reports.trace_events import write_timeline
+from refrain.engines.simulate.trace import Trace, write_trace
+from refrain.engines.store.store import Store
+from refrain.schemas.resume import OnResume, SettingChange
+from refrain.tasks.run.run_dir import CHANGES_FILE, STORE_FILE
 from tests.conftest import DEMO, REPOSITORY
 from tests.data.test_malformed_rows import good_row
 from tests.flows.commands import write_config

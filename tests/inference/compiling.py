@@ -10,10 +10,10 @@ import os
 import sys
 from typing import Any
 
-from engines.inference.engine.checkpoint_engine import CheckpointEngine
-from engines.inference.engine.process import generate
-from engines.inference.engine.worker import WorkerExtension
-from schemas.config import TrainConfig
+from refrain.engines.inference.engine.checkpoint_engine import CheckpointEngine
+from refrain.engines.inference.engine.process import generate
+from refrain.engines.inference.engine.worker import WorkerExtension
+from refrain.schemas.config import TrainConfig
 from tests.conftest import DEMO
 
 PLACES = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engines.data.dataset import load_dataset, load_tokenizer
-from engines.inference.engine.ray_engine import RayEngine
-from engines.learn.learner import Learner
-from schemas.drafting import DraftingConfig, SpecActorConfig
-from schemas.rollout import RequestId, Rollout, RolloutRequest
+from refrain.engines.data.dataset import load_dataset, load_tokenizer
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.learn.learner import Learner
+from refrain.schemas.drafting import DraftingConfig, SpecActorConfig
+from refrain.schemas.rollout import RequestId, Rollout, RolloutRequest
 from tests.inference.heads import random_head
 from tests.inference.pace import PacedEngine
 from tests.inference.real import CONFIG, requests, roll_out, weights_of

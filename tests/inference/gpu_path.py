@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 # Only the CUDA build of vLLM has this module, and only kernels use it.
 sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
-from engines.inference.engine.process import _ENGINE_ENV  # noqa: E402
+from refrain.engines.inference.engine.process import _ENGINE_ENV  # noqa: E402
 
 os.environ |= _ENGINE_ENV | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
@@ -32,11 +32,11 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
 from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 from vllm.v1.worker.utils import get_uniform_decode_token_count, request_memory  # noqa: E402
 
-from engines.inference.engine import arguments  # noqa: E402
-from engines.inference.engine.graphs import decode_plainly, decode_plainly_on_v2  # noqa: E402
-from engines.pat.memory import PARKED_BYTES, plan_parked_weights, start_share  # noqa: E402
-from schemas.config import EngineConfig, ModelConfig, RolloutConfig  # noqa: E402
-from schemas.drafting import DraftingConfig  # noqa: E402
+from refrain.engines.inference.engine import arguments  # noqa: E402
+from refrain.engines.inference.engine.graphs import decode_plainly, decode_plainly_on_v2  # noqa: E402
+from refrain.engines.pat.memory import PARKED_BYTES, plan_parked_weights, start_share  # noqa: E402
+from refrain.schemas.config import EngineConfig, ModelConfig, RolloutConfig  # noqa: E402
+from refrain.schemas.drafting import DraftingConfig  # noqa: E402
 from tests.inference.real import DEMO  # noqa: E402
 
 BATCHES = (1, 2, 3, 100, 250, 256)

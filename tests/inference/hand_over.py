@@ -10,10 +10,10 @@ from typing import Any
 import ray
 import torch
 
-from engines.inference.weights import hand_over
-from engines.learn.trainer import TrainerActor
-from schemas.config import EngineConfig, TrainConfig
-from schemas.engine import EngineSetup
+from refrain.engines.inference.weights import hand_over
+from refrain.engines.learn.trainer import TrainerActor
+from refrain.schemas.config import EngineConfig, TrainConfig
+from refrain.schemas.engine import EngineSetup
 from tests.inference.pace import PacedEngine
 from tests.stand_in_ipc import stand_in, stand_in_worker
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.draft_head.files import save
-from engines.draft_head.model import DraftHead
-from engines.learn.learner import Learner
+from refrain.engines.draft_head.files import save
+from refrain.engines.draft_head.model import DraftHead
+from refrain.engines.learn.learner import Learner
 from tests.inference.real import CONFIG
 
 LEAVES = ("o_proj.weight", "down_proj.weight")

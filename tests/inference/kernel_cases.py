@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engines.inference.sampling import gpu, kernels
-from engines.inference.sampling.kernels import _key_of, _keys
-from engines.inference.sampling.noise import gumbel, gumbel_noise, perturbed_argmax
-from engines.inference.sampling.step_rows import StepRows
+from refrain.engines.inference.sampling import gpu, kernels
+from refrain.engines.inference.sampling.kernels import _key_of, _keys
+from refrain.engines.inference.sampling.noise import gumbel, gumbel_noise, perturbed_argmax
+from refrain.engines.inference.sampling.step_rows import StepRows
 from tests.inference.random_steps import Step, check, make_step
 
 ON_GPU = torch.cuda.is_available()
@@ -46,7 +46,7 @@ def sampled(step: Step, **tile: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("tile", TILES)
 def test_every_token_of_many_rows(tile):
-    from engines.inference.sampling import cpu
+    from refrain.engines.inference.sampling import cpu
 
     step = make_step(1, ROWS, 36)
     check(step, *cpu.sample(step.logits, step.drawn_from, step.rows))

@@ -15,9 +15,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from flows.environment import quieten
-from schemas.counts import DraftingCounts
-from schemas.rollout import (
+from refrain.flows.environment import quieten
+from refrain.schemas.counts import DraftingCounts
+from refrain.schemas.rollout import (
     FinishedRollout,
     FinishReason,
     Generated,
@@ -26,7 +26,7 @@ from schemas.rollout import (
     RolloutRequest,
     VersionSpan,
 )
-from schemas.weights import PolicyWeights
+from refrain.schemas.weights import PolicyWeights
 from tests.rollout.fakes import request, token_at
 from tests.tasks.ray_death import kill
 
@@ -48,7 +48,7 @@ class Hashes:
     def mark_processes(self, mark: str) -> Any:
         import ray
 
-        from engines.gpus.cleanup import Marked, given_gpus, mark_children
+        from refrain.engines.gpus.cleanup import Marked, given_gpus, mark_children
 
         mark_children(mark)
         return Marked(mark, ray.get_runtime_context().get_node_id(), given_gpus())
@@ -69,8 +69,8 @@ class Hashes:
         self._running |= {r.id: (r, time.time()) for r in requests}
 
     async def next_events(self, num_received: int) -> tuple[Any, Any]:
-        from engines.rollout.interface import EngineEvents
-        from engines.store.rows import rollout_rows
+        from refrain.engines.rollout.interface import EngineEvents
+        from refrain.engines.store.rows import rollout_rows
 
         del self._finished[: num_received - self._num_acknowledged]
         self._num_acknowledged = num_received
@@ -103,8 +103,8 @@ def made_up_step() -> tuple[PolicyWeights, list[RolloutRequest]]:
 
 
 def real_step() -> tuple[PolicyWeights, list[RolloutRequest]]:
-    from engines.data.dataset import load_dataset, load_tokenizer
-    from engines.learn.learner import Learner
+    from refrain.engines.data.dataset import load_dataset, load_tokenizer
+    from refrain.engines.learn.learner import Learner
     from tests.inference.real import CONFIG, requests, weights_of
 
     dataset = load_dataset(CONFIG.data.train, load_tokenizer(CONFIG.model.path), 128)
@@ -118,7 +118,7 @@ class Laps:
     """Runs of the same step."""
 
     def __init__(self, engines: Sequence[Any]) -> None:
-        from engines.rollout.coordinator import Coordinator
+        from refrain.engines.rollout.coordinator import Coordinator
 
         self.said: list[tuple[float, str]] = []
         self.coordinator = Coordinator(
@@ -129,8 +129,8 @@ class Laps:
         """Run the step. Return the tokens by request, and the outcome."""
         from ray.exceptions import RayError
 
-        from benchmarks.one_step import fetch
-        from engines.rollout.interface import EngineDied
+        from refrain.benchmarks.one_step import fetch
+        from refrain.engines.rollout.interface import EngineDied
 
         rollouts: list[Rollout] = []
 
@@ -152,8 +152,8 @@ class Laps:
 async def lose_a_node(node: Any, kind: str) -> dict[str, Any]:
     import ray
 
-    from engines.inference.engine.ray_engine import RayEngine
-    from engines.inference.engine.vllm_engine import VLLMEngine
+    from refrain.engines.inference.engine.ray_engine import RayEngine
+    from refrain.engines.inference.engine.vllm_engine import VLLMEngine
     from tests.inference.real import CONFIG
 
     actors: dict[str, Any] = {"vllm": VLLMEngine, "node": Hashes, "raylet": SlowHashes}

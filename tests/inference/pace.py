@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from engines.inference.engine.ray_engine import RayEngine
-from engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.inference.engine.vllm_engine import VLLMEngine
 
 STEP_S = 0.02
 """Least seconds of a slow step: 50 tokens take a second."""

@@ -5,8 +5,8 @@ import time
 from collections import Counter
 from typing import Any
 
-from engines.inference.engine.decode_steps import DecodeSteps
-from engines.inference.engine.worker import WorkerExtension
+from refrain.engines.inference.engine.decode_steps import DecodeSteps
+from refrain.engines.inference.engine.worker import WorkerExtension
 
 
 class PacedWorker(WorkerExtension):

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engines.inference.sampling.noise import perturbed_argmax
-from engines.inference.sampling.step_rows import REJECTED, StepRows
+from refrain.engines.inference.sampling.noise import perturbed_argmax
+from refrain.engines.inference.sampling.step_rows import REJECTED, StepRows
 
 CHUNK = 2**22
 

@@ -4,14 +4,14 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 
-from benchmarks.one_step import fetch
-from engines.learn.learner import Learner
-from engines.rollout.coordinator import Coordinator
-from engines.rollout.moves import moves_long
-from schemas.config import TrainConfig
-from schemas.keys import sample_key
-from schemas.rollout import FinishedRollout, RequestId, Rollout, RolloutRequest, Split
-from schemas.weights import PolicyWeights
+from refrain.benchmarks.one_step import fetch
+from refrain.engines.learn.learner import Learner
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.rollout.moves import moves_long
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.keys import sample_key
+from refrain.schemas.rollout import FinishedRollout, RequestId, Rollout, RolloutRequest, Split
+from refrain.schemas.weights import PolicyWeights
 from tests.conftest import DEMO
 
 CONFIG = TrainConfig.model_validate(

@@ -8,10 +8,10 @@ from collections import Counter
 import numpy as np
 import torch
 
-from engines.histospec.index import END, HistoryIndex, build_index
-from engines.histospec.matching import IndexTable
-from engines.histospec.refill import refill
-from engines.inference.drafting.refill_kernel import refill_on_device
+from refrain.engines.histospec.index import END, HistoryIndex, build_index
+from refrain.engines.histospec.matching import IndexTable
+from refrain.engines.histospec.refill import refill
+from refrain.engines.inference.drafting.refill_kernel import refill_on_device
 
 NUM_ROWS, MAX_DRAFT = 360, 16
 MATCHES = ((1, 1), (3, 7), (2, 8), (1, 4))

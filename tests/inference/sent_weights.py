@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engines.shared_memory import clear_dead
-from flows.environment import quieten
-from schemas.weights import PolicyWeights, WeightsFile
+from refrain.engines.shared_memory import clear_dead
+from refrain.flows.environment import quieten
+from refrain.schemas.weights import PolicyWeights, WeightsFile
 
 NUM, SIZE = 10, 2**22
 """Number of tensors and elements of each: 168 MB, sent in three parts."""
@@ -21,7 +21,7 @@ class Reader:
     """Actor that reads weights as a worker of an engine does."""
 
     def __init__(self) -> None:
-        from engines.inference.weights.source import WeightSources
+        from refrain.engines.inference.weights.source import WeightSources
 
         self._sources = WeightSources(0, LIMIT_S)
 
@@ -38,7 +38,7 @@ class Reader:
 def write(files: Any, version: int, node_id: str) -> PolicyWeights:
     import torch
 
-    from engines.learn.publishing import WholeTensors, publish
+    from refrain.engines.learn.publishing import WholeTensors, publish
 
     tensors = ((f"t{i}", torch.full((SIZE,), float(i + version))) for i in range(NUM))
     whole = WholeTensors({f"t{i}": (SIZE,) for i in range(NUM)}, tensors, torch.float32)
@@ -61,9 +61,9 @@ def names(directory: Path) -> list[str]:
 def carry(here: str, there: str, others: list[str]) -> dict[str, Any]:
     import ray
 
-    from engines.actors import RemoteActor
-    from engines.couriers import Couriers, courier_of
-    from engines.weights_file import VersionFiles
+    from refrain.engines.actors import RemoteActor
+    from refrain.engines.couriers import Couriers, courier_of
+    from refrain.engines.weights_file import VersionFiles
 
     def read(reader: RemoteActor, weights: PolicyWeights) -> Any:
         return reader.handle.read.remote(weights)
@@ -118,8 +118,8 @@ def pass_on(files: Any, here: str, there: list[str]) -> dict[str, Any]:
     """Send two versions to three nodes. The last one reads from the first, which is then killed."""
     import ray
 
-    from engines.actors import RemoteActor
-    from engines.couriers import courier_of
+    from refrain.engines.actors import RemoteActor
+    from refrain.engines.couriers import courier_of
 
     origin = courier_of(here).handle
     readers = [RemoteActor("reader", Reader, node_id=node) for node in there]

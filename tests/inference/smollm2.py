@@ -24,13 +24,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from engines.inference.engine.vllm_engine import VLLMEngine
-from engines.inference.weights.canary import engine_logprobs
-from engines.learn.learner import Learner
-from engines.learn.packing import TokenSequence, pack
-from engines.rollout.interface import WeightSyncError
-from schemas.config import TrainConfig
-from schemas.weights import Canary, PolicyWeights
+from refrain.engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.engines.inference.weights.canary import engine_logprobs
+from refrain.engines.learn.learner import Learner
+from refrain.engines.learn.packing import TokenSequence, pack
+from refrain.engines.rollout.interface import WeightSyncError
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.weights import Canary, PolicyWeights
 
 NUM_CANARIES, NUM_TOKENS = 4, 128
 QUESTIONS = (

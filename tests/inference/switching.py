@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.one_step import fetch
-from engines.inference.engine.arguments import CPU_BLOCK_TOKENS
-from engines.inference.engine.ray_engine import RayEngine
-from schemas.rollout import RequestId, Rollout, RolloutRequest, SavedKV
+from refrain.benchmarks.one_step import fetch
+from refrain.engines.inference.engine.arguments import CPU_BLOCK_TOKENS
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.schemas.rollout import RequestId, Rollout, RolloutRequest, SavedKV
 from tests.inference.pace import STEP_S, PacedEngine, set_pace
 from tests.inference.real import CONFIG, requests
 

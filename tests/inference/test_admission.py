@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from engines.inference.engine import admission
-from engines.inference.engine.admission import admit, admitted
-from engines.inference.engine.arguments import engine_args
-from engines.inference.engine.extra_args import TURN_START
-from engines.inference.engine.running import Running
-from schemas.drafting import SpecActorConfig
-from schemas.environment import EnvironmentConfig
-from schemas.rollout import Generated, SavedKV, Split, Turn, VersionSpan
+from refrain.engines.inference.engine import admission
+from refrain.engines.inference.engine.admission import admit, admitted
+from refrain.engines.inference.engine.arguments import engine_args
+from refrain.engines.inference.engine.extra_args import TURN_START
+from refrain.engines.inference.engine.running import Running
+from refrain.schemas.drafting import SpecActorConfig
+from refrain.schemas.environment import EnvironmentConfig
+from refrain.schemas.rollout import Generated, SavedKV, Split, Turn, VersionSpan
 from tests.inference.real import CONFIG, requests
 
 FIRST, SECOND, THIRD = requests([(5, 6, 7)])[:3]

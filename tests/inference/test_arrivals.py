@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.inference.engine.arrivals import Arrivals
+from refrain.engines.inference.engine.arrivals import Arrivals
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms(), st.data())

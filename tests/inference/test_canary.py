@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.inference.weights.canary import (
+from refrain.engines.inference.weights.canary import (
     MAX_ROUNDING,
     PIECE,
     CanaryCheck,
     check_canaries,
     check_pieces,
 )
-from schemas.weights import Canary
+from refrain.schemas.weights import Canary
 from tests.conftest import REPOSITORY
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "smollm2.json").read_text())
@@ -193,7 +193,7 @@ def test_no_number_in_a_long_canary_is_refused(where: int) -> None:
 PREPARED = """
 import os, torch
 torch.cuda.is_available = lambda: {on_gpu}
-from engines.inference.engine.process import prepare_process
+from refrain.engines.inference.engine.process import prepare_process
 prepare_process(1, batch_invariant={wanted})
 print(os.environ.get("VLLM_BATCH_INVARIANT"))
 """

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import pytest
 
-from engines.inference.engine import supported
-from engines.inference.engine.plugin import NoDrafts
+from refrain.engines.inference.engine import supported
+from refrain.engines.inference.engine.plugin import NoDrafts
 from tests.inference import live_contract, scheduler_contract, v2_contract
 from tests.inference.vllm_source import (
     BATCH,
@@ -299,7 +299,7 @@ def test_vllm_modules_have_the_used_names(file: str, names: set[str]) -> None:
 
 
 def test_filtered_reload_warning_is_the_one_vllm_logs() -> None:
-    from engines.inference.weights.transfer import NOTHING_LOADED
+    from refrain.engines.inference.weights.transfer import NOTHING_LOADED
 
     warned = [
         node.args[0].value

@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.environment.client import TurnAnswer
-from engines.inference.engine.conversations import (
+from refrain.engines.environment.client import TurnAnswer
+from refrain.engines.inference.engine.conversations import (
     NOTHING,
     Conversations,
     TurnLimits,
     num_in_turn,
     waits,
 )
-from schemas.rollout import (
+from refrain.schemas.rollout import (
     FinishReason,
     Generated,
     RequestId,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engines.inference.sampling import cpu
+from refrain.engines.inference.sampling import cpu
 from tests.inference.random_steps import check, make_step
 
 

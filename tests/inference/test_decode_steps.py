@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.scheduling import (
+from refrain.benchmarks.scheduling import (
     BLOCK_TOKENS,
     Core,
     FakeRunner,
@@ -122,7 +122,7 @@ def kinds(is_async: bool) -> tuple[Any, Any]:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from engines.inference.engine.scheduler import HoldingAsyncScheduler, HoldingScheduler
+    from refrain.engines.inference.engine.scheduler import HoldingAsyncScheduler, HoldingScheduler
 
     return (AsyncScheduler, HoldingAsyncScheduler) if is_async else (Scheduler, HoldingScheduler)
 

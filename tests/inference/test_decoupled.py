@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from engines.inference.drafting.drafters import Drafters
-from engines.rollout.moves import Race, Redraft, RolloutView
-from schemas.counts import StreamCounts
-from schemas.rollout import DraftSetting, RequestId, RolloutRequest
+from refrain.engines.inference.drafting.drafters import Drafters
+from refrain.engines.rollout.moves import Race, Redraft, RolloutView
+from refrain.schemas.counts import StreamCounts
+from refrain.schemas.rollout import DraftSetting, RequestId, RolloutRequest
 from tests.inference.pace import paced
 from tests.inference.real import CONFIG, requests, roll_out, weights_of
 from tests.inference.test_engine import drafts_of, history_of

@@ -12,17 +12,17 @@ from shutil import rmtree
 import pytest
 import torch
 
-from benchmarks.one_step import fetch
-from engines.histospec.index import build_index
-from engines.histospec.index_file import index_path, shared_dir, write_index
-from engines.histospec.library import PromptHistory
-from engines.histospec.shared import SharedLibrary
-from engines.inference.weights.canary import FLOAT32_TOLERANCE
-from engines.learn.learner import Learner
-from engines.rollout.interface import WeightSyncError
-from engines.rollout.moves import Migrate, RolloutView
-from schemas.drafting import DraftingConfig
-from schemas.rollout import FinishedRollout, RequestId, Rollout
+from refrain.benchmarks.one_step import fetch
+from refrain.engines.histospec.index import build_index
+from refrain.engines.histospec.index_file import index_path, shared_dir, write_index
+from refrain.engines.histospec.library import PromptHistory
+from refrain.engines.histospec.shared import SharedLibrary
+from refrain.engines.inference.weights.canary import FLOAT32_TOLERANCE
+from refrain.engines.learn.learner import Learner
+from refrain.engines.rollout.interface import WeightSyncError
+from refrain.engines.rollout.moves import Migrate, RolloutView
+from refrain.schemas.drafting import DraftingConfig
+from refrain.schemas.rollout import FinishedRollout, RequestId, Rollout
 from tests.inference.pace import paced
 from tests.inference.real import CONFIG, key, requests, roll_out, tokens_of, weights_of
 from tests.inference.switching import finished_on, generate

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engines.inference.kv.files import part_files
-from engines.rollout.interface import EngineDied
-from schemas.rollout import RolloutRequest
+from refrain.engines.inference.kv.files import part_files
+from refrain.engines.rollout.interface import EngineDied
+from refrain.schemas.rollout import RolloutRequest
 from tests.inference.switching import (
     assert_as_before,
     assert_most_differ,

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from engines.inference.engine.running import Running
-from engines.inference.engine.vllm_engine import VLLMEngine
-from engines.inference.kv.saving import KVSaving
-from engines.inference.weights import canary
-from engines.rollout.interface import WeightSyncError
-from schemas.drafting import DraftingConfig, SpecActorConfig
-from schemas.rollout import FinishReason, Generated, Rollout, VersionSpan
-from schemas.weights import Canary, PolicyWeights
+from refrain.engines.inference.engine.running import Running
+from refrain.engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.engines.inference.kv.saving import KVSaving
+from refrain.engines.inference.weights import canary
+from refrain.engines.rollout.interface import WeightSyncError
+from refrain.schemas.drafting import DraftingConfig, SpecActorConfig
+from refrain.schemas.rollout import FinishReason, Generated, Rollout, VersionSpan
+from refrain.schemas.weights import Canary, PolicyWeights
 from tests.inference.real import CONFIG, requests
 
 NUM_TOKENS = 16_384

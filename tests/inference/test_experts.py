@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engines.histospec.index import build_index
-from engines.histospec.index_file import index_path, write_index
-from engines.inference.engine.ray_engine import RayEngine
-from engines.learn.learner import Learner
-from engines.rollout.interface import WeightSyncError
-from schemas.config import TrainConfig
-from schemas.trainer import LoraConfig
-from schemas.weights import PolicyWeights
+from refrain.engines.histospec.index import build_index
+from refrain.engines.histospec.index_file import index_path, write_index
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.learn.learner import Learner
+from refrain.engines.rollout.interface import WeightSyncError
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.trainer import LoraConfig
+from refrain.schemas.weights import PolicyWeights
 from tests.conftest import DEMO
 from tests.inference.real import key, requests, roll_out, tokens_of
 from tests.inference.test_engine import drafts_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engines.inference.engine.graphs import MOST_TOKENS, capture_sizes
+from refrain.engines.inference.engine.graphs import MOST_TOKENS, capture_sizes
 from tests.conftest import REPOSITORY
 
 
@@ -60,7 +60,7 @@ def test_drafts_cost_asynchronous_scheduling(resolved: dict[str, Any]) -> None:
     """docs/decisions/5-step-path.md says why. This test fails once vLLM no longer requires it."""
     assert resolved["on"]["async_scheduling"] is False
     assert resolved["on"]["num_draft_tokens"] == 16
-    assert resolved["on"]["worker"] == "engines.inference.engine.gpu_worker.DraftingWorker"
+    assert resolved["on"]["worker"] == "refrain.engines.inference.engine.gpu_worker.DraftingWorker"
 
 
 @pytest.mark.parametrize("kind", ["v2 off", "v2 on"])

@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from engines.actors import RemoteActor
-from engines.inference.engine.ray_engine import RayEngine
-from engines.inference.weights.canary import FLOAT32_TOLERANCE
-from engines.inference.weights.hand_over import HandOver
-from engines.learn.trainer import TrainerGroup
-from engines.rollout.interface import WeightSyncError
-from schemas.config import TrainConfig
-from schemas.weights import PolicyWeights, WeightsFile
+from refrain.engines.actors import RemoteActor
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.inference.weights.canary import FLOAT32_TOLERANCE
+from refrain.engines.inference.weights.hand_over import HandOver
+from refrain.engines.learn.trainer import TrainerGroup
+from refrain.engines.rollout.interface import WeightSyncError
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.weights import PolicyWeights, WeightsFile
 from tests.inference.hand_over import GPUS, Disturbed, EngineWithGpu, RankWithGpu
 from tests.inference.real import CONFIG, requests
 from tests.inference.switching import generate

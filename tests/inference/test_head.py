@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engines.inference.engine.ray_engine import RayEngine
-from schemas.drafting import HEAD
-from schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest
-from schemas.weights import PolicyWeights
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.schemas.drafting import HEAD
+from refrain.schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest
+from refrain.schemas.weights import PolicyWeights
 from tests.inference.heads import memoryless, right_head
 from tests.inference.real import requests, weights_of
 from tests.inference.switching import assert_as_before, generate

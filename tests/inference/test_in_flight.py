@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.one_step import fetch
-from engines.learn.learner import Learner
-from engines.rollout.coordinator import Coordinator
-from engines.rollout.moves import Close, RolloutView, Start
-from schemas.rollout import Generated, Rollout, RolloutRequest, VersionSpan
-from schemas.weights import PolicyWeights
+from refrain.benchmarks.one_step import fetch
+from refrain.engines.learn.learner import Learner
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.rollout.moves import Close, RolloutView, Start
+from refrain.schemas.rollout import Generated, Rollout, RolloutRequest, VersionSpan
+from refrain.schemas.weights import PolicyWeights
 from tests.inference.pace import paced
 from tests.inference.real import CONFIG, requests, roll_out, weights_of
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engines.inference.engine.in_process import InProcessEngine
+from refrain.engines.inference.engine.in_process import InProcessEngine
 from tests.inference.real import requests
 from tests.inference.test_events import UNDRAFTED, finished
 

@@ -11,8 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engines.inference.sampling.gpu import BLOCK
-from engines.inference.sampling.kernels import accept, draw
+from refrain.engines.inference.sampling.gpu import BLOCK
+from refrain.engines.inference.sampling.kernels import accept, draw
 from tests.conftest import REPOSITORY
 
 TYPES = {

@@ -15,19 +15,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines import shared_memory as shared_memory_module
-from engines.inference.kv import files as kv_files
-from engines.inference.kv import saving as kv_saving
-from engines.inference.kv.files import (
+from refrain.engines import shared_memory as shared_memory_module
+from refrain.engines.inference.kv import files as kv_files
+from refrain.engines.inference.kv import saving as kv_saving
+from refrain.engines.inference.kv.files import (
     UNREADABLE,
     KVFiles,
     extents_of,
     rank_file,
     write_blocks,
 )
-from engines.inference.kv.heads import heads_of, pieces, saves
-from engines.inference.kv.saving import KVSaving
-from schemas.rollout import RequestId, RolloutRequest, SavedKV, Split
+from refrain.engines.inference.kv.heads import heads_of, pieces, saves
+from refrain.engines.inference.kv.saving import KVSaving
+from refrain.schemas.rollout import RequestId, RolloutRequest, SavedKV, Split
 
 LAYERS = ("a", "b")
 IDENTITY = {"model": "m", "policy_version": "3"}

@@ -7,7 +7,7 @@ import traceback
 
 import pytest
 
-from engines.inference.engine.last_error import find_error, last_error, tells_cause
+from refrain.engines.inference.engine.last_error import find_error, last_error, tells_cause
 
 CORE = """\
 Loading safetensors checkpoint shards: 100% Completed | 1/1 [00:00<00:00, 23.18it/s]

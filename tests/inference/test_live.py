@@ -21,8 +21,8 @@ class Probe:
     """A process with live sequences."""
 
     def __init__(self, **engine_args: Any) -> None:
-        from engines.inference.drafting.live import LiveSequences
-        from engines.inference.engine.process import prepare_process
+        from refrain.engines.inference.drafting.live import LiveSequences
+        from refrain.engines.inference.engine.process import prepare_process
 
         prepare_process(tp_degree=1)
         self.live = LiveSequences(
@@ -34,7 +34,7 @@ class Probe:
                 "enforce_eager": True,
                 "enable_prefix_caching": True,
                 "disable_log_stats": True,
-                "worker_extension_cls": "engines.inference.engine.worker.WorkerExtension",
+                "worker_extension_cls": "refrain.engines.inference.engine.worker.WorkerExtension",
                 "block_size": BLOCK,
                 "kv_cache_memory_bytes": 2**20,
             }
@@ -170,7 +170,7 @@ def test_paused_sequences_that_fill_memory_are_reported(do):
     """Paused sequences fill the memory: `CacheFull`. After one closes, others go on."""
 
     def work(live):
-        from engines.inference.drafting.live import CacheFull
+        from refrain.engines.inference.drafting.live import CacheFull
 
         blocks = live._scheduler.kv_cache_manager.block_pool.num_gpu_blocks
         num = blocks * BLOCK // len(PROMPT) + 1

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from engines.inference.drafting.draft_link import Feedback, encode
-from engines.inference.drafting.vllm_drafter import VLLMDrafter
-from engines.specactor.streams import Drafted, Opened, Verified
+from refrain.engines.inference.drafting.draft_link import Feedback, encode
+from refrain.engines.inference.drafting.vllm_drafter import VLLMDrafter
+from refrain.engines.specactor.streams import Drafted, Opened, Verified
 from tests.inference.real import CONFIG
 from tests.inference.test_live import BLOCK, MAX_NUM_SEQS, PROMPT, begin, doing, from_the_start
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from schemas.rollout import RolloutRequest
+from refrain.schemas.rollout import RolloutRequest
 from tests.inference.switching import (
     assert_as_before,
     assert_most_differ,

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.noise_tail import tail
-from engines.inference.sampling.noise import (
+from refrain.benchmarks.noise_tail import tail
+from refrain.engines.inference.sampling.noise import (
     WORD,
     gumbel,
     gumbel_noise,
     perturbed_argmax,
     philox,
 )
-from schemas.keys import sample_key
+from refrain.schemas.keys import sample_key
 
 
 def keys_of(n: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.inference.engine.output_buffer import REPORT_S, OutputBuffer
+from refrain.engines.inference.engine.output_buffer import REPORT_S, OutputBuffer
 
 
 class Logprobs(NamedTuple):

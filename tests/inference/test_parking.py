@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engines.inference.engine.parking import SleepMode
+from refrain.engines.inference.engine.parking import SleepMode
 
 
 @dataclass

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.inference.kv import precopy
-from engines.inference.kv.files import KVFile, rank_file
-from engines.inference.kv.precopy import PreCopies
+from refrain.engines.inference.kv import precopy
+from refrain.engines.inference.kv.files import KVFile, rank_file
+from refrain.engines.inference.kv.precopy import PreCopies
 from tests.inference.test_kv_files import IDENTITY, NUM_BLOCKS, caches
 
 

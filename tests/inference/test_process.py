@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.inference.engine.ray_engine import RayEngine
-from engines.shared_memory import clear_dead, shared_memory
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.shared_memory import clear_dead, shared_memory
 
 CORE = """
 import multiprocessing, os, signal
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from tqdm import tqdm
-from engines.inference.engine.plugin import own_shared_memory
+from refrain.engines.inference.engine.plugin import own_shared_memory
 own_shared_memory()
 multiprocessing.set_start_method("spawn")
 kept = SharedMemory(create=True, size=100), multiprocessing.Lock()
@@ -29,7 +29,7 @@ for process in (resource_tracker._resource_tracker._pid, os.getpid()):
 ENGINE = f"""
 import os, signal, subprocess, sys, tempfile
 from pathlib import Path
-from engines.inference.engine.process import prepare_process
+from refrain.engines.inference.engine.process import prepare_process
 prepare_process(1)
 assert os.environ["VLLM_RPC_BASE_PATH"] == os.environ["TMPDIR"]
 tempfile.tempdir = None

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engines.inference.engine.ray_engine import RayEngine
-from engines.inference.kv import saving
-from schemas.rollout import RequestId, Rollout, RolloutRequest
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.inference.kv import saving
+from refrain.schemas.rollout import RequestId, Rollout, RolloutRequest
 from tests.inference.switching import (
     Moved,
     assert_as_before,

@@ -9,14 +9,14 @@ from typing import ClassVar
 
 import pytest
 
-from engines.actors import ActorError, ActorGone
-from engines.inference.engine import ray_engine
-from engines.inference.engine.ray_engine import RayEngine
-from engines.rollout.interface import EngineDied, EngineEvents
-from schemas.counts import DraftingCounts
-from schemas.engine import EngineSetup
-from schemas.rollout import FinishedRollout, FinishReason
-from schemas.weights import PolicyWeights
+from refrain.engines.actors import ActorError, ActorGone
+from refrain.engines.inference.engine import ray_engine
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.rollout.interface import EngineDied, EngineEvents
+from refrain.schemas.counts import DraftingCounts
+from refrain.schemas.engine import EngineSetup
+from refrain.schemas.rollout import FinishedRollout, FinishReason
+from refrain.schemas.weights import PolicyWeights
 from tests.inference.real import CONFIG, requests
 
 STALL_S = 0.4

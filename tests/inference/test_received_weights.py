@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from engines.inference.engine.parking import SleepMode
-from engines.inference.engine.vllm_engine import VLLMEngine
-from engines.inference.weights import canary
-from engines.inference.weights.hand_over import EnginesOfTrainer, HandOver
-from engines.inference.weights.received_weights import HandedWeights
-from schemas.weights import PolicyWeights
+from refrain.engines.inference.engine.parking import SleepMode
+from refrain.engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.engines.inference.weights import canary
+from refrain.engines.inference.weights.hand_over import EnginesOfTrainer, HandOver
+from refrain.engines.inference.weights.received_weights import HandedWeights
+from refrain.schemas.weights import PolicyWeights
 from tests.inference.real import CONFIG
 from tests.inference.test_parking import FakeLLM
 

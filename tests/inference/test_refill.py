@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engines.inference.drafting.refill_kernel import descend, search
+from refrain.engines.inference.drafting.refill_kernel import descend, search
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.engine

@@ -9,16 +9,16 @@ import torch
 import zmq
 from msgspec.structs import replace
 
-from engines.histospec.acceptance import Acceptance
-from engines.histospec.budget import keep_likeliest
-from engines.histospec.gate import Gate
-from engines.inference.drafting.draft_link import decode_feedback, encode
-from engines.inference.drafting.head_drafter import HiddenStates
-from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
-from engines.specactor.streams import Drafted, DraftStream
-from engines.specactor.text_drafters import TEXT_DRAFTERS
-from schemas.counts import StreamCounts
-from schemas.rollout import DraftSetting
+from refrain.engines.histospec.acceptance import Acceptance
+from refrain.engines.histospec.budget import keep_likeliest
+from refrain.engines.histospec.gate import Gate
+from refrain.engines.inference.drafting.draft_link import decode_feedback, encode
+from refrain.engines.inference.drafting.head_drafter import HiddenStates
+from refrain.engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
+from refrain.engines.specactor.streams import Drafted, DraftStream
+from refrain.engines.specactor.text_drafters import TEXT_DRAFTERS
+from refrain.schemas.counts import StreamCounts
+from refrain.schemas.rollout import DraftSetting
 from tests.sockets import free_port
 
 ANY = 10**6

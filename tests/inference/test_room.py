@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.histospec.index import build_index
-from engines.histospec.index_file import index_path, shared_dir, write_index
-from engines.inference.drafting.room import NONE, OWN, SHARED, DraftRoom
-from schemas.engine import ALONE
+from refrain.engines.histospec.index import build_index
+from refrain.engines.histospec.index_file import index_path, shared_dir, write_index
+from refrain.engines.inference.drafting.room import NONE, OWN, SHARED, DraftRoom
+from refrain.schemas.engine import ALONE
 from tests.inference.real import CONFIG, key
 
 pytestmark = pytest.mark.engine

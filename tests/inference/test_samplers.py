@@ -7,8 +7,8 @@ Operations on meta tensors, which have no data, show this without a GPU.
 import pytest
 import torch
 
-from benchmarks.sampling import launches_of, step_of
-from benchmarks.traffic import counted
+from refrain.benchmarks.sampling import launches_of, step_of
+from refrain.benchmarks.traffic import counted
 
 pytestmark = pytest.mark.engine
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from engines.rollout.interface import WeightSyncError
+from refrain.engines.rollout.interface import WeightSyncError
 from tests.inference.real import requests
 from tests.inference.switching import generate
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from engines.data.dataset import load_tokenizer
-from schemas.rollout import FinishReason, Generated, Rollout, RolloutRequest, VersionSpan
+from refrain.engines.data.dataset import load_tokenizer
+from refrain.schemas.rollout import FinishReason, Generated, Rollout, RolloutRequest, VersionSpan
 from tests.inference.real import CONFIG, requests, roll_out, tokens_of, weights_of
 from tests.inference.test_engine import drafts_of, history_of
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.inference.engine.stopping import StopStrings
+from refrain.engines.inference.engine.stopping import StopStrings
 from tests.conftest import DEMO
 
 VOCABULARY = [b"a", b"b", b" ", b" a", b"ab", b"ba b", b"\xc3", b"\xa9", b"\xc3\xa9a", b"b\xc3"]

@@ -11,14 +11,14 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from engines.histospec.index import build_index
-from engines.histospec.index_file import index_path, write_index
-from engines.inference.engine.parking import HostMemory
-from engines.inference.engine.ray_engine import RayEngine
-from engines.rollout.interface import WeightSyncError
-from engines.rollout.moves import Reshape, RolloutView
-from schemas.drafting import DraftingConfig, SpecActorConfig
-from schemas.layout import Pool
+from refrain.engines.histospec.index import build_index
+from refrain.engines.histospec.index_file import index_path, write_index
+from refrain.engines.inference.engine.parking import HostMemory
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.rollout.interface import WeightSyncError
+from refrain.engines.rollout.moves import Reshape, RolloutView
+from refrain.schemas.drafting import DraftingConfig, SpecActorConfig
+from refrain.schemas.layout import Pool
 from tests.inference.pace import paced
 from tests.inference.real import CONFIG, requests, roll_out
 from tests.inference.switching import (

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from engines.environment import hermes
-from engines.environment.hermes import Parser
-from engines.inference.tool_parsers import check_parser, open_parser
-from schemas.environment import ToolCall
+from refrain.engines.environment import hermes
+from refrain.engines.environment.hermes import Parser
+from refrain.engines.inference.tool_parsers import check_parser, open_parser
+from refrain.schemas.environment import ToolCall
 from tests.environment.models import tokenizer_of
 from tests.tasks.test_environments import CLASS, TOOLS_OF_CLASS, config_of, read, written
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.scheduling import (
+from refrain.benchmarks.scheduling import (
     BLOCK_TOKENS,
     Core,
     FakeRunner,
@@ -16,9 +16,9 @@ from benchmarks.scheduling import (
     make_scheduler,
     vllm_config,
 )
-from engines.inference.engine.admission import _core_request, admitted
-from engines.inference.engine.running import Running
-from schemas.rollout import RolloutRequest
+from refrain.engines.inference.engine.admission import _core_request, admitted
+from refrain.engines.inference.engine.running import Running
+from refrain.schemas.rollout import RolloutRequest
 from tests.inference.real import CONFIG, requests
 
 pytestmark = pytest.mark.engine
@@ -60,7 +60,7 @@ def final_blocks(talk: Talk) -> int:
 
 def cached_share(policy: str) -> float:
     """Return the share of full KV blocks that are in the prefix cache when a turn returns."""
-    from engines.inference.engine.scheduler import HoldingScheduler
+    from refrain.engines.inference.engine.scheduler import HoldingScheduler
 
     rng = random.Random(0)
     talks = make_talks(rng)

@@ -14,21 +14,21 @@ import pytest
 import pytest_asyncio
 import ray
 
-from benchmarks.one_step import fetch
-from engines.actors import RemoteActor
-from engines.environment.actor import EnvironmentActor, split_turns
-from engines.environment.client import ENVIRONMENT, EnvironmentClient
-from engines.histospec.library import IndexLibrary
-from engines.histospec.worker import histories as indexed
-from engines.inference.engine.conversations import waits
-from engines.inference.engine.ray_engine import RayEngine
-from engines.inference.tool_parsers import open_parser
-from engines.rollout.coordinator import Coordinator
-from engines.rollout.moves import Defer, EngineView, Migrate, Move, Race, RolloutView
-from engines.store.rows import rollout_rows
-from schemas.drafting import NGRAM, DraftingConfig
-from schemas.environment import EnvironmentConfig, EnvironmentTask
-from schemas.rollout import (
+from refrain.benchmarks.one_step import fetch
+from refrain.engines.actors import RemoteActor
+from refrain.engines.environment.actor import EnvironmentActor, split_turns
+from refrain.engines.environment.client import ENVIRONMENT, EnvironmentClient
+from refrain.engines.histospec.library import IndexLibrary
+from refrain.engines.histospec.worker import histories as indexed
+from refrain.engines.inference.engine.conversations import waits
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.inference.tool_parsers import open_parser
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.rollout.moves import Defer, EngineView, Migrate, Move, Race, RolloutView
+from refrain.engines.store.rows import rollout_rows
+from refrain.schemas.drafting import NGRAM, DraftingConfig
+from refrain.schemas.environment import EnvironmentConfig, EnvironmentTask
+from refrain.schemas.rollout import (
     DraftSetting,
     FinishReason,
     Generated,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.inference.engine.process import prepare_process
-from schemas.config import TrainConfig
+from refrain.engines.inference.engine.process import prepare_process
+from refrain.schemas.config import TrainConfig
 from tests.inference.interpreted_env import run_cases
 from tests.inference.real import CONFIG, requests
 from tests.inference.v2_cases import NUM_PROMPTS, REFERENCE

@@ -3,10 +3,10 @@
 import ray.util
 import zmq
 
-from engines.inference.drafting.draft_link import Feedback, encode
-from engines.inference.drafting.vllm_drafter import VLLMDrafter
-from engines.inference.engine.plugin import PRIVATE_DIR
-from engines.specactor.streams import Opened, Verified
+from refrain.engines.inference.drafting.draft_link import Feedback, encode
+from refrain.engines.inference.drafting.vllm_drafter import VLLMDrafter
+from refrain.engines.inference.engine.plugin import PRIVATE_DIR
+from refrain.engines.specactor.streams import Opened, Verified
 from tests.inference.real import CONFIG
 
 

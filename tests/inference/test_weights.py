@@ -16,12 +16,12 @@ import pytest
 import ray
 import torch
 
-from engines.couriers import FAN_OUT
-from engines.inference.weights.canary import FLOAT32_TOLERANCE
-from engines.learn.publishing import WholeTensors, publish
-from engines.rollout.interface import WeightSyncError
-from engines.weights_file import VersionFiles
-from schemas.weights import PolicyWeights, WeightsFile
+from refrain.engines.couriers import FAN_OUT
+from refrain.engines.inference.weights.canary import FLOAT32_TOLERANCE
+from refrain.engines.learn.publishing import WholeTensors, publish
+from refrain.engines.rollout.interface import WeightSyncError
+from refrain.engines.weights_file import VersionFiles
+from refrain.schemas.weights import PolicyWeights, WeightsFile
 from tests.conftest import REPOSITORY
 from tests.inference.sent_weights import NUM
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from engines.inference.engine import vllm_engine
-from engines.inference.engine.conversations import Conversations
-from engines.inference.engine.running import Running
-from engines.inference.engine.vllm_engine import VLLMEngine
-from schemas.environment import EnvironmentConfig
-from schemas.rollout import FinishReason
-from tasks.run import environments
-from tasks.run.environments import start_environments
+from refrain.engines.inference.engine import vllm_engine
+from refrain.engines.inference.engine.conversations import Conversations
+from refrain.engines.inference.engine.running import Running
+from refrain.engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.schemas.environment import EnvironmentConfig
+from refrain.schemas.rollout import FinishReason
+from refrain.tasks.run import environments
+from refrain.tasks.run.environments import start_environments
 from tests.inference.real import CONFIG, requests
 from tests.inference.test_events import Speaks, final_of, output_of
 

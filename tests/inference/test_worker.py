@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-import engines.inference.engine.worker
-from engines.inference.engine.worker import WorkerExtension
+import refrain.engines.inference.engine.worker
+from refrain.engines.inference.engine.worker import WorkerExtension
 
 
 class Runner:
@@ -64,7 +64,7 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Connector:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch, connector: Connector) -> WorkerExtension:
     assert WorkerExtension._kv_connector is connector
-    monkeypatch.setattr(engines.inference.engine.worker, "submitted_as", lambda name: name)
+    monkeypatch.setattr(refrain.engines.inference.engine.worker, "submitted_as", lambda name: name)
     worker = WorkerExtension()
     worker.model_runner, worker.use_v2_model_runner = Runner(), False
     worker.install_kv_saving()

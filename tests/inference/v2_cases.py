@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from engines.data.dataset import load_dataset, load_tokenizer
-from engines.histospec.index import build_index
-from engines.histospec.index_file import index_path, write_index
-from engines.inference.engine.in_process import InProcessEngine
-from engines.inference.engine.worker import WorkerExtension
-from engines.learn.learner import Learner
-from schemas.drafting import DraftingConfig, SpecActorConfig
-from schemas.rollout import Rollout
+from refrain.engines.data.dataset import load_dataset, load_tokenizer
+from refrain.engines.histospec.index import build_index
+from refrain.engines.histospec.index_file import index_path, write_index
+from refrain.engines.inference.engine.in_process import InProcessEngine
+from refrain.engines.inference.engine.worker import WorkerExtension
+from refrain.engines.learn.learner import Learner
+from refrain.schemas.drafting import DraftingConfig, SpecActorConfig
+from refrain.schemas.rollout import Rollout
 from tests.inference.real import CONFIG, key, requests, weights_of
 
 REFERENCE = "REFRAIN_REFERENCE"
@@ -33,8 +33,8 @@ class KeyedWorker(WorkerExtension):
     """Worker whose sample keys a test can change."""
 
     def change_keys(self, by: int) -> None:
-        from engines.inference.sampling import samplers_v2
-        from engines.inference.sampling.drawing import key_of
+        from refrain.engines.inference.sampling import samplers_v2
+        from refrain.engines.inference.sampling.drawing import key_of
 
         samplers_v2.key_of = lambda params: key_of(params) + by  # ty: ignore[invalid-assignment]
 

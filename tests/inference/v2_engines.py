@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engines.inference.engine.ray_engine import RayEngine
-from schemas.drafting import DraftingConfig, SpecActorConfig
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.schemas.drafting import DraftingConfig, SpecActorConfig
 from tests.inference.interpreted.interpreted_triton.asynchronous import ASYNCHRONOUS
 from tests.inference.pace import PacedEngine
 from tests.inference.paced_worker import PacedWorker

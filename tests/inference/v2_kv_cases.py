@@ -13,13 +13,13 @@ import pytest_asyncio
 import safetensors.torch
 import torch
 
-from engines.histospec.index import build_index
-from engines.histospec.index_file import index_path, write_index
-from engines.inference.engine.ray_engine import RayEngine
-from engines.inference.weights.canary import FLOAT32_TOLERANCE
-from engines.learn.learner import Learner
-from engines.rollout.interface import WeightSyncError
-from schemas.rollout import RequestId, Rollout, RolloutRequest
+from refrain.engines.histospec.index import build_index
+from refrain.engines.histospec.index_file import index_path, write_index
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.inference.weights.canary import FLOAT32_TOLERANCE
+from refrain.engines.learn.learner import Learner
+from refrain.engines.rollout.interface import WeightSyncError
+from refrain.schemas.rollout import RequestId, Rollout, RolloutRequest
 from tests.inference.real import CONFIG, key, requests, weights_of
 from tests.inference.switching import (
     BLOCK,

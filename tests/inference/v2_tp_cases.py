@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.histospec.index import build_index
-from engines.histospec.index_file import index_path, write_index
+from refrain.engines.histospec.index import build_index
+from refrain.engines.histospec.index_file import index_path, write_index
 from tests.inference.real import key, requests
 from tests.inference.switching import assert_as_before, generate, load
 from tests.inference.v2_engines import OFF, AsynchronousEngine, drafting_from, v1_engine, v2_engine

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engines.latency.forecast import Unfinished, fields_of, forecast
-from engines.latency.interface import Latency
-from schemas.latency import PointKind, Profile, ProfilePoint
+from refrain.engines.latency.forecast import Unfinished, fields_of, forecast
+from refrain.engines.latency.interface import Latency
+from refrain.schemas.latency import PointKind, Profile, ProfilePoint
 
 BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)
 LENGTHS = (8, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)

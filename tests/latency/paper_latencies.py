@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from pydantic import PositiveFloat, PositiveInt
 
-from schemas.base import Frozen
+from refrain.schemas.base import Frozen
 
 
 class Measured(StrEnum):

@@ -1,10 +1,14 @@
 """Held-out accuracy is deterministic, keeps test points out of the fit, and shows bad fits."""
 
-from engines.latency.accuracy import between_batches_accuracy, held_out_accuracy, split_points
-from engines.latency.analytic import LOOKUP_S, AnalyticLatency
-from engines.latency.hardware import A40
-from engines.latency.model_shape import SHAPES
-from schemas.latency import PointKind
+from refrain.engines.latency.accuracy import (
+    between_batches_accuracy,
+    held_out_accuracy,
+    split_points,
+)
+from refrain.engines.latency.analytic import LOOKUP_S, AnalyticLatency
+from refrain.engines.latency.hardware import A40
+from refrain.engines.latency.model_shape import SHAPES
+from refrain.schemas.latency import PointKind
 from tests.latency.machines import AffineMachine, measure
 
 A40_LLAMA = AnalyticLatency(

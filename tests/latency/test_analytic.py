@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from engines.latency.analytic import AnalyticLatency
-from engines.latency.hardware import A40, H100, H200, HARDWARE
-from engines.latency.model_shape import SHAPES, ModelShape
+from refrain.engines.latency.analytic import AnalyticLatency
+from refrain.engines.latency.hardware import A40, H100, H200, HARDWARE
+from refrain.engines.latency.model_shape import SHAPES, ModelShape
 from tests.latency.paper_latencies import PRINTED, PRINTED_TFLOPS_PER_GPU, Measured, Printed
 
 LLAMA = SHAPES["LLaMA3.1-8B"]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from engines.latency.drafting_pace import batch_paces, pace
-from engines.latency.expectation import StreamedStep, rounded_pace, streamed_step
-from schemas.rollout import DraftSetting
+from refrain.engines.latency.drafting_pace import batch_paces, pace
+from refrain.engines.latency.expectation import StreamedStep, rounded_pace, streamed_step
+from refrain.schemas.rollout import DraftSetting
 
 IN_TURN = DraftSetting("small", 3), 0.5
 AHEAD = DraftSetting("small", 3, coupled=False), 0.5

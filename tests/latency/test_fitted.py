@@ -5,8 +5,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engines.latency.fitted import FittedLatency, predict
-from schemas.latency import PointKind, Profile, ProfilePoint
+from refrain.engines.latency.fitted import FittedLatency, predict
+from refrain.schemas.latency import PointKind, Profile, ProfilePoint
 from tests.latency.machines import (
     BATCHES,
     LENGTHS,

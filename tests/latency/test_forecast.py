@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.latency.analytic import AnalyticLatency
-from engines.latency.fitted import FittedLatency
-from engines.latency.forecast import MAX_SEGMENTS, Unfinished, fields_of, forecast, step_s
-from engines.latency.hardware import A40
-from engines.latency.model_shape import SHAPES
+from refrain.engines.latency.analytic import AnalyticLatency
+from refrain.engines.latency.fitted import FittedLatency
+from refrain.engines.latency.forecast import MAX_SEGMENTS, Unfinished, fields_of, forecast, step_s
+from refrain.engines.latency.hardware import A40
+from refrain.engines.latency.model_shape import SHAPES
 from tests.latency.machines import AffineMachine, finish_s, measure
 from tests.simulate.latencies import LinearLatency
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.latency.grid import (
+from refrain.engines.latency.grid import (
     batches_up_to,
     decode_grid,
     draft_grid,
@@ -15,7 +15,7 @@ from engines.latency.grid import (
     shuffled,
     verify_grid,
 )
-from schemas.latency import PointKind
+from refrain.schemas.latency import PointKind
 
 STEPS = 60
 

@@ -3,11 +3,11 @@ all ranks."""
 
 import pytest
 
-from engines.latency.analytic import AnalyticLatency
-from engines.latency.hardware import HARDWARE
-from engines.latency.model_shape import ModelShape
-from engines.latency.shards import shard_config, whole_latency, with_all_reduces
-from schemas.latency import PointKind, ProfilePoint
+from refrain.engines.latency.analytic import AnalyticLatency
+from refrain.engines.latency.hardware import HARDWARE
+from refrain.engines.latency.model_shape import ModelShape
+from refrain.engines.latency.shards import shard_config, whole_latency, with_all_reduces
+from refrain.schemas.latency import PointKind, ProfilePoint
 from tests.latency.test_analytic import LLAMA_CONFIG
 
 MIXTURE = LLAMA_CONFIG | {

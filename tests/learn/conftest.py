@@ -21,9 +21,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engines.learn.learner import Learner
-from engines.store.tables import TRAINING
-from schemas.config import TrainConfig
+from refrain.engines.learn.learner import Learner
+from refrain.engines.store.tables import TRAINING
+from refrain.schemas.config import TrainConfig
 
 VOCAB_SIZE = 64
 GENERATION = {"do_sample": False, "temperature": 0.9, "eos_token_id": [1, 5]}

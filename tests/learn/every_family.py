@@ -14,12 +14,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engines.learn.fidelity import check_fidelity
-from engines.learn.loading import Loading, attention_of, prepared
-from engines.learn.packing import TokenSequence
-from engines.learn.policy import score_sequences
-from engines.learn.sample_isolation import keeps_samples_apart
-from engines.learn.small_copy import SmallCopy, small_copy
+from refrain.engines.learn.fidelity import check_fidelity
+from refrain.engines.learn.loading import Loading, attention_of, prepared
+from refrain.engines.learn.packing import TokenSequence
+from refrain.engines.learn.policy import score_sequences
+from refrain.engines.learn.sample_isolation import keeps_samples_apart
+from refrain.engines.learn.small_copy import SmallCopy, small_copy
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MAX_TOKENS = 256

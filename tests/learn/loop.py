@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schemas.algorithm import AlgorithmConfig
-from schemas.config import TrainConfig
+from refrain.schemas.algorithm import AlgorithmConfig
+from refrain.schemas.config import TrainConfig
 
 Rows = Sequence[dict[str, Any]]
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from engines.learn import adapters_fit
-from engines.learn.adapters_fit import check_adapters
-from schemas.inputs import ModelConfig
-from schemas.trainer import LoraConfig
-from tasks.run.model_inputs import check_lora
+from refrain.engines.learn import adapters_fit
+from refrain.engines.learn.adapters_fit import check_adapters
+from refrain.schemas.inputs import ModelConfig
+from refrain.schemas.trainer import LoraConfig
+from refrain.tasks.run.model_inputs import check_lora
 from tests.learn.test_attention import SMALL
 from tests.learn.test_lora_kinds import ENDS, KINDS, made
 

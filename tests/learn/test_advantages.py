@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engines.learn.advantages import (
+from refrain.engines.learn.advantages import (
     all_equal,
     group_relative_advantage,
     overlong_punishments,
     whitened,
 )
-from schemas.algorithm import AlgorithmConfig
+from refrain.schemas.algorithm import AlgorithmConfig
 
 
 def group_relative_advantages(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from schemas.algorithm import SETTINGS, AlgorithmConfig
-from schemas.config import TrainConfig
+from refrain.schemas.algorithm import SETTINGS, AlgorithmConfig
+from refrain.schemas.config import TrainConfig
 from tests.accounting.test_metric_names import NAMES, OF_TRAINER, described_as
 from tests.conftest import REPOSITORY
 from tests.learn.conftest import make_batch

@@ -8,11 +8,11 @@ import torch
 from torch.nn.attention import varlen
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from engines.learn import attention
-from engines.learn.attention import PACKED, by_bounds, packed_attention
-from engines.learn.bounds import SampleBounds
-from engines.learn.head import decoder_of
-from engines.learn.row_mask import RowMask, row_of
+from refrain.engines.learn import attention
+from refrain.engines.learn.attention import PACKED, by_bounds, packed_attention
+from refrain.engines.learn.bounds import SampleBounds
+from refrain.engines.learn.head import decoder_of
+from refrain.engines.learn.row_mask import RowMask, row_of
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engines.learn import finite
-from engines.learn.loading import Loading, load_policy
-from schemas.inputs import ModelConfig
-from tasks.run.model_inputs import check_model
+from refrain.engines.learn import finite
+from refrain.engines.learn.loading import Loading, load_policy
+from refrain.schemas.inputs import ModelConfig
+from refrain.tasks.run.model_inputs import check_model
 from tests.learn.test_attention import SHAPES, SMALL
 from tests.learn.test_sample_isolation import HYBRIDS
 

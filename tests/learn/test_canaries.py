@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.learn.canaries import BEYOND_TOKENS, LONG_TOKENS, TRAINED_TOKENS, LongCanaries
-from engines.learn.policy import PolicyModel
-from engines.learn.rollouts import read_rollouts
-from schemas.config import TrainConfig
+from refrain.engines.learn.canaries import BEYOND_TOKENS, LONG_TOKENS, TRAINED_TOKENS, LongCanaries
+from refrain.engines.learn.policy import PolicyModel
+from refrain.engines.learn.rollouts import read_rollouts
+from refrain.schemas.config import TrainConfig
 from tests.learn.conftest import VOCAB_SIZE, make_batch, started
 
 MakeConfig = Callable[..., TrainConfig]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.durable import is_disk_full
-from engines.learn.checkpoint import (
+from refrain.engines.durable import is_disk_full
+from refrain.engines.learn.checkpoint import (
     CheckpointState,
     complete_checkpoints,
     latest_checkpoint,

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from engines.learn.attention import PACKED
-from engines.learn.determinism import check_steady
-from engines.learn.loading import Loading, prepared
-from engines.learn.packing import TokenSequence, pack
-from engines.learn.policy import PolicyModel
+from refrain.engines.learn.attention import PACKED
+from refrain.engines.learn.determinism import check_steady
+from refrain.engines.learn.loading import Loading, prepared
+from refrain.engines.learn.packing import TokenSequence, pack
+from refrain.engines.learn.policy import PolicyModel
 from tests.learn.test_attention import FEATURES, SHAPES, SMALL
 from tests.learn.test_rope import ROPES
 from tests.learn.test_sample_isolation import HYBRIDS

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engines.learn.objective import LossTokens, policy_loss
-from engines.learn.objectives.distillation import taught_advantages
-from schemas.algorithm import AlgorithmConfig
-from schemas.config import TrainConfig
+from refrain.engines.learn.objective import LossTokens, policy_loss
+from refrain.engines.learn.objectives.distillation import taught_advantages
+from refrain.schemas.algorithm import AlgorithmConfig
+from refrain.schemas.config import TrainConfig
 from tests.learn.conftest import as_batch, make_batch, on_policy, own_logprobs, save_model, started
 
 MakeConfig = Callable[..., TrainConfig]

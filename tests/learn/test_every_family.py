@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from engines.learn.fidelity import check_fidelity
+from refrain.engines.learn.fidelity import check_fidelity
 from tests.learn import every_family
 from tests.learn.every_family import (
     FAMILIES,

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engines.learn import export
-from engines.learn.checkpoint import MODEL_DIR
-from engines.learn.export import MANIFEST, find_start_files, write_export
-from engines.learn.learner import Learner
-from engines.learn.loading import Loading, load_policy
-from engines.learn.training_state import host_tensors
-from engines.user_files import MAX_TEXT_BYTES
-from schemas.config import TrainConfig
+from refrain.engines.learn import export
+from refrain.engines.learn.checkpoint import MODEL_DIR
+from refrain.engines.learn.export import MANIFEST, find_start_files, write_export
+from refrain.engines.learn.learner import Learner
+from refrain.engines.learn.loading import Loading, load_policy
+from refrain.engines.learn.training_state import host_tensors
+from refrain.engines.user_files import MAX_TEXT_BYTES
+from refrain.schemas.config import TrainConfig
 from tests.learn.conftest import make_batch, own_logprobs, started
 from tests.learn.test_broken_models import check
 from tests.learn.test_broken_models import save as save_family

@@ -20,8 +20,8 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from engines.learn.fidelity import check_fidelity
-from flows.cli import main
+from refrain.engines.learn.fidelity import check_fidelity
+from refrain.flows.cli import main
 from tests.conftest import DEMO
 from tests.flows.commands import write_config
 

@@ -15,17 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engines.checksums import sha256_of_all
-from engines.draft_head.files import save
-from engines.draft_head.model import DraftHead
-from engines.learn import training_state
-from engines.learn.checkpoint import MODEL_DIR
-from engines.learn.learner import Learner
-from engines.learn.loading import Loading, load_policy
-from engines.learn.packing import TokenSequence, pack
-from schemas.config import TrainConfig
-from schemas.drafting import SpecActorConfig
-from schemas.inputs import ModelConfig
+from refrain.engines.checksums import sha256_of_all
+from refrain.engines.draft_head.files import save
+from refrain.engines.draft_head.model import DraftHead
+from refrain.engines.learn import training_state
+from refrain.engines.learn.checkpoint import MODEL_DIR
+from refrain.engines.learn.learner import Learner
+from refrain.engines.learn.loading import Loading, load_policy
+from refrain.engines.learn.packing import TokenSequence, pack
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.drafting import SpecActorConfig
+from refrain.schemas.inputs import ModelConfig
 from tests.learn.conftest import VOCAB_SIZE, make_batch
 from tests.learn.test_attention import SHAPES, SMALL
 from tests.learn.test_export import assert_as_it_came_in
@@ -286,7 +286,7 @@ def test_one_rank_mesh_updates_as_no_mesh(
     """On a single GPU, the trainer uses a mesh of one rank."""
     plain = make_run(make_config, "plain", algorithm=ALGORITHMS[0])
     without = train(plain, 0, 1, None)
-    monkeypatch.setattr("engines.learn.learner.make_mesh", lambda *_: mesh)
+    monkeypatch.setattr("refrain.engines.learn.learner.make_mesh", lambda *_: mesh)
     with_mesh = train(make_run(make_config, "mesh", algorithm=ALGORITHMS[0]), 0, 1, None)
     assert_same((with_mesh,), without)
     resumed = train(plain, 0, 1, with_mesh["path"])

@@ -7,10 +7,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from engines.learn.publishing import WholeTensors
-from engines.learn.trainer import TrainerActor
-from schemas.config import TrainConfig
-from schemas.weights import WeightsFile
+from refrain.engines.learn.publishing import WholeTensors
+from refrain.engines.learn.trainer import TrainerActor
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.weights import WeightsFile
 from tests.learn.conftest import make_batch
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engines.learn.attention import PACKED
-from engines.learn.fidelity import check_fidelity
-from engines.learn.head import Head
-from engines.learn.packing import TokenSequence, pack
-from engines.learn.policy import PolicyModel
+from refrain.engines.learn.attention import PACKED
+from refrain.engines.learn.fidelity import check_fidelity
+from refrain.engines.learn.head import Head
+from refrain.engines.learn.packing import TokenSequence, pack
+from refrain.engines.learn.policy import PolicyModel
 from tests.learn.conftest import own_logprobs
 from tests.learn.test_attention import SMALL
 

@@ -9,15 +9,15 @@ import torch
 from pydantic import ValidationError
 from torch.distributed.device_mesh import DeviceMesh
 
-from engines.draft_head.files import load, save
-from engines.draft_head.model import DraftHead
-from engines.learn.head_training import HeadTraining, draw_sequences, follows
-from engines.learn.learner import Learner
-from engines.learn.loading import Loading, load_policy
-from engines.learn.packing import TokenSequence, pack
-from engines.learn.trainer import TrainerActor
-from schemas.config import TrainConfig
-from schemas.drafting import SpecActorConfig
+from refrain.engines.draft_head.files import load, save
+from refrain.engines.draft_head.model import DraftHead
+from refrain.engines.learn.head_training import HeadTraining, draw_sequences, follows
+from refrain.engines.learn.learner import Learner
+from refrain.engines.learn.loading import Loading, load_policy
+from refrain.engines.learn.packing import TokenSequence, pack
+from refrain.engines.learn.trainer import TrainerActor
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.drafting import SpecActorConfig
 from tests.learn.conftest import VOCAB_SIZE, make_batch, started
 
 DEPTH = 3

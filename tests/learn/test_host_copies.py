@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engines.learn.host_copies import HostCopies
+from refrain.engines.learn.host_copies import HostCopies
 
 
 def test_restored_tensors_equal_offloaded_ones():

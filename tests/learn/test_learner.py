@@ -11,14 +11,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from engines.learn import training_state
-from engines.learn.checkpoint import (
+from refrain.engines.learn import training_state
+from refrain.engines.learn.checkpoint import (
     MODEL_DIR,
     TRAINING_STATE_FILE,
     read_state,
 )
-from engines.learn.learner import Learner
-from schemas.config import TrainConfig
+from refrain.engines.learn.learner import Learner
+from refrain.schemas.config import TrainConfig
 from tests.failing_disks import full_disk
 from tests.learn.conftest import as_batch, make_batch, on_policy, started
 from tests.learn.test_checkpoint import flip
@@ -221,7 +221,7 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted(make_config: MakeC
 def test_repeated_non_finite_updates_end_the_run(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engines.learn.learner.MAX_SKIPPED_UPDATES", 2)
+    monkeypatch.setattr("refrain.engines.learn.learner.MAX_SKIPPED_UPDATES", 2)
     learner = started(make_config())
     before = learner.weights_buffer()
     for version in range(2):
@@ -235,7 +235,7 @@ def test_repeated_non_finite_updates_end_the_run(
 def test_a_good_update_forgets_the_bad_ones(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engines.learn.learner.MAX_SKIPPED_UPDATES", 1)
+    monkeypatch.setattr("refrain.engines.learn.learner.MAX_SKIPPED_UPDATES", 1)
     learner = started(make_config())
     for version in range(4):
         batch = make_batch(policy_version=version)

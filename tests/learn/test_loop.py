@@ -13,16 +13,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engines.learn.diagnostics import LOWS, PEAKS
-from engines.learn.gradient import Reference, accumulate_gradient
-from engines.learn.learner import ADAM_BETA1, Learner
-from engines.learn.loading import Loading, load_policy
-from engines.learn.minibatch import Share, assign_share, cut_minibatches
-from engines.learn.policy import PolicyModel
-from engines.learn.rollouts import read_rollouts
-from engines.learn.training_samples import TrainingSample, read_training_samples
-from schemas.algorithm import SETTINGS
-from schemas.config import TrainConfig
+from refrain.engines.learn.diagnostics import LOWS, PEAKS
+from refrain.engines.learn.gradient import Reference, accumulate_gradient
+from refrain.engines.learn.learner import ADAM_BETA1, Learner
+from refrain.engines.learn.loading import Loading, load_policy
+from refrain.engines.learn.minibatch import Share, assign_share, cut_minibatches
+from refrain.engines.learn.policy import PolicyModel
+from refrain.engines.learn.rollouts import read_rollouts
+from refrain.engines.learn.training_samples import TrainingSample, read_training_samples
+from refrain.schemas.algorithm import SETTINGS
+from refrain.schemas.config import TrainConfig
 from tests.learn.conftest import as_batch, make_batch
 from tests.learn.loop import advantages_of, logprobs_of, minibatch_loss
 

@@ -8,9 +8,9 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
-from engines.learn.checkpoint import ADAPTER_DIR, MODEL_DIR
-from engines.learn.learner import Learner
-from schemas.config import TrainConfig
+from refrain.engines.learn.checkpoint import ADAPTER_DIR, MODEL_DIR
+from refrain.engines.learn.learner import Learner
+from refrain.schemas.config import TrainConfig
 from tests.learn.conftest import make_batch, own_logprobs, started
 
 MakeConfig = Callable[..., TrainConfig]

@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engines.learn.export import find_start_files, write_export
-from engines.learn.loading import Loading, load_policy
-from engines.learn.lora import adapter_tensors, merged_at_work, write_adapter
-from engines.learn.packing import TokenSequence
-from engines.learn.policy import PolicyModel, score_sequences
-from engines.learn.precision import ComputeIn
-from engines.learn.publishing import whole_tensors
-from engines.learn.training_state import host_tensors
-from schemas.trainer import LoraConfig
+from refrain.engines.learn.export import find_start_files, write_export
+from refrain.engines.learn.loading import Loading, load_policy
+from refrain.engines.learn.lora import adapter_tensors, merged_at_work, write_adapter
+from refrain.engines.learn.packing import TokenSequence
+from refrain.engines.learn.policy import PolicyModel, score_sequences
+from refrain.engines.learn.precision import ComputeIn
+from refrain.engines.learn.publishing import whole_tensors
+from refrain.engines.learn.training_state import host_tensors
+from refrain.schemas.trainer import LoraConfig
 from tests.learn.conftest import own_logprobs
 from tests.learn.test_attention import SMALL
 

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.learn.diagnostics import Sums, clip_figures
-from engines.learn.objectives.aggregation import token_weights
-from engines.learn.objectives.clipped import clipped, clipped_policy_losses
-from engines.learn.objectives.importance import importance_weights
-from engines.learn.objectives.kl import MAX_KL, kl_penalties
-from engines.learn.objectives.ratios import bounded_ratios, sequence_log_ratios
-from engines.learn.objectives.tokens import PolicyTokens
-from schemas.algorithm import AlgorithmConfig
+from refrain.engines.learn.diagnostics import Sums, clip_figures
+from refrain.engines.learn.objectives.aggregation import token_weights
+from refrain.engines.learn.objectives.clipped import clipped, clipped_policy_losses
+from refrain.engines.learn.objectives.importance import importance_weights
+from refrain.engines.learn.objectives.kl import MAX_KL, kl_penalties
+from refrain.engines.learn.objectives.ratios import bounded_ratios, sequence_log_ratios
+from refrain.engines.learn.objectives.tokens import PolicyTokens
+from refrain.schemas.algorithm import AlgorithmConfig
 
 AGGREGATIONS = ["token_mean", "sequence_mean", "fixed_length"]
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}

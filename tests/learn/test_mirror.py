@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from engines.failures import Failures
-from engines.learn.checkpoint import (
+from refrain.engines.failures import Failures
+from refrain.engines.learn.checkpoint import (
     CheckpointState,
     latest_checkpoint,
     prune_checkpoints,
     read_state,
 )
-from engines.learn.mirror import MAX_LEFT, CheckpointCopies, Mirror
+from refrain.engines.learn.mirror import MAX_LEFT, CheckpointCopies, Mirror
 from tests.flows.directory_snapshots import tree
 from tests.learn.test_checkpoint import flip, write
 
@@ -151,7 +151,7 @@ def test_a_step_that_is_done_again_is_copied_again(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOOK_S", "FIRST_PAUSE_S", "COPY_S"):
-        monkeypatch.setattr(f"engines.learn.mirror.{name}", 0.02)
+        monkeypatch.setattr(f"refrain.engines.learn.mirror.{name}", 0.02)
 
 
 @pytest.mark.usefixtures("quick")
@@ -190,7 +190,7 @@ def test_a_copy_that_fails_is_tried_again(
 def test_hung_copy_does_not_block_the_run(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_failures: list
 ) -> None:
-    monkeypatch.setattr("engines.learn.mirror.ANSWER_S", 5.0)
+    monkeypatch.setattr("refrain.engines.learn.mirror.ANSWER_S", 5.0)
     own, end = tmp_path / "own", threading.Event()
     begun: list[Path] = []
 

@@ -6,10 +6,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from engines.learn.learner import Learner
-from engines.learn.training_samples import StalenessError
-from engines.store.tables import TRAINING
-from schemas.config import TrainConfig
+from refrain.engines.learn.learner import Learner
+from refrain.engines.learn.training_samples import StalenessError
+from refrain.engines.store.tables import TRAINING
+from refrain.schemas.config import TrainConfig
 from tests.learn.conftest import make_batch, on_policy
 
 MakeConfig = Callable[..., TrainConfig]

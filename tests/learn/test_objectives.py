@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.learn.objective import OBJECTIVES
-from engines.learn.objectives.maxrl import maxrl_advantage
-from engines.learn.objectives.opo import opo_advantage
-from engines.learn.objectives.ratios import bounded_ratios
-from engines.learn.objectives.reward_kl import kl_rewards
-from engines.learn.objectives.tokens import PolicyLosses, PolicyTokens
-from schemas.algorithm import LOSSES, SETTINGS, AlgorithmConfig
+from refrain.engines.learn.objective import OBJECTIVES
+from refrain.engines.learn.objectives.maxrl import maxrl_advantage
+from refrain.engines.learn.objectives.opo import opo_advantage
+from refrain.engines.learn.objectives.ratios import bounded_ratios
+from refrain.engines.learn.objectives.reward_kl import kl_rewards
+from refrain.engines.learn.objectives.tokens import PolicyLosses, PolicyTokens
+from refrain.schemas.algorithm import LOSSES, SETTINGS, AlgorithmConfig
 from tests.learn.conftest import make_batch, started
 from tests.learn.loop import response_losses
 

@@ -7,8 +7,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from engines.learn.own_functions import own_functions
-from schemas.config import TrainConfig
+from refrain.engines.learn.own_functions import own_functions
+from refrain.schemas.config import TrainConfig
 from tests.learn.conftest import make_batch, started
 
 AS_BUILT_IN = """

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engines.learn.loading import Loading, load_policy
-from engines.learn.packing import TokenSequence, lay_out, pack, plan_micro_batches
-from engines.learn.policy import PolicyModel
+from refrain.engines.learn.loading import Loading, load_policy
+from refrain.engines.learn.packing import TokenSequence, lay_out, pack, plan_micro_batches
+from refrain.engines.learn.policy import PolicyModel
 from tests.learn.conftest import own_logprobs
 
 LENGTHS = [(3, 5), (1, 1), (20, 60), (7, 1), (2, 30), (9, 11), (30, 90)]
@@ -112,5 +112,5 @@ def test_chunked_head_gives_the_same_scores_and_gradients(
         return logprobs.detach(), gradient.clone()
 
     whole = score_and_gradient()
-    monkeypatch.setattr("engines.learn.policy.MAX_LOGITS", 64 * 16)
+    monkeypatch.setattr("refrain.engines.learn.policy.MAX_LOGITS", 64 * 16)
     torch.testing.assert_close(score_and_gradient(), whole, atol=1e-3, rtol=1e-4)

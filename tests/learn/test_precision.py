@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
-from engines.learn.loading import Loading, load_policy
-from engines.learn.packing import TokenSequence
-from engines.learn.policy import PolicyModel, score_sequences
-from engines.learn.precision import ComputeIn
+from refrain.engines.learn.loading import Loading, load_policy
+from refrain.engines.learn.packing import TokenSequence
+from refrain.engines.learn.policy import PolicyModel, score_sequences
+from refrain.engines.learn.precision import ComputeIn
 from tests.learn.test_attention import SHAPES, model_of
 
 CPU = torch.device("cpu")

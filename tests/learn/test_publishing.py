@@ -9,9 +9,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from engines.learn.publishing import WholeTensors, publish, written
-from engines.weights_file import VersionFiles, check_file
-from schemas.config import TrainConfig
+from refrain.engines.learn.publishing import WholeTensors, publish, written
+from refrain.engines.weights_file import VersionFiles, check_file
+from refrain.schemas.config import TrainConfig
 from tests.learn.conftest import started
 
 

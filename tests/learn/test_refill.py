@@ -4,8 +4,8 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.learn.refill import num_to_draw, num_useful
-from engines.store.tables import REWARDS
+from refrain.engines.learn.refill import num_to_draw, num_useful
+from refrain.engines.store.tables import REWARDS
 
 
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(1, 60), st.integers(1, 60))

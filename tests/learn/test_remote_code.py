@@ -8,10 +8,10 @@ import pytest
 from click.testing import CliRunner
 from transformers import dynamic_module_utils
 
-from engines.data.dataset import load_tokenizer
-from flows.cli import main
-from schemas.inputs import ModelConfig
-from tasks.run.model_inputs import check_against_transformers, check_model
+from refrain.engines.data.dataset import load_tokenizer
+from refrain.flows.cli import main
+from refrain.schemas.inputs import ModelConfig
+from refrain.tasks.run.model_inputs import check_against_transformers, check_model
 from tests.flows.commands import altered_model, write_config
 
 CODE = """

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import ray.util
 
-from engines.learn.rendezvous import Rendezvous
+from refrain.engines.learn.rendezvous import Rendezvous
 from tests.sockets import listeners
 
 

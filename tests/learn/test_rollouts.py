@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.learn.minibatch import plan_minibatches
-from engines.learn.rollouts import choose_canaries, read_rollouts
-from engines.store.tables import TRAINING
+from refrain.engines.learn.minibatch import plan_minibatches
+from refrain.engines.learn.rollouts import choose_canaries, read_rollouts
+from refrain.engines.store.tables import TRAINING
 
 ROW = {
     "prompt_key": "a",

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engines.learn.loading import Loading, give_memory, load_policy, prepared
-from engines.learn.packing import TokenSequence
-from engines.learn.policy import PolicyModel, score_sequences
+from refrain.engines.learn.loading import Loading, give_memory, load_policy, prepared
+from refrain.engines.learn.packing import TokenSequence
+from refrain.engines.learn.policy import PolicyModel, score_sequences
 from tests.learn.test_attention import SMALL
 from tests.learn.test_sample_isolation import in_eager_mode
 

@@ -11,11 +11,11 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
-from engines.learn.rounding_loss import LOW, SAMPLE, KeptUpdate
-from engines.learn.trainer import TrainerActor
-from schemas.config import TrainConfig
-from schemas.inputs import ModelConfig
-from schemas.weights import PolicyWeights, WeightsFile
+from refrain.engines.learn.rounding_loss import LOW, SAMPLE, KeptUpdate
+from refrain.engines.learn.trainer import TrainerActor
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.inputs import ModelConfig
+from refrain.schemas.weights import PolicyWeights, WeightsFile
 from tests.learn.conftest import make_batch, own_logprobs
 
 MakeConfig = Callable[..., TrainConfig]

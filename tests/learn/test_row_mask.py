@@ -15,8 +15,8 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from engines.learn.bounds import SampleBounds
-from engines.learn.row_mask import RowMask, row_mask, row_of
+from refrain.engines.learn.bounds import SampleBounds
+from refrain.engines.learn.row_mask import RowMask, row_mask, row_of
 
 CPU = torch.device("cpu")
 PADDING = torch.zeros(1, dtype=torch.long)

@@ -10,16 +10,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engines.learn.attention import PACKED
-from engines.learn.determinism import check_steady
-from engines.learn.learner import Learner
-from engines.learn.loading import Loading, load_policy
-from engines.learn.minibatch import assign_share
-from engines.learn.packing import TokenSequence, pack
-from engines.learn.policy import PolicyModel, score_sequences
-from engines.learn.sample_isolation import ALONE, keeps_samples_apart
-from engines.learn.training_samples import read_training_samples
-from schemas.config import TrainConfig
+from refrain.engines.learn.attention import PACKED
+from refrain.engines.learn.determinism import check_steady
+from refrain.engines.learn.learner import Learner
+from refrain.engines.learn.loading import Loading, load_policy
+from refrain.engines.learn.minibatch import assign_share
+from refrain.engines.learn.packing import TokenSequence, pack
+from refrain.engines.learn.policy import PolicyModel, score_sequences
+from refrain.engines.learn.sample_isolation import ALONE, keeps_samples_apart
+from refrain.engines.learn.training_samples import read_training_samples
+from refrain.schemas.config import TrainConfig
 from tests.learn.conftest import make_batch, on_policy, own_logprobs, started
 from tests.learn.test_attention import FEATURES, SHAPES, SMALL
 from tests.learn.test_training_samples import make_rollouts

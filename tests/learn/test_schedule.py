@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
 
-from engines.learn.schedule import learning_rate_share
-from schemas.trainer import TrainerConfig
+from refrain.engines.learn.schedule import learning_rate_share
+from refrain.schemas.trainer import TrainerConfig
 
 NUM = 14
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from engines.learn.setting_warnings import setting_warnings
-from schemas.algorithm import SETTINGS
-from schemas.config import TrainConfig
+from refrain.engines.learn.setting_warnings import setting_warnings
+from refrain.schemas.algorithm import SETTINGS
+from refrain.schemas.config import TrainConfig
 
 
 def warnings_of(**given: object) -> list[str]:

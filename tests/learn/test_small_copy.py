@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engines.learn.small_copy import small_copy
+from refrain.engines.learn.small_copy import small_copy
 
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "llama": ({"num_hidden_layers": 80}, 2),

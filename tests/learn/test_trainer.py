@@ -10,10 +10,10 @@ import ray
 import safetensors.torch
 import torch
 
-from engines.learn.checkpoint import read_state
-from engines.learn.trainer import TrainerError, TrainerGroup
-from schemas.config import TrainConfig
-from schemas.weights import PolicyWeights, WeightsFile
+from refrain.engines.learn.checkpoint import read_state
+from refrain.engines.learn.trainer import TrainerError, TrainerGroup
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.weights import PolicyWeights, WeightsFile
 from tests.learn.conftest import make_batch, started
 from tests.sockets import assert_on_loopback, family
 

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.learn.rollouts import ScoredRollout
-from engines.learn.training_samples import (
+from refrain.engines.learn.rollouts import ScoredRollout
+from refrain.engines.learn.training_samples import (
     StalenessError,
     TrainingSample,
     check_versions,
     read_training_samples,
 )
-from schemas.config import TrainConfig
+from refrain.schemas.config import TrainConfig
 
 VERSION = 7
 Versions = Sequence[int]

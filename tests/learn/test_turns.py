@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engines.learn.gradient import accumulate_gradient, with_old_logprobs
-from engines.learn.learner import Learner
-from engines.learn.loading import Loading, load_policy
-from engines.learn.minibatch import assign_share
-from engines.learn.packing import TokenSequence, lay_out, pack
-from engines.learn.policy import PolicyModel, score_sequences
-from engines.learn.rollouts import ScoredRollout, read_rollouts
-from engines.learn.training_samples import TrainingSample, read_training_samples
-from engines.store.tables import TRAINING
-from schemas.config import TrainConfig
+from refrain.engines.learn.gradient import accumulate_gradient, with_old_logprobs
+from refrain.engines.learn.learner import Learner
+from refrain.engines.learn.loading import Loading, load_policy
+from refrain.engines.learn.minibatch import assign_share
+from refrain.engines.learn.packing import TokenSequence, lay_out, pack
+from refrain.engines.learn.policy import PolicyModel, score_sequences
+from refrain.engines.learn.rollouts import ScoredRollout, read_rollouts
+from refrain.engines.learn.training_samples import TrainingSample, read_training_samples
+from refrain.engines.store.tables import TRAINING
+from refrain.schemas.config import TrainConfig
 from tests.learn.conftest import as_batch, make_batch, own_logprobs, started
 
 MakeConfig = Callable[..., TrainConfig]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from schemas.machine import CudaInfo, GpuInfo, MachineInfo, PackageInfo, PortInfo, Room
+from refrain.schemas.machine import CudaInfo, GpuInfo, MachineInfo, PackageInfo, PortInfo, Room
 
 GIB = 2**30
 READY = CudaInfo(

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from engines.machine import cuda
-from engines.machine.cuda import require_gpus, see_cuda, torch_build, works_on_cpu
-from engines.machine.subprocess_call import CommandTimeout, ask
+from refrain.engines.machine import cuda
+from refrain.engines.machine.cuda import require_gpus, see_cuda, torch_build, works_on_cpu
+from refrain.engines.machine.subprocess_call import CommandTimeout, ask
 from tests.machine.machines import READY
 
 COMPILER = pytest.mark.skipif(not shutil.which("cc"), reason="has no C compiler")
@@ -75,7 +75,7 @@ def test_a_program_is_waited_for_no_longer_than_it_may_take() -> None:
 
 
 def test_the_build_of_torch_is_known_without_importing_it() -> None:
-    code = "import sys; from engines.machine.cuda import torch_build as b; print(b());"
+    code = "import sys; from refrain.engines.machine.cuda import torch_build as b; print(b());"
     code += "assert not {'torch', 'vllm', 'ray'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     import torch
@@ -125,7 +125,7 @@ def test_the_cpu_build_works_on_cpus_but_not_with_gpus_of_rays(
 
 
 RAY = """
-from engines.machine.cuda import _gpus_of_ray
+from refrain.engines.machine.cuda import _gpus_of_ray
 import ray
 assert _gpus_of_ray() == [], "Ray does not run"
 ray.init(address="local", num_cpus=2, num_gpus=3, include_dashboard=False, log_to_driver=False)

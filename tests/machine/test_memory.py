@@ -5,9 +5,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engines.machine.host import HostNeed, require_room
-from engines.machine.memory import host_memory, memory_limits
-from engines.pat.memory import CPU_PROCESS_BYTES, host_footprint
+from refrain.engines.machine.host import HostNeed, require_room
+from refrain.engines.machine.memory import host_memory, memory_limits
+from refrain.engines.pat.memory import CPU_PROCESS_BYTES, host_footprint
 
 GB = int(1e9)
 

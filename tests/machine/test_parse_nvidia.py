@@ -2,7 +2,7 @@
 
 import pytest
 
-from engines.machine.parse_nvidia import parse_driver, parse_gpus, parse_links
+from refrain.engines.machine.parse_nvidia import parse_driver, parse_gpus, parse_links
 from tests.machine.machines import GIB
 
 CLOSED = """\

@@ -6,19 +6,19 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.memory import CASES, PROMPT_TOKENS, RESPONSE_TOKENS, qwen3_config
-from benchmarks.tracked_memory import track_peak
-from engines.draft_head.model import DraftHead
-from engines.latency.model_shape import SHAPES, ModelShape
-from engines.learn.lora import add_adapters
-from engines.machine.trainer_memory import (
+from refrain.benchmarks.memory import CASES, PROMPT_TOKENS, RESPONSE_TOKENS, qwen3_config
+from refrain.benchmarks.tracked_memory import track_peak
+from refrain.engines.draft_head.model import DraftHead
+from refrain.engines.latency.model_shape import SHAPES, ModelShape
+from refrain.engines.learn.lora import add_adapters
+from refrain.engines.machine.trainer_memory import (
     Training,
     adapter_params,
     draft_head_params,
     trainer_footprint,
 )
-from schemas.bench import BenchReport
-from schemas.trainer import LoraConfig
+from refrain.schemas.bench import BenchReport
+from refrain.schemas.trainer import LoraConfig
 from tests.conftest import REPOSITORY
 
 SMALL: dict[str, Any] = {

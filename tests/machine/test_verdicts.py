@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from engines.machine.verdicts import findings, visible_gpus, why_no_gpu
-from schemas.machine import CudaInfo, PackageInfo, PortInfo, Verdict
+from refrain.engines.machine.verdicts import findings, visible_gpus, why_no_gpu
+from refrain.schemas.machine import CudaInfo, PackageInfo, PortInfo, Verdict
 from tests.machine.machines import GIB, READY, gpu, gpu_machine, room
 
 NO_DRIVER = CudaInfo()

@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engines.control.controller import Controller
-from engines.control.outlook import Outlook
-from engines.control.reshaping import WAIT_SHARES, MissedSavings, Reshaping
-from engines.control.state import Forecaster
-from engines.latency.analytic import AnalyticLatency
-from engines.latency.hardware import A40
-from engines.latency.model_shape import SHAPES
-from engines.pat.costs import SwitchCosts
-from engines.pat.layouts import plan_pools
-from engines.rollout.moves import EngineView, Reshape, RolloutView
-from schemas.rollout import RequestId, Split
+from refrain.engines.control.controller import Controller
+from refrain.engines.control.outlook import Outlook
+from refrain.engines.control.reshaping import WAIT_SHARES, MissedSavings, Reshaping
+from refrain.engines.control.state import Forecaster
+from refrain.engines.latency.analytic import AnalyticLatency
+from refrain.engines.latency.hardware import A40
+from refrain.engines.latency.model_shape import SHAPES
+from refrain.engines.pat.costs import SwitchCosts
+from refrain.engines.pat.layouts import plan_pools
+from refrain.engines.rollout.moves import EngineView, Reshape, RolloutView
+from refrain.schemas.rollout import RequestId, Split
 
 LLAMA = SHAPES["LLaMA3.1-8B"]
 ON_A40 = AnalyticLatency(LLAMA, A40)

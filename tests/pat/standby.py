@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engines.latency.hardware import Hardware
-from engines.latency.model_shape import ModelShape
-from engines.pat.memory import PARKED_BYTES
+from refrain.engines.latency.hardware import Hardware
+from refrain.engines.latency.model_shape import ModelShape
+from refrain.engines.pat.memory import PARKED_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.pat.costs import SwitchCosts, rms_tokens
-from schemas.counts import SwitchCounts
+from refrain.engines.pat.costs import SwitchCosts, rms_tokens
+from refrain.schemas.counts import SwitchCounts
 from tests.latency.paper_latencies import PRINTED
 from tests.pat.stage import LLAMA, ON_A40, costs_on_a40, switch_s
 

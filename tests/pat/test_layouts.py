@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.latency.model_shape import SHAPES
-from engines.pat.layouts import (
+from refrain.engines.latency.model_shape import SHAPES
+from refrain.engines.pat.layouts import (
     EngineSpec,
     merge_devices,
     place_engines,
@@ -17,7 +17,7 @@ from engines.pat.layouts import (
     plan_pools,
     require_divisible,
 )
-from schemas.layout import Pool
+from refrain.schemas.layout import Pool
 
 factors = st.integers(2, 4)
 chains = st.tuples(st.integers(1, 3), st.lists(factors, min_size=1, max_size=3), st.integers(1, 2))

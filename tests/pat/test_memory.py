@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.latency.hardware import A40, H100
-from engines.latency.model_shape import SHAPES
-from engines.pat.memory import (
+from refrain.engines.latency.hardware import A40, H100
+from refrain.engines.latency.model_shape import SHAPES
+from refrain.engines.pat.memory import (
     CPU_PROCESS_BYTES,
     PARKED_BYTES,
     USABLE_SHARE,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import lognorm
 
-from engines.pat.remaining import FromHistory, Maximum
-from schemas.rollout import LengthHistory, RequestId, Split
+from refrain.engines.pat.remaining import FromHistory, Maximum
+from refrain.schemas.rollout import LengthHistory, RequestId, Split
 from tests.pat.stage import request
 
 MOST = 8000

@@ -7,17 +7,17 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from engines.latency.drafting_pace import pace
-from engines.latency.forecast import step_s
-from engines.reports.profile import (
+from refrain.engines.latency.drafting_pace import pace
+from refrain.engines.latency.forecast import step_s
+from refrain.engines.reports.profile import (
     ACCEPTANCES,
     draw_ladder,
     ladder_rungs,
     ladder_table,
     profiled_ladder,
 )
-from schemas.latency import PointKind, Profile
-from schemas.rollout import DraftSetting
+from refrain.schemas.latency import PointKind, Profile
+from refrain.schemas.rollout import DraftSetting
 from tests.latency.machines import AffineMachine, measure
 
 

@@ -1,12 +1,19 @@
 """The page of a step, the link to its run in MLflow, and the table of moves."""
 
-from engines.reports.markdown import record_link, step_page
-from engines.reports.timeline import move_rows
-from schemas.config import TrainConfig
-from schemas.counts import DraftingCounts, MoveCounts
-from schemas.rollout import DraftSetting, RequestId, Split
-from schemas.step import EngineShare, PromptGroup, RankingGroup, RolloutBatch, StepPlan, StepReport
-from schemas.timeline import MoveKind, MoveRecord, Saving, Savings, Technique, Timeline
+from refrain.engines.reports.markdown import record_link, step_page
+from refrain.engines.reports.timeline import move_rows
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.counts import DraftingCounts, MoveCounts
+from refrain.schemas.rollout import DraftSetting, RequestId, Split
+from refrain.schemas.step import (
+    EngineShare,
+    PromptGroup,
+    RankingGroup,
+    RolloutBatch,
+    StepPlan,
+    StepReport,
+)
+from refrain.schemas.timeline import MoveKind, MoveRecord, Saving, Savings, Technique, Timeline
 
 CONFIG = TrainConfig.model_validate({"model": {"path": "m"}, "data": {"train": ["d"]}})
 PLAN = StepPlan(

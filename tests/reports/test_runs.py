@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from engines.reports.progress import TerminalProgress, clock, left_text
-from engines.reports.runs import live_view, reward_curve, rolling_text, sparkline
-from tasks.run.record import read_run
+from refrain.engines.reports.progress import TerminalProgress, clock, left_text
+from refrain.engines.reports.runs import live_view, reward_curve, rolling_text, sparkline
+from refrain.tasks.run.record import read_run
 from tests.flows.run_dirs import ROLLING, make_run, progress
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from engines.reports.timeline import timeline_rows
-from engines.reports.timeline_page import clip_spans, join_moves
-from schemas.rollout import RequestId, Split
-from schemas.timeline import Activity, MoveKind, MoveRecord, Span, Timeline
+from refrain.engines.reports.timeline import timeline_rows
+from refrain.engines.reports.timeline_page import clip_spans, join_moves
+from refrain.schemas.rollout import RequestId, Split
+from refrain.schemas.timeline import Activity, MoveKind, MoveRecord, Span, Timeline
 
 SECONDS = ("rollout_s", "sync_s", "restart_s", "idle_s")
 MOVES_OF_ROW = ("migrated_in", "migrated_out", "deferred_out", "raced_in", "raced_out")

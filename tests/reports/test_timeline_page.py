@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from engines.accounting.step_requests import Stay, StepRequest
-from engines.reports.timeline_page import page_data, timeline_page
-from schemas.counts import DraftingCounts
-from schemas.rollout import RequestId, Split
-from schemas.step import EngineShare
-from schemas.timeline import RecordedTimeline, Saving, Savings, Technique, Timeline
+from refrain.engines.accounting.step_requests import Stay, StepRequest
+from refrain.engines.reports.timeline_page import page_data, timeline_page
+from refrain.schemas.counts import DraftingCounts
+from refrain.schemas.rollout import RequestId, Split
+from refrain.schemas.step import EngineShare
+from refrain.schemas.timeline import RecordedTimeline, Saving, Savings, Technique, Timeline
 from tests.reports.test_timeline import SWITCHED, TIMELINE
 
 NASTY = "</script><img src=x onerror=alert(1)>&\u2028`${1}` /*DATA*/"

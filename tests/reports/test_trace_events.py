@@ -2,9 +2,16 @@
 
 from pathlib import Path
 
-from engines.reports.trace_events import read_timelines, trace_events, write_timeline
-from schemas.rollout import RequestId, Split
-from schemas.timeline import Activity, MoveKind, MoveRecord, RecordedTimeline, Span, Timeline
+from refrain.engines.reports.trace_events import read_timelines, trace_events, write_timeline
+from refrain.schemas.rollout import RequestId, Split
+from refrain.schemas.timeline import (
+    Activity,
+    MoveKind,
+    MoveRecord,
+    RecordedTimeline,
+    Span,
+    Timeline,
+)
 
 MOVE = MoveRecord(RequestId(Split.TRAIN, 2, "p", 0), 0, 1, MoveKind.MIGRATED, 14.0, 33)
 FIRST = RecordedTimeline(

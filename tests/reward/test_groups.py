@@ -8,13 +8,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from engines.reward.pool import RewardActor
-from engines.reward.results import MAX_GROUP_BYTES
-from engines.reward.scorer import Response, Scorer, check_reward
-from engines.store.tables import SCORING
-from schemas.data import Prompt
-from schemas.inputs import ModelConfig
-from schemas.reward import EnvironmentReward, FunctionReward, RewardConfig
+from refrain.engines.reward.pool import RewardActor
+from refrain.engines.reward.results import MAX_GROUP_BYTES
+from refrain.engines.reward.scorer import Response, Scorer, check_reward
+from refrain.engines.store.tables import SCORING
+from refrain.schemas.data import Prompt
+from refrain.schemas.inputs import ModelConfig
+from refrain.schemas.reward import EnvironmentReward, FunctionReward, RewardConfig
 from tests.conftest import DEMO
 
 ARGUMENTS = "data_source{0}, solution_str{0}, ground_truth{0}, extra_info{0}"
@@ -109,7 +109,7 @@ def test_a_failed_group_scores_zero_alone(write: Write) -> None:
 def test_a_group_is_scored_again(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engines.reward.scorer.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("refrain.engines.reward.scorer.FIRST_WAIT_S", 0.01)
     note = tmp_path / "tried"
     head = "from pathlib import Path"
     body = (

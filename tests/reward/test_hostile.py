@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.reward import channel, results, worker
-from engines.reward.process import ScorerProcess
-from engines.reward.scorer import Response, Scorer
-from engines.user_code import launch
-from engines.user_code.importing import UserFault
-from schemas.reward import FunctionReward
+from refrain.engines.reward import channel, results, worker
+from refrain.engines.reward.process import ScorerProcess
+from refrain.engines.reward.scorer import Response, Scorer
+from refrain.engines.user_code import launch
+from refrain.engines.user_code.importing import UserFault
+from refrain.schemas.reward import FunctionReward
 from tests.reward.test_process import wait_until
 
 HEAD = """

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.reward.metrics import majority_of, pass_at, sample_figures
+from refrain.engines.reward.metrics import majority_of, pass_at, sample_figures
 
 
 def make_rewards(groups: dict[str, list[tuple[float, dict]]]) -> pa.Table:

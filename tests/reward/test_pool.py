@@ -10,12 +10,12 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from engines.reward import ScorerHangs, ScorerPool, pool
-from engines.store.actor import StoredRows, count_rows
-from engines.store.tables import SCORING
-from schemas.config import DataConfig, ModelConfig, TrainConfig
-from schemas.data import Prompt
-from schemas.reward import BuiltinReward, FunctionReward
+from refrain.engines.reward import ScorerHangs, ScorerPool, pool
+from refrain.engines.store.actor import StoredRows, count_rows
+from refrain.engines.store.tables import SCORING
+from refrain.schemas.config import DataConfig, ModelConfig, TrainConfig
+from refrain.schemas.data import Prompt
+from refrain.schemas.reward import BuiltinReward, FunctionReward
 
 pytestmark = pytest.mark.engine
 

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from engines.reward.process import CallError, ScorerProcess
-from engines.reward.scorer import check_reward
-from schemas.reward import FunctionReward
+from refrain.engines.reward.process import CallError, ScorerProcess
+from refrain.engines.reward.scorer import check_reward
+from refrain.schemas.reward import FunctionReward
 from tests.conftest import REPOSITORY
 
 WAIT_S = 20.0
@@ -110,7 +110,7 @@ def test_nothing_outlives_a_parent_that_was_killed(tmp_path, mark, then):
     starter(tmp_path, mark, then)
     code = (
         "import sys, time; from pathlib import Path;"
-        "from engines.reward.process import ScorerProcess; from schemas.reward import *;"
+        "from refrain.engines.reward.process import ScorerProcess; from refrain.schemas.reward import *;"
         f"process = ScorerProcess(FunctionReward(path=Path(sys.argv[1])));"
         f"process.score([{CALL}]); time.sleep(600)"
     )

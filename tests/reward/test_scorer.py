@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from engines.reward.process import ScorerProcess
-from engines.reward.results import checked_score
-from engines.reward.scorer import Response, Scorer, check_reward
-from schemas.reward import BuiltinReward, FunctionReward
+from refrain.engines.reward.process import ScorerProcess
+from refrain.engines.reward.results import checked_score
+from refrain.engines.reward.scorer import Response, Scorer, check_reward
+from refrain.schemas.reward import BuiltinReward, FunctionReward
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
 
@@ -63,7 +63,7 @@ def test_builtin_scorers():
 def test_endless_builtin_comparison_scores_zero_with_a_reason(tmp_path, monkeypatch):
     path = tmp_path / "slow.py"
     path.write_text(f"import time\ndef compute_score{SIGNATURE}: time.sleep(60)\n")
-    monkeypatch.setattr("engines.answers.builtin.__file__", str(path))
+    monkeypatch.setattr("refrain.engines.answers.builtin.__file__", str(path))
     (one,) = score(BuiltinReward(timeout_s=0.5), [make_response(data_source="openai/gsm8k")])
     assert one == (0.0, {"pred": None, "error": "no score within 0.5 s (reward.timeout_s)"})
 
@@ -86,7 +86,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 def flaky(tmp_path, monkeypatch):
     """Return a function that writes a scorer and returns its config. The scorer fails the first
     `fails[response]` times."""
-    monkeypatch.setattr("engines.reward.scorer.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("refrain.engines.reward.scorer.FIRST_WAIT_S", 0.01)
 
     def write(fails: dict[str, int], how: str, **changes) -> FunctionReward:
         path = tmp_path / "flaky.py"
@@ -116,7 +116,7 @@ def test_hung_scoring_is_retried(flaky):
 
 
 def test_retries_have_an_end_and_name_the_response(flaky, monkeypatch):
-    monkeypatch.setattr("engines.reward.scorer.MAX_RETRIES", 2)
+    monkeypatch.setattr("refrain.engines.reward.scorer.MAX_RETRIES", 2)
     config = flaky({"1": 9}, "raise OSError('503')", on_error="retry")
     with pytest.raises(ValueError, match=r"sample 1 of .*3 tries, the last one: OSError: 503"):
         score(config, [make_response(str(i), i) for i in range(3)])

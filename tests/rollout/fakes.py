@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from engines.rollout.coordinator import Coordinator
-from engines.rollout.interface import EngineDied, EngineEvents, EngineGone, WeightSyncError
-from schemas.counts import DraftingCounts, KVCounts
-from schemas.rollout import (
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.rollout.interface import EngineDied, EngineEvents, EngineGone, WeightSyncError
+from refrain.schemas.counts import DraftingCounts, KVCounts
+from refrain.schemas.rollout import (
     DraftProgress,
     DraftSetting,
     FinishReason,
@@ -21,7 +21,7 @@ from schemas.rollout import (
     Split,
     VersionSpan,
 )
-from schemas.weights import PolicyWeights
+from refrain.schemas.weights import PolicyWeights
 
 
 def request(name: str, num_tokens: int, sample_index: int = 0, step: int = 1) -> RolloutRequest:

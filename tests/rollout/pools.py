@@ -4,8 +4,8 @@ import asyncio
 from dataclasses import replace
 from itertools import groupby
 
-from engines.simulate.clock import run_virtual
-from schemas.layout import Pool
+from refrain.engines.simulate.clock import run_virtual
+from refrain.schemas.layout import Pool
 from tests.rollout.fakes import FakeEngine, Recorder, request, token_at
 
 POOL = Pool(0, {1: (0, 1, 2, 3), 2: (4, 5), 4: (6,)})

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from engines.rollout.moves import Race
-from engines.simulate.clock import run_virtual
+from refrain.engines.rollout.moves import Race
+from refrain.engines.simulate.clock import run_virtual
 from tests.rollout.fakes import FAST, FakeEngine, MoveAt, Recorder, request
 
 LONG, SHORT = 40, 4

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from engines.rollout.coordinator import Coordinator
-from engines.rollout.deaths import MAX_IN_VAIN, MAX_RESTARTS, Deaths
-from engines.rollout.interface import EngineDied, EngineFails, WeightSyncError
-from engines.rollout.moves import Migrate, RolloutView
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.rollout.deaths import MAX_IN_VAIN, MAX_RESTARTS, Deaths
+from refrain.engines.rollout.interface import EngineDied, EngineFails, WeightSyncError
+from refrain.engines.rollout.moves import Migrate, RolloutView
 from tests.rollout.fakes import FakeEngine, Recorder, request, weights
 
 REQUESTS = [(i % 2, request(f"p{i}", 3 + 5 * (i % 4))) for i in range(12)]

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from engines.rollout.moves import Reshape
-from engines.simulate.clock import run_virtual
-from schemas.layout import Pool
+from refrain.engines.rollout.moves import Reshape
+from refrain.engines.simulate.clock import run_virtual
+from refrain.schemas.layout import Pool
 from tests.rollout.fakes import Recorder
 from tests.rollout.pools import (
     LONG,

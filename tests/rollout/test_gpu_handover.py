@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.simulate.clock import run_virtual
-from schemas.layout import Pool
-from schemas.timeline import Activity
+from refrain.engines.simulate.clock import run_virtual
+from refrain.schemas.layout import Pool
+from refrain.schemas.timeline import Activity
 from tests.rollout.fakes import Recorder
 from tests.rollout.pools import assert_once, fleet, on
 from tests.rollout.test_reshape_property import METHODS, AnyMoves

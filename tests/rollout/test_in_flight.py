@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.rollout.moves import Close, Concede, Defer, Migrate, Race, Start
-from engines.simulate.clock import run_virtual
-from schemas.rollout import RolloutRequest
+from refrain.engines.rollout.moves import Close, Concede, Defer, Migrate, Race, Start
+from refrain.engines.simulate.clock import run_virtual
+from refrain.schemas.rollout import RolloutRequest
 from tests.rollout.fakes import FAST, FakeEngine, Recorder, request, token_at
 
 NUM_ENGINES = 3

@@ -1,7 +1,7 @@
 """Races counts the races, those that a copy won, and the tokens wasted on copies that lost."""
 
-from engines.rollout.races import Races
-from schemas.rollout import FinishReason, Generated, Rollout
+from refrain.engines.rollout.races import Races
+from refrain.schemas.rollout import FinishReason, Generated, Rollout
 from tests.rollout.fakes import request
 
 

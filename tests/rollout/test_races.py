@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from engines.rollout.moves import (
+from refrain.engines.rollout.moves import (
     Concede,
     Defer,
     EngineView,
@@ -14,7 +14,7 @@ from engines.rollout.moves import (
     Redraft,
     RolloutView,
 )
-from schemas.timeline import MoveKind
+from refrain.schemas.timeline import MoveKind
 from tests.rollout.fakes import FAST, SLOW, FakeEngine, MoveAt, request, work
 from tests.rollout.racing import LONG, SHORT, assert_once, drafted, race_at, roll_out
 

@@ -5,8 +5,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.rollout.moves import Concede, Defer, Migrate, Race, Redraft
-from schemas.rollout import DraftSetting
+from refrain.engines.rollout.moves import Concede, Defer, Migrate, Race, Redraft
+from refrain.schemas.rollout import DraftSetting
 from tests.rollout.fakes import FAST, SLOW, FakeEngine, work
 from tests.rollout.racing import assert_once, roll_out
 

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from engines.rollout.interface import EngineGone
-from engines.rollout.moves import Defer, Reshape
-from engines.simulate.clock import run_virtual
+from refrain.engines.rollout.interface import EngineGone
+from refrain.engines.rollout.moves import Defer, Reshape
+from refrain.engines.simulate.clock import run_virtual
 from tests.rollout import fakes
 from tests.rollout.fakes import FakeEngine, MoveAt, Recorder, weights, work
 from tests.rollout.pools import BASE, LONG, POOL, SHORT, TAIL, At, assert_once, fleet

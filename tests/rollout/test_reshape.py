@@ -6,11 +6,11 @@ from itertools import groupby
 
 import pytest
 
-from engines.rollout.interface import WeightSyncError
-from engines.rollout.moves import Defer, Migrate, Race, Redraft, Reshape
-from engines.simulate.clock import run_virtual
-from schemas.counts import KVCounts
-from schemas.timeline import Activity, MoveKind
+from refrain.engines.rollout.interface import WeightSyncError
+from refrain.engines.rollout.moves import Defer, Migrate, Race, Redraft, Reshape
+from refrain.engines.simulate.clock import run_virtual
+from refrain.schemas.counts import KVCounts
+from refrain.schemas.timeline import Activity, MoveKind
 from tests.rollout.fakes import FAST, SLOW, MoveAt, Recorder, request, weights
 from tests.rollout.pools import (
     BASE,

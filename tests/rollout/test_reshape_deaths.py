@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from engines.rollout.interface import EngineDied
-from engines.rollout.moves import Reshape
-from engines.simulate.clock import run_virtual
-from schemas.timeline import Activity
+from refrain.engines.rollout.interface import EngineDied
+from refrain.engines.rollout.moves import Reshape
+from refrain.engines.simulate.clock import run_virtual
+from refrain.schemas.timeline import Activity
 from tests.rollout.fakes import FakeEngine, Recorder
 from tests.rollout.pools import (
     BASE,

@@ -7,10 +7,10 @@ from random import Random
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engines.rollout.moves import Defer, Migrate, Race, Redraft, Reshape
-from engines.simulate.clock import run_virtual
-from schemas.layout import Pool
-from schemas.rollout import DraftSetting
+from refrain.engines.rollout.moves import Defer, Migrate, Race, Redraft, Reshape
+from refrain.engines.simulate.clock import run_virtual
+from refrain.schemas.layout import Pool
+from refrain.schemas.rollout import DraftSetting
 from tests.rollout.fakes import FAST, SLOW, Recorder, weights
 from tests.rollout.pools import assert_once, fleet, on
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from engines.rollout import slow_policy
+from refrain.engines.rollout import slow_policy
 from tests.rollout.fakes import FakeEngine, Recorder, work
 
 THINKS_S = 0.3

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.rollout.interface import WeightSyncError
-from engines.rollout.moves import Defer, Migrate
-from engines.simulate.clock import run_virtual
+from refrain.engines.rollout.interface import WeightSyncError
+from refrain.engines.rollout.moves import Defer, Migrate
+from refrain.engines.simulate.clock import run_virtual
 from tests.rollout.fakes import FakeEngine, MoveAt, Recorder, work
 
 LONG, SHORT = 40, 4

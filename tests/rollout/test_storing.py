@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
-from engines.rollout.coordinator import Coordinator
-from engines.rollout.interface import EngineDied
-from engines.rollout.moves import Race
-from schemas.rollout import DraftSetting, RequestId
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.rollout.interface import EngineDied
+from refrain.engines.rollout.moves import Race
+from refrain.schemas.rollout import DraftSetting, RequestId
 from tests.rollout.fakes import FakeEngine, request, weights
 
 NUM_ENGINES = 8

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from engines.rollout.interface import EngineEvents
-from engines.rollout.lifecycle import Lifecycle
-from engines.rollout.reshape import _context_tokens
-from engines.rollout.tracked_engine import TrackedEngine, num_response_tokens
-from engines.simulate.clock import run_virtual
-from schemas.rollout import Generated, RequestId, RolloutRequest, Split, Turn
+from refrain.engines.rollout.interface import EngineEvents
+from refrain.engines.rollout.lifecycle import Lifecycle
+from refrain.engines.rollout.reshape import _context_tokens
+from refrain.engines.rollout.tracked_engine import TrackedEngine, num_response_tokens
+from refrain.engines.simulate.clock import run_virtual
+from refrain.schemas.rollout import Generated, RequestId, RolloutRequest, Split, Turn
 from tests.rollout.fakes import FakeEngine
 
 SERVING, ENTERING, STANDBY, DEAD, DEAD_ON_STANDBY, GONE = Lifecycle

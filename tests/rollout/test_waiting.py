@@ -3,9 +3,9 @@
 import asyncio
 from types import SimpleNamespace
 
-from engines.rollout.coordinator import Coordinator
-from engines.rollout.moves import Start
-from engines.rollout.tracked_engine import TrackedEngine
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.rollout.moves import Start
+from refrain.engines.rollout.tracked_engine import TrackedEngine
 from tests.rollout.fakes import FakeEngine, request, weights
 
 

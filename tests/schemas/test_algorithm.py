@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from schemas.algorithm import SETTINGS, AlgorithmConfig
-from schemas.config import TrainConfig
-from schemas.rollout import Split
-from schemas.trainer import TrainerConfig
+from refrain.schemas.algorithm import SETTINGS, AlgorithmConfig
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.rollout import Split
+from refrain.schemas.trainer import TrainerConfig
 
 
 def train_config(**values: object) -> TrainConfig:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from schemas.base import with_absolute_paths
-from schemas.config import TrainConfig
+from refrain.schemas.base import with_absolute_paths
+from refrain.schemas.config import TrainConfig
 
 
 def test_relative_paths_begin_at_the_given_directory():

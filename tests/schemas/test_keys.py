@@ -1,7 +1,7 @@
 """Keys of prompts and samples. They must never change, and every part of a sample's name must
 affect its noise."""
 
-from schemas.keys import prompt_key, sample_key, variant_key
+from refrain.schemas.keys import prompt_key, sample_key, variant_key
 
 SAMPLE = {"seed": 0, "step": 1, "split": "train", "prompt": "a", "sample_index": 0}
 OTHERS = {"seed": 1, "step": 2, "split": "validation", "prompt": "b", "sample_index": 1}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from schemas.latency import ProfilePoint
+from refrain.schemas.latency import ProfilePoint
 
 
 @pytest.mark.parametrize(

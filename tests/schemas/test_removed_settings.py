@@ -2,10 +2,10 @@
 
 import pytest
 
-from engines.user_files import validated
-from schemas.algorithm import AlgorithmConfig
-from schemas.config import TrainConfig
-from schemas.removed_settings import (
+from refrain.engines.user_files import validated
+from refrain.schemas.algorithm import AlgorithmConfig
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.removed_settings import (
     MERGED,
     REMOVED,
     RENAMED,
@@ -13,7 +13,7 @@ from schemas.removed_settings import (
     current_settings,
     removed_changes,
 )
-from schemas.settings import declared_settings
+from refrain.schemas.settings import declared_settings
 
 GIVEN = {"model": {"path": "m"}, "data": {"train": ["d"]}}
 NAMES = {setting.name for setting in declared_settings(TrainConfig)}

@@ -3,9 +3,9 @@
 import pytest
 from pydantic import BaseModel
 
-from schemas.config import TrainConfig
-from schemas.profile import ProfileConfig
-from schemas.resume import OnResume, changed_settings, settings_of
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.profile import ProfileConfig
+from refrain.schemas.resume import OnResume, changed_settings, settings_of
 
 GIVEN = {"model": {"path": "m"}, "data": {"train": ["d"]}}
 CONFIG = TrainConfig.model_validate(GIVEN)

@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.counts import DraftingCounts
-from schemas.rollout import (
+from refrain.schemas.counts import DraftingCounts
+from refrain.schemas.rollout import (
     FinishReason,
     Generated,
     RequestId,

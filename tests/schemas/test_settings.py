@@ -2,10 +2,10 @@
 
 import pytest
 
-from engines.user_files import validated
-from schemas.config import TrainConfig
-from schemas.resume import settings_of
-from schemas.settings import declared_settings, described_values, meant_by
+from refrain.engines.user_files import validated
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.resume import settings_of
+from refrain.schemas.settings import declared_settings, described_values, meant_by
 
 GIVEN = {"model": {"path": "m"}, "data": {"train": ["d"]}}
 

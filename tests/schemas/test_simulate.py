@@ -2,7 +2,7 @@
 
 import pytest
 
-from schemas.simulate import ClusterLayout
+from refrain.schemas.simulate import ClusterLayout
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from engines.latency.interface import Latency
-from engines.simulate.cluster import PolicySet, compare_step
-from engines.simulate.trace import Trace
-from schemas.simulate import ClusterLayout, SimulatedStep
+from refrain.engines.latency.interface import Latency
+from refrain.engines.simulate.cluster import PolicySet, compare_step
+from refrain.engines.simulate.trace import Trace
+from refrain.schemas.simulate import ClusterLayout, SimulatedStep
 
 
 def compare(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from benchmarks.papers import settings as papers
+from refrain.benchmarks.papers import settings as papers
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.simulate.batching import SimulatedRequest, VirtualBatch
-from schemas.rollout import RequestId, RolloutRequest, Split
+from refrain.engines.simulate.batching import SimulatedRequest, VirtualBatch
+from refrain.schemas.rollout import RequestId, RolloutRequest, Split
 from tests.simulate.latencies import LinearLatency
 
 LATENCY = LinearLatency(0.01, 1e-4, 1e-6, prefill_token_s=1e-5)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from engines.simulate.clock import run_virtual
+from refrain.engines.simulate.clock import run_virtual
 
 
 def test_a_day_passes_at_once_and_in_order():

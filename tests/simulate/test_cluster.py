@@ -5,12 +5,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from benchmarks.papers.generate import generate, rhymerl
-from engines.histopipe.placement import deal_groups
-from engines.latency.fitted import FittedLatency
-from engines.reports.simulation import batch_over_time, draw_gantt
-from engines.rollout.moves import Migrate
-from engines.simulate.cluster import (
+from refrain.benchmarks.papers.generate import generate, rhymerl
+from refrain.engines.histopipe.placement import deal_groups
+from refrain.engines.latency.fitted import FittedLatency
+from refrain.engines.reports.simulation import batch_over_time, draw_gantt
+from refrain.engines.rollout.moves import Migrate
+from refrain.engines.simulate.cluster import (
     PolicySet,
     check_latency,
     compare_step,
@@ -18,11 +18,11 @@ from engines.simulate.cluster import (
     simulate_step,
     summarise,
 )
-from engines.simulate.trace import Trace
-from schemas.latency import PointKind
-from schemas.rollout import DraftSetting
-from schemas.scheduling import HistoPipeConfig
-from schemas.simulate import ClusterLayout
+from refrain.engines.simulate.trace import Trace
+from refrain.schemas.latency import PointKind
+from refrain.schemas.rollout import DraftSetting
+from refrain.schemas.scheduling import HistoPipeConfig
+from refrain.schemas.simulate import ClusterLayout
 from tests.latency.machines import AffineMachine, measure
 from tests.simulate.comparing import compare
 from tests.simulate.latencies import LinearLatency

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.latency.expectation import streamed_step
-from engines.simulate.batching import VirtualBatch
-from engines.simulate.costs import StepCosts
-from engines.simulate.member import SimulatedRequest
-from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
+from refrain.engines.latency.expectation import streamed_step
+from refrain.engines.simulate.batching import VirtualBatch
+from refrain.engines.simulate.costs import StepCosts
+from refrain.engines.simulate.member import SimulatedRequest
+from refrain.schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
 from tests.simulate.latencies import LinearLatency
 
 LATENCY = LinearLatency(0.01)

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.simulate.batching import VirtualBatch
-from engines.simulate.member import SimulatedRequest
-from engines.specactor.ladder import Ladder
-from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
+from refrain.engines.simulate.batching import VirtualBatch
+from refrain.engines.simulate.member import SimulatedRequest
+from refrain.engines.specactor.ladder import Ladder
+from refrain.schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
 from tests.simulate.latencies import LinearLatency
 
 LATENCY = LinearLatency(0.01, 1e-4, 1e-6, prefill_token_s=1e-5)

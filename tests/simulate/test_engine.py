@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from engines.rollout.coordinator import Coordinator
-from engines.rollout.moves import Migrate
-from engines.simulate.clock import run_virtual
-from engines.simulate.engine import VirtualEngine
-from schemas.rollout import DraftSetting, FinishReason, RequestId, RolloutRequest, Split
-from schemas.weights import PolicyWeights
+from refrain.engines.rollout.coordinator import Coordinator
+from refrain.engines.rollout.moves import Migrate
+from refrain.engines.simulate.clock import run_virtual
+from refrain.engines.simulate.engine import VirtualEngine
+from refrain.schemas.rollout import DraftSetting, FinishReason, RequestId, RolloutRequest, Split
+from refrain.schemas.weights import PolicyWeights
 from tests.simulate.latencies import LinearLatency
 
 LATENCY = LinearLatency(0.01, 1e-3)

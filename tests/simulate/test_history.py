@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.histospec.gate import ProfiledStepTimes
-from engines.simulate.batching import VirtualBatch
-from engines.simulate.clock import run_virtual
-from engines.simulate.cluster import PolicySet, simulate_step
-from engines.simulate.engine import VirtualEngine
-from engines.simulate.history import DRAFTINGS, PAPER, replay_step
-from engines.simulate.member import PARTS, Passes, SimulatedRequest
-from engines.simulate.trace import Trace
-from schemas.drafting import DraftingConfig
-from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
-from schemas.simulate import ClusterLayout
-from schemas.weights import PolicyWeights
+from refrain.engines.histospec.gate import ProfiledStepTimes
+from refrain.engines.simulate.batching import VirtualBatch
+from refrain.engines.simulate.clock import run_virtual
+from refrain.engines.simulate.cluster import PolicySet, simulate_step
+from refrain.engines.simulate.engine import VirtualEngine
+from refrain.engines.simulate.history import DRAFTINGS, PAPER, replay_step
+from refrain.engines.simulate.member import PARTS, Passes, SimulatedRequest
+from refrain.engines.simulate.trace import Trace
+from refrain.schemas.drafting import DraftingConfig
+from refrain.schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
+from refrain.schemas.simulate import ClusterLayout
+from refrain.schemas.weights import PolicyWeights
 from tests.simulate.comparing import compare
 from tests.simulate.latencies import LinearLatency
 from tests.simulate.test_drafting import id_of

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engines.simulate.pace import Interval, SteadyBatch, plan_stretches
+from refrain.engines.simulate.pace import Interval, SteadyBatch, plan_stretches
 
 
 def one_by_one(decode_s, batch, context, steps):

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from engines.simulate.clock import run_virtual
-from engines.simulate.engine import SwitchTimes, VirtualEngine
-from schemas.rollout import RequestId, RolloutRequest, Split
-from schemas.weights import PolicyWeights
+from refrain.engines.simulate.clock import run_virtual
+from refrain.engines.simulate.engine import SwitchTimes, VirtualEngine
+from refrain.schemas.rollout import RequestId, RolloutRequest, Split
+from refrain.schemas.weights import PolicyWeights
 from tests.simulate.latencies import LinearLatency
 
 LATENCY = LinearLatency(0.01, 1e-3)

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.latency.hardware import H100
-from engines.latency.model_shape import SHAPES
-from engines.reports.divisions import recommend
-from engines.simulate import placements
-from engines.simulate.cluster import PLACEMENTS, PolicySet
-from engines.simulate.handover import (
+from refrain.engines.latency.hardware import H100
+from refrain.engines.latency.model_shape import SHAPES
+from refrain.engines.reports.divisions import recommend
+from refrain.engines.simulate import placements
+from refrain.engines.simulate.cluster import PLACEMENTS, PolicySet
+from refrain.engines.simulate.handover import (
     MFU,
     SLEEP_S,
     WAKE_S,
@@ -23,15 +23,15 @@ from engines.simulate.handover import (
     estimate_handover,
     gpu_seconds_of_token,
 )
-from engines.simulate.placements import (
+from refrain.engines.simulate.placements import (
     DividedScene,
     divisions,
     fastest,
     simulate_division,
     simulate_divisions,
 )
-from engines.simulate.trace import Trace
-from schemas.simulate import ClusterLayout, DividedRun, Division
+from refrain.engines.simulate.trace import Trace
+from refrain.schemas.simulate import ClusterLayout, DividedRun, Division
 from tests.simulate.latencies import LinearLatency
 from tests.simulate.test_trace import changed
 

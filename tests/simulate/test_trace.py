@@ -5,11 +5,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from engines.simulate.trace import SCHEMA, TYPES, Trace, from_store, read_trace, write_trace
-from engines.store.rows import rollout_rows
-from engines.store.store import Store
-from schemas.rollout import Split
-from schemas.trace import REQUIRED, TraceRow
+from refrain.engines.simulate.trace import SCHEMA, TYPES, Trace, from_store, read_trace, write_trace
+from refrain.engines.store.rows import rollout_rows
+from refrain.engines.store.store import Store
+from refrain.schemas.rollout import Split
+from refrain.schemas.trace import REQUIRED, TraceRow
 from tests.store.test_store import make_rewards, make_rollout
 
 GOOD = {

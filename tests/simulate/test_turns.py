@@ -4,17 +4,17 @@ import asyncio
 
 import pytest
 
-from engines.simulate.batching import VirtualBatch
-from engines.simulate.clock import run_virtual
-from engines.simulate.cluster import simulate_step
-from engines.simulate.engine import VirtualEngine
-from engines.simulate.lengths import TraceLengths
-from engines.simulate.member import Passes, SimulatedRequest
-from engines.simulate.trace import from_store
-from engines.store.store import Store
-from schemas.rollout import LengthHistory, RequestId, RolloutRequest, Split, Turn
-from schemas.simulate import ClusterLayout
-from schemas.weights import PolicyWeights
+from refrain.engines.simulate.batching import VirtualBatch
+from refrain.engines.simulate.clock import run_virtual
+from refrain.engines.simulate.cluster import simulate_step
+from refrain.engines.simulate.engine import VirtualEngine
+from refrain.engines.simulate.lengths import TraceLengths
+from refrain.engines.simulate.member import Passes, SimulatedRequest
+from refrain.engines.simulate.trace import from_store
+from refrain.engines.store.store import Store
+from refrain.schemas.rollout import LengthHistory, RequestId, RolloutRequest, Split, Turn
+from refrain.schemas.simulate import ClusterLayout
+from refrain.schemas.weights import PolicyWeights
 from tests.simulate.latencies import LinearLatency
 from tests.simulate.test_history import LONG, UNGATED, replayed, trace_of
 from tests.store.test_store import add_rollouts

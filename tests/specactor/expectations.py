@@ -3,7 +3,7 @@
 paper      tau_w / max(w D, V)      tau_w = sum_{a<w} p^a (1-p) (a+1) / 2 + w p^w
 """
 
-from engines.latency.expectation import expected_tokens, streamed_step
+from refrain.engines.latency.expectation import expected_tokens, streamed_step
 
 
 def streamed_tokens_per_s(

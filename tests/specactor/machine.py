@@ -15,8 +15,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engines.specactor.streams import Drafted, DraftStream, Opened, Verified, VerifyStream, agreeing
-from schemas.counts import StreamCounts
+from refrain.engines.specactor.streams import (
+    Drafted,
+    DraftStream,
+    Opened,
+    Verified,
+    VerifyStream,
+    agreeing,
+)
+from refrain.schemas.counts import StreamCounts
 
 WRONG, RIGHT = 0, 1
 DRAFTER = -1

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.rollout.moves import Concede, EngineView, Race, RolloutView
-from engines.specactor.best_of_n import LEAD_TOKENS, BestOfN, Racer, assign_races
-from engines.specactor.contenders import Contender, Contenders, Raced, rank
-from schemas.rollout import DraftProgress
+from refrain.engines.rollout.moves import Concede, EngineView, Race, RolloutView
+from refrain.engines.specactor.best_of_n import LEAD_TOKENS, BestOfN, Racer, assign_races
+from refrain.engines.specactor.contenders import Contender, Contenders, Raced, rank
+from refrain.schemas.rollout import DraftProgress
 from tests.specactor.views import LARGE, NGRAM, SMALL, drafted, request, view_of
 
 DRAFTERS = ("small", "ngram", "large")

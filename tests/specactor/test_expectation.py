@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.latency.expectation import expected_tokens, streamed_step
+from refrain.engines.latency.expectation import expected_tokens, streamed_step
 from tests.specactor.expectations import (
     paper_tokens,
     paper_tokens_per_s,

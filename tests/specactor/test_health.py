@@ -2,8 +2,8 @@
 
 import pytest
 
-from engines.specactor.health import MIN_DRAFT_TOKENS, NUM_RECENT, DrafterHealth
-from engines.specactor.ladder import Ladder, choose_drafter
+from refrain.engines.specactor.health import MIN_DRAFT_TOKENS, NUM_RECENT, DrafterHealth
+from refrain.engines.specactor.ladder import Ladder, choose_drafter
 from tests.specactor.latencies import AffineLatency
 
 LADDER = Ladder(AffineLatency(10e-3, 1e-4, 5e-5), 4, ("small",), 1000.0, 8, {"small": 1})

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.specactor.ladder import (
+from refrain.engines.specactor.ladder import (
     Ladder,
     acceptance_rate,
     choose_drafter,
     request_acceptance,
     token_acceptance,
 )
-from schemas.rollout import DraftProgress
+from refrain.schemas.rollout import DraftProgress
 from tests.specactor.latencies import AffineLatency
 from tests.specactor.views import NGRAM, SMALL, drafted
 

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engines.histospec.siblings import NO_SLOT, PAGE
-from engines.specactor.ngram import NgramDrafter
+from refrain.engines.histospec.siblings import NO_SLOT, PAGE
+from refrain.engines.specactor.ngram import NgramDrafter
 
 
 def slow_draft(tokens, window, min_match, max_match):

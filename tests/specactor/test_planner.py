@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engines.latency.drafting_pace import pace
-from engines.latency.forecast import step_s
-from engines.specactor.planner import Cluster, split_gpus
-from schemas.rollout import DraftSetting
+from refrain.engines.latency.drafting_pace import pace
+from refrain.engines.latency.forecast import step_s
+from refrain.engines.specactor.planner import Cluster, split_gpus
+from refrain.schemas.rollout import DraftSetting
 from tests.specactor.expectations import paper_tokens_per_s, streamed_tokens_per_s
 from tests.specactor.latencies import AffineLatency, affine_latencies
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.latency.drafting_pace import pace
-from engines.latency.forecast import step_s
-from engines.rollout.moves import Redraft
-from engines.specactor.ladder import NEAR, Ladder
-from engines.specactor.reconfigure import LEAST_GAIN, NO_DRAFTS, Reconfiguration
-from schemas.rollout import DraftSetting
+from refrain.engines.latency.drafting_pace import pace
+from refrain.engines.latency.forecast import step_s
+from refrain.engines.rollout.moves import Redraft
+from refrain.engines.specactor.ladder import NEAR, Ladder
+from refrain.engines.specactor.reconfigure import LEAST_GAIN, NO_DRAFTS, Reconfiguration
+from refrain.schemas.rollout import DraftSetting
 from tests.specactor.latencies import AffineLatency, affine_latencies
 from tests.specactor.views import SMALL, drafted, request, view_of
 

@@ -7,15 +7,15 @@ from math import sqrt
 
 import pytest
 
-from benchmarks.papers.drafters import LATENCY, SMALL
-from engines.latency.drafting_pace import pace
-from engines.latency.forecast import step_s
-from engines.rollout.moves import Redraft
-from engines.specactor.ladder import NEAR, Ladder, choose_drafter, token_acceptance
-from engines.specactor.planner import Cluster, split_gpus
-from engines.specactor.reconfigure import Reconfiguration
-from schemas.drafting import HISTORY, NGRAM
-from schemas.rollout import DraftProgress, DraftSetting
+from refrain.benchmarks.papers.drafters import LATENCY, SMALL
+from refrain.engines.latency.drafting_pace import pace
+from refrain.engines.latency.forecast import step_s
+from refrain.engines.rollout.moves import Redraft
+from refrain.engines.specactor.ladder import NEAR, Ladder, choose_drafter, token_acceptance
+from refrain.engines.specactor.planner import Cluster, split_gpus
+from refrain.engines.specactor.reconfigure import Reconfiguration
+from refrain.schemas.drafting import HISTORY, NGRAM
+from refrain.schemas.rollout import DraftProgress, DraftSetting
 from tests.specactor.latencies import AffineLatency
 from tests.specactor.machine import Machine
 from tests.specactor.views import drafted, request, view_of

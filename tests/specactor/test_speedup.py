@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 
-from engines.latency.analytic import LOOKUP_S, AnalyticLatency
-from engines.latency.expectation import expected_tokens
-from engines.latency.hardware import H800
-from engines.latency.model_shape import SHAPES
-from engines.specactor.ladder import Ladder
+from refrain.engines.latency.analytic import LOOKUP_S, AnalyticLatency
+from refrain.engines.latency.expectation import expected_tokens
+from refrain.engines.latency.hardware import H800
+from refrain.engines.latency.model_shape import SHAPES
+from refrain.engines.specactor.ladder import Ladder
 
 LATENCY = AnalyticLatency(
     SHAPES["Qwen2.5-32B"], H800, {"0.5B": SHAPES["Qwen2.5-0.5B"], "history": LOOKUP_S}

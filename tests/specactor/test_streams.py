@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.specactor.streams import (
+from refrain.engines.specactor.streams import (
     Drafted,
     DraftStream,
     Opened,
@@ -17,7 +17,7 @@ from engines.specactor.streams import (
     Verified,
     VerifyStream,
 )
-from schemas.counts import StreamCounts
+from refrain.schemas.counts import StreamCounts
 
 PROMPT = [7, 8, 9]
 

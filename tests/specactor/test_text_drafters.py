@@ -1,5 +1,5 @@
-from engines.specactor.text_drafters import TEXT_DRAFTERS
-from schemas import drafting
+from refrain.engines.specactor.text_drafters import TEXT_DRAFTERS
+from refrain.schemas import drafting
 
 
 def test_settings_name_the_drafters_that_exist() -> None:

@@ -1,7 +1,7 @@
 """Made-up views of rollouts."""
 
-from engines.rollout.moves import EngineView, RolloutView
-from schemas.rollout import DraftProgress, DraftSetting, RequestId, Split
+from refrain.engines.rollout.moves import EngineView, RolloutView
+from refrain.schemas.rollout import DraftProgress, DraftSetting, RequestId, Split
 
 SMALL = DraftSetting("small", 4)
 LARGE = DraftSetting("large", 3)

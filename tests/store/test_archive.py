@@ -10,12 +10,12 @@ from shutil import copyfile
 import duckdb
 import pytest
 
-from engines.simulate.trace import from_store, measured_s
-from engines.specactor.health import NUM_RECENT
-from engines.store import archive, queries
-from engines.store.store import Store, open_read_only
-from schemas.rollout import Split
-from schemas.step import RolloutOutcome, SampleName
+from refrain.engines.simulate.trace import from_store, measured_s
+from refrain.engines.specactor.health import NUM_RECENT
+from refrain.engines.store import archive, queries
+from refrain.engines.store.store import Store, open_read_only
+from refrain.schemas.rollout import Split
+from refrain.schemas.step import RolloutOutcome, SampleName
 from tests.conftest import REPOSITORY
 from tests.flows.directory_snapshots import Entry, tree
 from tests.store.test_store import (
@@ -189,8 +189,8 @@ def test_each_reported_step_lies_in_files_once(tmp_path):
 
 KILLED = """
 import os, signal, sys
-from engines.store import archive
-from engines.store.store import Store
+from refrain.engines.store import archive
+from refrain.engines.store.store import Store
 archive.CHUNK_STEPS = 5
 def killed(*_): os.kill(os.getpid(), signal.SIGKILL)
 store, (at, step) = Store(sys.argv[1]), (sys.argv[2], int(sys.argv[3]))

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from engines.store import listener
-from engines.store.listener import Needed, listen, live_snapshot
-from engines.store.store import Store
+from refrain.engines.store import listener
+from refrain.engines.store.listener import Needed, listen, live_snapshot
+from refrain.engines.store.store import Store
 from tests.conftest import REPOSITORY
 from tests.store.test_archive import add_step
 
@@ -23,8 +23,8 @@ NOBODY = 65534
 SERVES = """
 import sys, time
 from pathlib import Path
-from engines.store.store import Store
-from engines.store.listener import listen
+from refrain.engines.store.store import Store
+from refrain.engines.store.listener import listen
 
 directory = Path(sys.argv[1])
 listen(directory, Store(directory / "refrain.duckdb").snapshot)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from engines.store import queries
-from engines.store.store import Store
-from engines.store.turns import RecordedTurn, by_sample, turn_rows
-from schemas.rollout import Generated, RequestId, Split, Turn, VersionSpan
+from refrain.engines.store import queries
+from refrain.engines.store.store import Store
+from refrain.engines.store.turns import RecordedTurn, by_sample, turn_rows
+from refrain.schemas.rollout import Generated, RequestId, Split, Turn, VersionSpan
 from tests.store.test_store import add_rollouts, make_rollout
 from tests.store.test_turns import talk
 

@@ -8,10 +8,10 @@ import sys
 import duckdb
 import pytest
 
-from engines.store.profiles import ProfileStore
-from engines.store.store import Store
-from schemas.latency import Accuracy, FitKnot, PointKind, ProfilePoint
-from schemas.profile import MachineFacts, Measurement
+from refrain.engines.store.profiles import ProfileStore
+from refrain.engines.store.store import Store
+from refrain.schemas.latency import Accuracy, FitKnot, PointKind, ProfilePoint
+from refrain.schemas.profile import MachineFacts, Measurement
 from tests.conftest import REPOSITORY
 
 FACTS = MachineFacts(
@@ -65,7 +65,7 @@ def test_killed_writers_leave_whole_measurements(tmp_path):
     program = """
 import sys
 from pathlib import Path
-from engines.store.profiles import ProfileStore
+from refrain.engines.store.profiles import ProfileStore
 from tests.store.test_profiles import DECODE, MEASUREMENT, PREFILL
 store = ProfileStore(Path(sys.argv[1]))
 for index in range(100_000):

@@ -10,11 +10,11 @@ import duckdb
 import pyarrow as pa
 import pytest
 
-from engines.store import archive, reader
-from engines.store.archive import Archive
-from engines.store.listener import Needed, Snapshot, listen
-from engines.store.reader import answer
-from engines.store.store import Store
+from refrain.engines.store import archive, reader
+from refrain.engines.store.archive import Archive
+from refrain.engines.store.listener import Needed, Snapshot, listen
+from refrain.engines.store.reader import answer
+from refrain.engines.store.store import Store
 from tests.store.test_archive import NUM_STEPS, add_step
 from tests.store.test_listener import all_served
 

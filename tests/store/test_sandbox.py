@@ -12,7 +12,7 @@ from tests.conftest import REPOSITORY
 LIMITED = """
 import sys, time
 from pathlib import Path
-from engines.store import sandbox
+from refrain.engines.store import sandbox
 
 sandbox.MEMORY_BYTES = 2**28
 sandbox.limit_process(1.0)

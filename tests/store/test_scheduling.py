@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from engines.store import records
-from engines.store.store import Store
-from schemas.rollout import Split
-from schemas.step import RolloutBatch
+from refrain.engines.store import records
+from refrain.engines.store.store import Store
+from refrain.schemas.rollout import Split
+from refrain.schemas.step import RolloutBatch
 
 
 @pytest.fixture

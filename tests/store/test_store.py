@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.accounting.metrics import summarise_rewards
-from engines.store.reader import VIEWS
-from engines.store.rows import rollout_rows
-from engines.store.store import Store
-from engines.store.tables import INDEXED, REWARDS, TRAINING
-from schemas.rollout import (
+from refrain.engines.accounting.metrics import summarise_rewards
+from refrain.engines.store.reader import VIEWS
+from refrain.engines.store.rows import rollout_rows
+from refrain.engines.store.store import Store
+from refrain.engines.store.tables import INDEXED, REWARDS, TRAINING
+from refrain.schemas.rollout import (
     FinishReason,
     Generated,
     LengthHistory,
@@ -25,7 +25,7 @@ from schemas.rollout import (
     Split,
     VersionSpan,
 )
-from schemas.step import PromptGroup, RolloutOutcome, SampleName, StepPlan, StepReport
+from refrain.schemas.step import PromptGroup, RolloutOutcome, SampleName, StepPlan, StepReport
 
 
 def make_rollout(

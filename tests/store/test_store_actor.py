@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 import ray
 
-from engines.rollout.interface import EngineDied
-from engines.store import actor
-from engines.store.actor import StoreClient, start_store
-from engines.store.rows import rollout_rows
-from schemas.rollout import Split
+from refrain.engines.rollout.interface import EngineDied
+from refrain.engines.store import actor
+from refrain.engines.store.actor import StoreClient, start_store
+from refrain.engines.store.rows import rollout_rows
+from refrain.schemas.rollout import Split
 from tests.store.test_store import make_rollout
 
 pytestmark = pytest.mark.engine

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from engines.store.store import Store, open_read_only
-from engines.store.tables import SCHEMA_VERSION
-from schemas.rollout import Split
+from refrain.engines.store.store import Store, open_read_only
+from refrain.engines.store.tables import SCHEMA_VERSION
+from refrain.schemas.rollout import Split
 from tests.conftest import REPOSITORY
 from tests.store.test_store import add_rollouts, make_rollout
 
@@ -26,7 +26,7 @@ def test_a_closed_store_opens_read_only(tmp_path):
 
 HOLD = """
 import sys, time
-from engines.store.store import Store
+from refrain.engines.store.store import Store
 store = Store(sys.argv[1]); print("held", flush=True); time.sleep(60)
 """
 
@@ -110,7 +110,7 @@ def verdict(path) -> str | None:
 
 ADD_BATCHES = """
 import sys
-from engines.store.store import Store
+from refrain.engines.store.store import Store
 from tests.store.test_store import add_rollouts, make_rollout
 store = Store(sys.argv[1])
 for batch in range(10_000):

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.learn.rollouts import ScoredRollout, read_rollouts
-from engines.learn.training_samples import read_training_samples
-from engines.store.rows import rollout_rows
-from engines.store.store import Store
-from engines.store.tables import TRAINING
-from schemas.algorithm import AlgorithmType
-from schemas.config import TrainConfig
-from schemas.rollout import FinishReason, LengthHistory, Split
+from refrain.engines.learn.rollouts import ScoredRollout, read_rollouts
+from refrain.engines.learn.training_samples import read_training_samples
+from refrain.engines.store.rows import rollout_rows
+from refrain.engines.store.store import Store
+from refrain.engines.store.tables import TRAINING
+from refrain.schemas.algorithm import AlgorithmType
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.rollout import FinishReason, LengthHistory, Split
 from tests.store.test_store import add_rollouts, make_plan, make_rewards, make_rollout
 
 

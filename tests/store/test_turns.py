@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.histospec.worker import histories
-from engines.learn.rollouts import read_rollouts
-from engines.store import archive
-from engines.store.actor import count_rows
-from engines.store.archive import query_all
-from engines.store.open_database import RUN, connect
-from engines.store.reader import answer
-from engines.store.rows import rollout_rows
-from engines.store.store import Store, open_read_only
-from engines.store.tables import CREATE, INDEXED, SCORING, TRAINING
-from schemas.rollout import FinishReason, Rollout, Split, Turn, VersionSpan
+from refrain.engines.histospec.worker import histories
+from refrain.engines.learn.rollouts import read_rollouts
+from refrain.engines.store import archive
+from refrain.engines.store.actor import count_rows
+from refrain.engines.store.archive import query_all
+from refrain.engines.store.open_database import RUN, connect
+from refrain.engines.store.reader import answer
+from refrain.engines.store.rows import rollout_rows
+from refrain.engines.store.store import Store, open_read_only
+from refrain.engines.store.tables import CREATE, INDEXED, SCORING, TRAINING
+from refrain.schemas.rollout import FinishReason, Rollout, Split, Turn, VersionSpan
 from tests.store.test_store import add_rollouts, make_report, make_rewards, make_rollout
 
 NEW_COLUMNS = ("turns", "observed_tokens", "environment_score")

@@ -5,19 +5,19 @@ import asyncio
 import sys
 from pathlib import Path
 
-from flows.environment import quieten
+from refrain.flows.environment import quieten
 
 quieten()
 
 
 async def drive(file: Path) -> None:
-    from engines.gpus.gpu_sharing import Role
-    from flows.config_file import load_config
-    from tasks.history import index_history
-    from tasks.rollout import rollout
-    from tasks.run.live import open_run
-    from tasks.run.plan import plan_run
-    from tasks.schedule import rank_and_group
+    from refrain.engines.gpus.gpu_sharing import Role
+    from refrain.flows.config_file import load_config
+    from refrain.tasks.history import index_history
+    from refrain.tasks.rollout import rollout
+    from refrain.tasks.run.live import open_run
+    from refrain.tasks.run.plan import plan_run
+    from refrain.tasks.schedule import rank_and_group
 
     async with open_run(plan_run(load_config(file, ()), resume=False)) as live:
         history = await index_history.fn(live.ref, 1)

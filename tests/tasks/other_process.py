@@ -5,18 +5,18 @@ import asyncio
 import sys
 from pathlib import Path
 
-from flows.environment import quieten
+from refrain.flows.environment import quieten
 
 quieten()
 
 
 async def work(run_dir: Path, batch_json: str) -> None:
-    from schemas.run import RunRef
-    from schemas.step import RolloutBatch
-    from tasks.history import index_history
-    from tasks.learn import train_policy
-    from tasks.reward import reward
-    from tasks.run.run_dir import REF_FILE
+    from refrain.schemas.run import RunRef
+    from refrain.schemas.step import RolloutBatch
+    from refrain.tasks.history import index_history
+    from refrain.tasks.learn import train_policy
+    from refrain.tasks.reward import reward
+    from refrain.tasks.run.run_dir import REF_FILE
 
     run = RunRef.model_validate_json((run_dir / REF_FILE).read_text())
     rewarded = await reward.fn(run, RolloutBatch.model_validate_json(batch_json))

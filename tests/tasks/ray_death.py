@@ -11,11 +11,11 @@ from typing import Any
 
 import psutil
 
-from flows.environment import quieten
+from refrain.flows.environment import quieten
 
 
 async def wait_for_death(name: str, signal_number: int) -> dict[str, object]:
-    from tasks.run.ray_cluster import RayDied, ray_cluster, while_ray_lives
+    from refrain.tasks.run.ray_cluster import RayDied, ray_cluster, while_ray_lives
 
     with ray_cluster("death"):
         (victim,) = (child for child in psutil.Process().children() if child.name() == name)
@@ -61,7 +61,7 @@ def kill_nodes() -> dict[str, object]:
 
 
 async def drive(node_id: str) -> dict[str, object]:
-    from tasks.run.ray_cluster import RayDied, ray_cluster, while_ray_lives
+    from refrain.tasks.run.ray_cluster import RayDied, ray_cluster, while_ray_lives
 
     with ray_cluster("death"):
         try:

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from engines.durable import disk_full
-from engines.learn.trainer import TrainerError
-from engines.reward import ScorerHangs
-from engines.rollout.interface import (
+from refrain.engines.durable import disk_full
+from refrain.engines.learn.trainer import TrainerError
+from refrain.engines.reward import ScorerHangs
+from refrain.engines.rollout.interface import (
     EngineDied,
     EngineFails,
     EngineGone,
     WeightsLost,
     WeightSyncError,
 )
-from engines.store.actor import StoreTimeout
-from schemas.config import TrainConfig
-from schemas.resume import OnResume, settings_of
-from schemas.run import RunRef
-from tasks.run.advice import TaskFailed, advise, with_advice
-from tasks.run.ray_cluster import ray_files
+from refrain.engines.store.actor import StoreTimeout
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.resume import OnResume, settings_of
+from refrain.schemas.run import RunRef
+from refrain.tasks.run.advice import TaskFailed, advise, with_advice
+from refrain.tasks.run.ray_cluster import ray_files
 from tests.learn.test_checkpoint import write
 
 SETTINGS = settings_of(

@@ -5,8 +5,8 @@ from typing import Any, Never
 
 import pytest
 
-from engines.failures import Failures
-from tasks.run.artifacts import ProgressPage, artifact_key
+from refrain.engines.failures import Failures
+from refrain.tasks.run.artifacts import ProgressPage, artifact_key
 
 
 def test_runs_have_keys_of_their_own() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from schemas.config import TrainConfig
-from schemas.run import RunRef
-from schemas.step import (
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.run import RunRef
+from refrain.schemas.step import (
     HistoryReport,
     RewardedBatch,
     RolloutBatch,
@@ -17,17 +17,17 @@ from schemas.step import (
     StepReport,
     TrainReport,
 )
-from schemas.weights import PolicyWeights
-from tasks.evaluate import report_evaluation
-from tasks.history import index_history
-from tasks.learn import save_checkpoint, train_policy
-from tasks.report import draw_step, report_step, report_validation
-from tasks.reward import reward
-from tasks.rollout import rollout
-from tasks.run.attach import RunNotLive, attach
-from tasks.run.engines import Engines
-from tasks.run.run_dir import claim_run_dir, made_known
-from tasks.schedule import plan_validation, rank_and_group
+from refrain.schemas.weights import PolicyWeights
+from refrain.tasks.evaluate import report_evaluation
+from refrain.tasks.history import index_history
+from refrain.tasks.learn import save_checkpoint, train_policy
+from refrain.tasks.report import draw_step, report_step, report_validation
+from refrain.tasks.reward import reward
+from refrain.tasks.rollout import rollout
+from refrain.tasks.run.attach import RunNotLive, attach
+from refrain.tasks.run.engines import Engines
+from refrain.tasks.run.run_dir import claim_run_dir, made_known
+from refrain.tasks.schedule import plan_validation, rank_and_group
 
 NEEDS = {
     index_history: (int,),

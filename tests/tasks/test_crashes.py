@@ -9,24 +9,24 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from engines.actors import ActorError, ActorGone, NoAnswer
-from engines.learn.trainer import TrainerError
-from engines.learn.training_samples import StalenessError
-from engines.reward import ScorerHangs
-from engines.rollout.interface import (
+from refrain.engines.actors import ActorError, ActorGone, NoAnswer
+from refrain.engines.learn.trainer import TrainerError
+from refrain.engines.learn.training_samples import StalenessError
+from refrain.engines.reward import ScorerHangs
+from refrain.engines.rollout.interface import (
     EngineDied,
     EngineFails,
     EngineGone,
     WeightsLost,
     WeightSyncError,
 )
-from engines.store.actor import StoreTimeout
-from flows import train as flow
-from schemas.config import TrainConfig
-from tasks.run.advice import TaskFailed
-from tasks.run.crashes import CRASHES_FILE, is_crash, note_crash, read_crashes
-from tasks.run.plan import RunPlan
-from tasks.run.ray_cluster import RayDied
+from refrain.engines.store.actor import StoreTimeout
+from refrain.flows import train as flow
+from refrain.schemas.config import TrainConfig
+from refrain.tasks.run.advice import TaskFailed
+from refrain.tasks.run.crashes import CRASHES_FILE, is_crash, note_crash, read_crashes
+from refrain.tasks.run.plan import RunPlan
+from refrain.tasks.run.ray_cluster import RayDied
 
 
 def caused(error: Exception, *causes: BaseException) -> Exception:

@@ -8,21 +8,21 @@ from typing import Any, Never
 
 import pytest
 
-from benchmarks.growth import take_step
-from benchmarks.stand_ins import made_up_config
-from benchmarks.timed_stubs import LocalStore, hollow_run
-from schemas.config import TrainConfig
-from tasks.report import draw_left, draw_step
-from tasks.run.attach import Run
+from refrain.benchmarks.growth import take_step
+from refrain.benchmarks.stand_ins import made_up_config
+from refrain.benchmarks.timed_stubs import LocalStore, hollow_run
+from refrain.schemas.config import TrainConfig
+from refrain.tasks.report import draw_left, draw_step
+from refrain.tasks.run.attach import Run
 
 pytestmark = pytest.mark.usefixtures("no_prefect")
 
 BREAKABLE = (
-    "engines.tracking.tracker.timeline_page",
-    "engines.tracking.tracker.write_timeline",
-    "tasks.report.step_page",
-    "tasks.report.saving_metrics",
-    "tasks.run.timeline.step_requests",
+    "refrain.engines.tracking.tracker.timeline_page",
+    "refrain.engines.tracking.tracker.write_timeline",
+    "refrain.tasks.report.step_page",
+    "refrain.tasks.report.saving_metrics",
+    "refrain.tasks.run.timeline.step_requests",
 )
 """Functions that only show a step. None of them may end a run."""
 FOLDERS = ("timelines", "rollouts")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.growth import take_step
-from benchmarks.stand_ins import made_up_config
-from benchmarks.timed_stubs import LocalStore, hollow_run
-from engines.rollout.interface import EngineDied, EngineEvents, EngineGone
-from schemas.rollout import Split
+from refrain.benchmarks.growth import take_step
+from refrain.benchmarks.stand_ins import made_up_config
+from refrain.benchmarks.timed_stubs import LocalStore, hollow_run
+from refrain.engines.rollout.interface import EngineDied, EngineEvents, EngineGone
+from refrain.schemas.rollout import Split
 
 
 async def test_stages_that_end_at_once_have_timelines_in_their_order(tmp_path: Path) -> None:

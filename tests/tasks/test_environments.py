@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from engines.data.messages import PromptSettings
-from flows.prepare import _environment as shown_environment
-from schemas.config import TrainConfig
-from schemas.rollout import RequestId, Split
-from tasks.reward import which_to_score
-from tasks.run.environments import read_environment, task_of
-from tasks.run.model_inputs import read_tokenizer
-from tasks.run.preflight import read_inputs
+from refrain.engines.data.messages import PromptSettings
+from refrain.flows.prepare import _environment as shown_environment
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.rollout import RequestId, Split
+from refrain.tasks.reward import which_to_score
+from refrain.tasks.run.environments import read_environment, task_of
+from refrain.tasks.run.model_inputs import read_tokenizer
+from refrain.tasks.run.preflight import read_inputs
 from tests.conftest import DEMO, REPOSITORY
 
 TOOLS = '''

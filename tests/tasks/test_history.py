@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pyarrow as pa
 
-from schemas.rollout import Split
-from schemas.step import RolloutOutcome, SampleName
-from tasks import history
-from tasks.reward import last_rolled_out
+from refrain.schemas.rollout import Split
+from refrain.schemas.step import RolloutOutcome, SampleName
+from refrain.tasks import history
+from refrain.tasks.reward import last_rolled_out
 
 
 class Slow:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from schemas.config import TrainConfig
-from schemas.rollout import Split
-from tasks.run.preflight import read_inputs
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.rollout import Split
+from refrain.tasks.run.preflight import read_inputs
 
 MODEL = Path("infra/demo/model")
 

@@ -8,28 +8,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.accounting.step_requests import Stay, StepRequest
-from engines.control.controller import Controller
-from engines.control.reshaping import MissedSavings
-from engines.gpus.placement import GpuPlacement
-from engines.latency.fitted import FittedLatency
-from engines.rollout.moves import EngineView, RolloutView
-from engines.specactor.health import DrafterHealth
-from engines.specactor.ladder import token_acceptance
-from engines.specactor.reconfigure import Reconfiguration
-from flows.config_file import load_config
-from schemas.config import TrainConfig
-from schemas.counts import DraftingCounts, SwitchCounts
-from schemas.latency import PointKind, Profile
-from schemas.layout import Pool
-from schemas.rollout import LengthHistory, RequestId, Split
-from schemas.step import PromptGroup, StepPlan
-from schemas.timeline import Timeline
-from tasks.run.engines import make_generation
-from tasks.run.policies import predict_end, step_policies
-from tasks.run.preflight import Inputs, read_inputs
-from tasks.run.timeline import _savings
-from tasks.schedule import _rollout_time
+from refrain.engines.accounting.step_requests import Stay, StepRequest
+from refrain.engines.control.controller import Controller
+from refrain.engines.control.reshaping import MissedSavings
+from refrain.engines.gpus.placement import GpuPlacement
+from refrain.engines.latency.fitted import FittedLatency
+from refrain.engines.rollout.moves import EngineView, RolloutView
+from refrain.engines.specactor.health import DrafterHealth
+from refrain.engines.specactor.ladder import token_acceptance
+from refrain.engines.specactor.reconfigure import Reconfiguration
+from refrain.flows.config_file import load_config
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.counts import DraftingCounts, SwitchCounts
+from refrain.schemas.latency import PointKind, Profile
+from refrain.schemas.layout import Pool
+from refrain.schemas.rollout import LengthHistory, RequestId, Split
+from refrain.schemas.step import PromptGroup, StepPlan
+from refrain.schemas.timeline import Timeline
+from refrain.tasks.run.engines import make_generation
+from refrain.tasks.run.policies import predict_end, step_policies
+from refrain.tasks.run.preflight import Inputs, read_inputs
+from refrain.tasks.run.timeline import _savings
+from refrain.tasks.schedule import _rollout_time
 from tests.conftest import DEMO, REPOSITORY
 from tests.flows.commands import write_config
 

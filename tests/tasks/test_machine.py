@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import flows.environment
-import tasks.run.machine
-from flows.cli import main
-from flows.config_file import load_config
-from tasks.profile import gpus_wanted
-from tasks.run.machine import check_gpus, plan_engines, plan_training
+import refrain.flows.environment
+import refrain.tasks.run.machine
+from refrain.flows.cli import main
+from refrain.flows.config_file import load_config
+from refrain.tasks.profile import gpus_wanted
+from refrain.tasks.run.machine import check_gpus, plan_engines, plan_training
 from tests.conftest import DEMO
 from tests.flows.commands import write_config
 
@@ -28,8 +28,8 @@ def config_of(tmp_path: Path, **changes: object):
 
 
 def test_engines_on_cpus_need_memory(tmp_path: Path, alone: pytest.MonkeyPatch) -> None:
-    alone.setattr(tasks.run.machine, "require_gpus", lambda: 0)
-    alone.setattr(tasks.run.machine, "host_memory", lambda: (24 * GB, 1 * GB))
+    alone.setattr(refrain.tasks.run.machine, "require_gpus", lambda: 0)
+    alone.setattr(refrain.tasks.run.machine, "host_memory", lambda: (24 * GB, 1 * GB))
     small = config_of(tmp_path, rollout__num_engines=4)
     assert plan_training(small).says.startswith("On CPUs, with about 4.1 GB of memory (3.5 GB")
     many = config_of(tmp_path, rollout__num_engines=64)
@@ -43,7 +43,7 @@ def test_engines_on_cpus_need_memory(tmp_path: Path, alone: pytest.MonkeyPatch) 
 def test_gpus_are_counted(
     num_engines: int, tp_degree: int, tmp_path: Path, alone: pytest.MonkeyPatch
 ) -> None:
-    alone.setattr(tasks.run.machine, "require_gpus", lambda: 8)
+    alone.setattr(refrain.tasks.run.machine, "require_gpus", lambda: 8)
     changes = {"rollout__num_engines": num_engines, "rollout__tp_degree": tp_degree}
     many = config_of(tmp_path, placement="split", **changes)
     wanted = num_engines * tp_degree
@@ -57,7 +57,7 @@ def test_gpus_are_counted(
 
 
 def test_an_evaluation_has_no_trainer(tmp_path: Path, alone: pytest.MonkeyPatch) -> None:
-    alone.setattr(tasks.run.machine, "require_gpus", lambda: 2)
+    alone.setattr(refrain.tasks.run.machine, "require_gpus", lambda: 2)
     config = config_of(tmp_path, placement="split", rollout__num_engines=2)
     assert plan_engines(config).says == "Takes 2 of the 2 GPUs here."
     with pytest.raises(ValueError, match=r"the trainer wants 1 GPUs"):
@@ -67,8 +67,8 @@ def test_an_evaluation_has_no_trainer(tmp_path: Path, alone: pytest.MonkeyPatch)
 def test_in_turn_with_the_engines_a_trainer_wants_no_more_gpus(
     tmp_path: Path, alone: pytest.MonkeyPatch
 ) -> None:
-    alone.setattr(tasks.run.machine, "require_gpus", lambda: 2)
-    alone.setattr(tasks.run.machine, "gpu_memory", lambda: None)
+    alone.setattr(refrain.tasks.run.machine, "require_gpus", lambda: 2)
+    alone.setattr(refrain.tasks.run.machine, "gpu_memory", lambda: None)
     config = config_of(tmp_path, rollout__num_engines=2, trainer__num_processes=2)
     assert plan_training(config).says.startswith("Takes 2 of the 2 GPUs here, engines and trainer")
     with pytest.raises(ValueError, match=r"wants 3 GPUs .* which have 2: .* set placement=split"):
@@ -81,9 +81,9 @@ def test_runs_on_a_cluster_are_checked_there(tmp_path: Path, alone: pytest.Monke
 
 
 def test_a_profile_counts_them_too(alone: pytest.MonkeyPatch) -> None:
-    from schemas.profile import ProfileConfig
+    from refrain.schemas.profile import ProfileConfig
 
-    alone.setattr(tasks.run.machine, "require_gpus", lambda: 3)
+    alone.setattr(refrain.tasks.run.machine, "require_gpus", lambda: 3)
     config = ProfileConfig(model=DEMO / "model", tp_degrees=(1, 4))
     with pytest.raises(ValueError, match="num_engines x the largest of tp_degrees"):
         check_gpus(gpus_wanted(config))
@@ -91,9 +91,9 @@ def test_a_profile_counts_them_too(alone: pytest.MonkeyPatch) -> None:
 
 def test_check_reports_the_gpus_of_a_run(tmp_path: Path, alone: pytest.MonkeyPatch) -> None:
     path = write_config(tmp_path)
-    alone.setattr(tasks.run.machine, "require_gpus", lambda: 8)
-    alone.setattr(tasks.run.machine, "gpu_memory", lambda: 80 * GB)
-    alone.setattr(tasks.run.machine, "host_memory", lambda: (512 * GB, 500 * GB))
+    alone.setattr(refrain.tasks.run.machine, "require_gpus", lambda: 8)
+    alone.setattr(refrain.tasks.run.machine, "gpu_memory", lambda: 80 * GB)
+    alone.setattr(refrain.tasks.run.machine, "host_memory", lambda: (512 * GB, 500 * GB))
     done = CliRunner().invoke(main, ["train", str(path), "--check"])
     assert done.exit_code == 0, done.output
     assert done.output.splitlines()[-1] == (
@@ -106,7 +106,7 @@ def test_check_reports_the_gpus_of_a_run(tmp_path: Path, alone: pytest.MonkeyPat
     def none() -> int:
         raise ValueError("no GPU can be used: an old driver")
 
-    alone.setattr(tasks.run.machine, "require_gpus", none)
+    alone.setattr(refrain.tasks.run.machine, "require_gpus", none)
     done = CliRunner().invoke(main, ["train", str(path), "--check"])
     assert (done.exit_code, "an old driver" in done.output) == (2, True)
 
@@ -129,8 +129,8 @@ def test_the_cpu_build_leaves_gpus_out(
     alone: pytest.MonkeyPatch,
 ) -> None:
     environment = {"RAY_ADDRESS": address}
-    alone.setattr(flows.environment.os, "environ", environment)
-    alone.setattr(flows.environment, "torch_build", lambda: build)
-    alone.setattr(flows.environment, "device_files", lambda: files)
-    flows.environment.use_embedded_services(tmp_path)
+    alone.setattr(refrain.flows.environment.os, "environ", environment)
+    alone.setattr(refrain.flows.environment, "torch_build", lambda: build)
+    alone.setattr(refrain.flows.environment, "device_files", lambda: files)
+    refrain.flows.environment.use_embedded_services(tmp_path)
     assert (environment.get("CUDA_VISIBLE_DEVICES") == "") is hidden

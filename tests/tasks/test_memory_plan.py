@@ -9,17 +9,17 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-import tasks.run.machine
-from benchmarks.memory import qwen3_config
-from engines.latency.model_shape import SHAPES
-from engines.machine.nodes import Nodes, parse_nodes
-from engines.machine.plan import Need, memory_needs, require_fits
-from engines.pat.memory import WORKING_BYTES
-from flows.cli import main
-from flows.config_file import load_config
-from schemas.config import TrainConfig
-from schemas.drafting import DEVICE_INDEX_BYTES
-from tasks.run.machine import plan_training
+import refrain.tasks.run.machine
+from refrain.benchmarks.memory import qwen3_config
+from refrain.engines.latency.model_shape import SHAPES
+from refrain.engines.machine.nodes import Nodes, parse_nodes
+from refrain.engines.machine.plan import Need, memory_needs, require_fits
+from refrain.engines.pat.memory import WORKING_BYTES
+from refrain.flows.cli import main
+from refrain.flows.config_file import load_config
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.drafting import DEVICE_INDEX_BYTES
+from refrain.tasks.run.machine import plan_training
 from tests.conftest import DEMO, REPOSITORY
 from tests.flows.commands import write_config
 
@@ -207,7 +207,7 @@ def test_a_drafter_has_its_gpu_and_room_for_a_sample_at_least(
     assert drafter.usable_bytes == 0.9 * 80e9
     held = (0.9 * 80e9 - own.weight_bytes - WORKING_BYTES) / sample
     assert f"its cache holds {held:,.1f} samples of 9216 tokens" in drafter.parts
-    monkeypatch.setattr("engines.machine.plan.DRAFTER_MEMORY_SHARE", 0.2)
+    monkeypatch.setattr("refrain.engines.machine.plan.DRAFTER_MEMORY_SHARE", 0.2)
     said = refusal(preset(model, small), "9xH100")
     assert "the GPU of drafter small needs 21.7 GB of the 16.0 GB" in said
     assert "take a smaller draft model" in said
@@ -287,27 +287,27 @@ def test_this_machine_is_planned_before_a_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(tasks.run.machine, "require_gpus", lambda: 8)
-    monkeypatch.setattr(tasks.run.machine, "gpu_memory", lambda: 80e9)
-    monkeypatch.setattr(tasks.run.machine, "host_memory", lambda: (512e9, 500e9))
+    monkeypatch.setattr(refrain.tasks.run.machine, "require_gpus", lambda: 8)
+    monkeypatch.setattr(refrain.tasks.run.machine, "gpu_memory", lambda: 80e9)
+    monkeypatch.setattr(refrain.tasks.run.machine, "host_memory", lambda: (512e9, 500e9))
     config = load_config(write_config(tmp_path), ["placement=split"])
     plan = plan_training(config)
     assert len(plan.needs) == 5
     assert all(need.usable_bytes for need in plan.needs)
-    monkeypatch.setattr(tasks.run.machine, "gpu_memory", lambda: 4e9)
+    monkeypatch.setattr(refrain.tasks.run.machine, "gpu_memory", lambda: 4e9)
     with pytest.raises(ValueError, match="the GPU of an engine needs"):
-        tasks.run.machine.plan_training(config)
+        refrain.tasks.run.machine.plan_training(config)
 
 
 def test_the_demo_is_planned_on_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(tasks.run.machine, "require_gpus", lambda: 0)
+    monkeypatch.setattr(refrain.tasks.run.machine, "require_gpus", lambda: 0)
     assert (DEMO / "model").is_dir()
     plan = plan_training(load_config(write_config(tmp_path), []))
     assert [need.place for need in plan.needs] == [
         "the memory of this machine",
         "the disk of checkpoints",
     ]
-    monkeypatch.setattr(tasks.run.machine, "_disk_bytes", lambda _: 0.0)
+    monkeypatch.setattr(refrain.tasks.run.machine, "_disk_bytes", lambda _: 0.0)
     with pytest.raises(ValueError, match=r"lower trainer\.keep_checkpoints"):
         plan_training(load_config(write_config(tmp_path), []))

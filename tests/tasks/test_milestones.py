@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tasks.run.milestones import Milestone
+from refrain.tasks.run.milestones import Milestone
 
 
 async def test_milestone_keeps_values_of_the_last_steps():

@@ -10,25 +10,25 @@ from typing import Any
 
 import pytest
 
-import flows.prepare
-import flows.train
-import tasks.run.plan
-from engines.actors import ActorGone
-from flows.config_file import load_config
-from flows.launch import launch_train
-from flows.prepare import print_plan, training_plan
-from tasks.run.plan import RunPlan
-from tasks.run.run_dir import claim_run_dir, read_config
+import refrain.flows.prepare
+import refrain.flows.train
+import refrain.tasks.run.plan
+from refrain.engines.actors import ActorGone
+from refrain.flows.config_file import load_config
+from refrain.flows.launch import launch_train
+from refrain.flows.prepare import print_plan, training_plan
+from refrain.tasks.run.plan import RunPlan
+from refrain.tasks.run.run_dir import claim_run_dir, read_config
 from tests.conftest import REPOSITORY
 from tests.flows.commands import write_config
 
 RESOLVERS = {
-    "with_local_model": flows.prepare,
-    "with_gpu_split": tasks.run.plan,
-    "dated": tasks.run.plan,
-    "plan_training": tasks.run.plan,
-    "plan_engines": tasks.run.plan,
-    "check_resumable": tasks.run.plan,
+    "with_local_model": refrain.flows.prepare,
+    "with_gpu_split": refrain.tasks.run.plan,
+    "dated": refrain.tasks.run.plan,
+    "plan_training": refrain.tasks.run.plan,
+    "plan_engines": refrain.tasks.run.plan,
+    "check_resumable": refrain.tasks.run.plan,
 }
 """Functions that resolve a part of a run, and the only module that uses each."""
 ONCE = {name: 1 for name in RESOLVERS if name not in ("plan_engines", "check_resumable")}
@@ -84,10 +84,10 @@ async def test_a_flow_plans_once_even_if_it_crashes(
         raise ValueError("enough")
         yield
 
-    monkeypatch.setattr(flows.train, "open_run", open_run)
+    monkeypatch.setattr(refrain.flows.train, "open_run", open_run)
     config = load_config(write_config(tmp_path), ["trainer.max_failures=5"])
     with pytest.raises(ValueError, match="enough"):
-        await flows.train.train.fn(config)
+        await refrain.flows.train.train.fn(config)
     assert calls == ONCE | {"check_resumable": 2}
     first, second, third = opened
     assert (first.resume, second.resume, third.resume) == (False, True, True)

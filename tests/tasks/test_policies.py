@@ -10,40 +10,40 @@ import pyarrow as pa
 import pytest
 from pydantic import BaseModel
 
-from benchmarks.papers.pat import BEST, STEPS, lengths, machine
-from benchmarks.papers.scene import Scene, switch_times
-from benchmarks.papers.switching import Steps
-from engines.control.controller import Controller
-from engines.control.reshaping import MissedSavings
-from engines.control.techniques import OnceStarted, StepInputs, plan_policies
-from engines.histopipe.migration import Migration
-from engines.histopipe.sample_queue import SampleQueue
-from engines.latency.analytic import AnalyticLatency
-from engines.latency.hardware import H100
-from engines.latency.measured import MeasuredLatency
-from engines.latency.model_shape import SHAPES
-from engines.pat.costs import SwitchCosts
-from engines.rollout.moves import EngineView, Reshape, RolloutView, moves_long
-from engines.simulate.trace import Trace
-from engines.specactor.best_of_n import BestOfN
-from engines.specactor.ladder import Ladder
-from engines.specactor.reconfigure import Reconfiguration
-from schemas.config import TrainConfig
-from schemas.counts import DraftingCounts, SwitchCounts
-from schemas.layout import Pool
-from schemas.rollout import LengthHistory, RequestId, RolloutRequest, Split
-from schemas.step import PromptGroup, RankingGroup, StepPlan
-from tasks.history import known_before
-from tasks.rollout import _min_rollouts
-from tasks.run.model_inputs import model_shape
-from tasks.run.policies import (
+from refrain.benchmarks.papers.pat import BEST, STEPS, lengths, machine
+from refrain.benchmarks.papers.scene import Scene, switch_times
+from refrain.benchmarks.papers.switching import Steps
+from refrain.engines.control.controller import Controller
+from refrain.engines.control.reshaping import MissedSavings
+from refrain.engines.control.techniques import OnceStarted, StepInputs, plan_policies
+from refrain.engines.histopipe.migration import Migration
+from refrain.engines.histopipe.sample_queue import SampleQueue
+from refrain.engines.latency.analytic import AnalyticLatency
+from refrain.engines.latency.hardware import H100
+from refrain.engines.latency.measured import MeasuredLatency
+from refrain.engines.latency.model_shape import SHAPES
+from refrain.engines.pat.costs import SwitchCosts
+from refrain.engines.rollout.moves import EngineView, Reshape, RolloutView, moves_long
+from refrain.engines.simulate.trace import Trace
+from refrain.engines.specactor.best_of_n import BestOfN
+from refrain.engines.specactor.ladder import Ladder
+from refrain.engines.specactor.reconfigure import Reconfiguration
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.counts import DraftingCounts, SwitchCounts
+from refrain.schemas.layout import Pool
+from refrain.schemas.rollout import LengthHistory, RequestId, RolloutRequest, Split
+from refrain.schemas.step import PromptGroup, RankingGroup, StepPlan
+from refrain.tasks.history import known_before
+from refrain.tasks.rollout import _min_rollouts
+from refrain.tasks.run.model_inputs import model_shape
+from refrain.tasks.run.policies import (
     FIRST_KV_BYTES_PER_S,
     FIRST_SWITCH_S,
     _costs,
     kv_rule,
     step_policies,
 )
-from tasks.run.preflight import Inputs
+from refrain.tasks.run.preflight import Inputs
 from tests.conftest import DEMO
 from tests.specactor.latencies import AffineLatency
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from engines.gpus.placement import GpuPlacement, Wanted
-from tasks.run import ray_cluster
+from refrain.engines.gpus.placement import GpuPlacement, Wanted
+from refrain.tasks.run import ray_cluster
 from tests.conftest import REPOSITORY
 from tests.tasks import users_directory
 
@@ -155,7 +155,7 @@ def test_gpus_that_others_keep_are_noticed(monkeypatch):
 
 HOLDER = """
 import time
-from engines.shared_memory import PrivateDir
+from refrain.engines.shared_memory import PrivateDir
 print(PrivateDir().path, flush=True)
 time.sleep(60)
 """

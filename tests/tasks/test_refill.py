@@ -13,17 +13,17 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from benchmarks.growth import take_step
-from benchmarks.stand_ins import GROUP_SIZE, made_up_config, made_up_prompts
-from benchmarks.timed_stubs import LocalStore, hollow_run
-from engines.data.loader import PromptLoader
-from engines.learn.rollouts import read_rollouts
-from engines.learn.training_samples import read_training_samples
-from engines.store.actor import StoredRows
-from schemas.config import TrainConfig
-from schemas.data import Prompt
-from schemas.rollout import Split
-from schemas.step import StepPlan
+from refrain.benchmarks.growth import take_step
+from refrain.benchmarks.stand_ins import GROUP_SIZE, made_up_config, made_up_prompts
+from refrain.benchmarks.timed_stubs import LocalStore, hollow_run
+from refrain.engines.data.loader import PromptLoader
+from refrain.engines.learn.rollouts import read_rollouts
+from refrain.engines.learn.training_samples import read_training_samples
+from refrain.engines.store.actor import StoredRows
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.data import Prompt
+from refrain.schemas.rollout import Split
+from refrain.schemas.step import StepPlan
 
 pytestmark = pytest.mark.usefixtures("no_prefect")
 

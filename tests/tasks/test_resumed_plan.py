@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.growth import take_step
-from benchmarks.stand_ins import made_up_config
-from benchmarks.timed_stubs import LocalStore, hollow_run
-from engines.latency.fitted import FittedLatency
-from schemas.config import TrainConfig
-from schemas.layout import Pool
-from schemas.step import StepPlan
-from tasks.history import index_history
-from tasks.run.policies import step_policies
-from tasks.schedule import rank_and_group
+from refrain.benchmarks.growth import take_step
+from refrain.benchmarks.stand_ins import made_up_config
+from refrain.benchmarks.timed_stubs import LocalStore, hollow_run
+from refrain.engines.latency.fitted import FittedLatency
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.layout import Pool
+from refrain.schemas.step import StepPlan
+from refrain.tasks.history import index_history
+from refrain.tasks.run.policies import step_policies
+from refrain.tasks.schedule import rank_and_group
 from tests.latency.machines import AffineMachine, measure
 
 pytestmark = pytest.mark.usefixtures("no_prefect")

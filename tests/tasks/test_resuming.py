@@ -8,16 +8,16 @@ import duckdb
 import pytest
 from click.testing import CliRunner
 
-from engines.learn.mirror import Mirror
-from engines.store.rows import rollout_rows
-from engines.store.store import Store, open_read_only
-from engines.tracking.progress_file import STEPS_FILE, ProgressFile, readable_steps
-from flows.cli import main
-from schemas.config import TrainConfig
-from schemas.rollout import Split
-from tasks.run.record import read_run
-from tasks.run.resuming import check_resumable, renew_store, take_up
-from tasks.run.run_dir import claim_run_dir
+from refrain.engines.learn.mirror import Mirror
+from refrain.engines.store.rows import rollout_rows
+from refrain.engines.store.store import Store, open_read_only
+from refrain.engines.tracking.progress_file import STEPS_FILE, ProgressFile, readable_steps
+from refrain.flows.cli import main
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.rollout import Split
+from refrain.tasks.run.record import read_run
+from refrain.tasks.run.resuming import check_resumable, renew_store, take_up
+from refrain.tasks.run.run_dir import claim_run_dir
 from tests.flows.directory_snapshots import tree
 from tests.flows.run_dirs import report
 from tests.learn.test_checkpoint import flip, write

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from engines.environment.client import EnvironmentClient
-from engines.failures import Failures
-from engines.rollout.moves import EngineView, RolloutView
-from engines.store.turns import RecordedTurn
-from schemas.environment import EnvironmentConfig
-from schemas.rollout import FinishedRollout, FinishReason, Generated, Turn, VersionSpan
-from tasks.rollout import _continued, _left, _Watch
+from refrain.engines.environment.client import EnvironmentClient
+from refrain.engines.failures import Failures
+from refrain.engines.rollout.moves import EngineView, RolloutView
+from refrain.engines.store.turns import RecordedTurn
+from refrain.schemas.environment import EnvironmentConfig
+from refrain.schemas.rollout import FinishedRollout, FinishReason, Generated, Turn, VersionSpan
+from refrain.tasks.rollout import _continued, _left, _Watch
 from tests.rollout.fakes import request
 
 

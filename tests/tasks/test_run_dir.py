@@ -12,21 +12,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.timed_stubs import LocalStore
-from engines.data.loader import PromptLoader
-from engines.failures import Failures
-from engines.learn.checkpoint import CheckpointState, write_checkpoint
-from engines.learn.mirror import CopyTimeout, Mirror
-from engines.store.rows import rollout_rows
-from flows.config_file import load_config
-from schemas.config import TrainConfig
-from schemas.removed_settings import REMOVED, Removed
-from schemas.resume import OnResume
-from schemas.rollout import Split
-from tasks.run.live import _fetch_lost, go_back
-from tasks.run.record import list_runs
-from tasks.run.resuming import Resumption, check_mirror
-from tasks.run.run_dir import (
+from refrain.benchmarks.timed_stubs import LocalStore
+from refrain.engines.data.loader import PromptLoader
+from refrain.engines.failures import Failures
+from refrain.engines.learn.checkpoint import CheckpointState, write_checkpoint
+from refrain.engines.learn.mirror import CopyTimeout, Mirror
+from refrain.engines.store.rows import rollout_rows
+from refrain.flows.config_file import load_config
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.removed_settings import REMOVED, Removed
+from refrain.schemas.resume import OnResume
+from refrain.schemas.rollout import Split
+from refrain.tasks.run.live import _fetch_lost, go_back
+from refrain.tasks.run.record import list_runs
+from refrain.tasks.run.resuming import Resumption, check_mirror
+from refrain.tasks.run.run_dir import (
     CONFIG_FILE,
     check_run_dir,
     claim_run_dir,
@@ -101,7 +101,7 @@ def test_a_place_of_copies_that_does_not_answer_ends_no_run(
         raise OSError("Connection refused")
 
     monkeypatch.setattr(Mirror, "steps", steps)
-    for limit in ("tasks.run.resuming.ANSWER_S", "tasks.run.live.FETCH_S"):
+    for limit in ("refrain.tasks.run.resuming.ANSWER_S", "refrain.tasks.run.live.FETCH_S"):
         monkeypatch.setattr(limit, 0.05)
     with pytest.raises(ValueError, match=r"checkpoint_url: file:///.*check the address"):
         check_mirror(copies, False, [])

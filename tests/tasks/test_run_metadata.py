@@ -2,10 +2,10 @@
 
 import pytest
 
-from engines.learn.checkpoint import CheckpointState, write_checkpoint
-from schemas.config import TrainConfig
-from tasks.run.run_dir import claim_run_dir
-from tasks.run.run_metadata import exactness, log_changes, log_checkpoints, log_profile
+from refrain.engines.learn.checkpoint import CheckpointState, write_checkpoint
+from refrain.schemas.config import TrainConfig
+from refrain.tasks.run.run_dir import claim_run_dir
+from refrain.tasks.run.run_metadata import exactness, log_changes, log_checkpoints, log_profile
 
 
 class FakeTracker:

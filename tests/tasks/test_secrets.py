@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from engines.learn.mirror import Mirror
-from engines.tracking.mlflow_run import flat_params
-from flows.config_file import load_config, override
-from schemas.config import TrainConfig
-from schemas.reward import FunctionReward
-from tasks.run.config_record import CONFIG_FILE, SECRETS_FILE
-from tasks.run.run_dir import check_run_dir, claim_run_dir, read_config
+from refrain.engines.learn.mirror import Mirror
+from refrain.engines.tracking.mlflow_run import flat_params
+from refrain.flows.config_file import load_config, override
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.reward import FunctionReward
+from refrain.tasks.run.config_record import CONFIG_FILE, SECRETS_FILE
+from refrain.tasks.run.run_dir import check_run_dir, claim_run_dir, read_config
 
 KEY, URL = "sk-wJalrXUtnFEMI", "s3://AKIA:wJalr/XUtnFEMI@bucket/folder"
 ARGUMENTS = {"api_key": KEY, "bonus": 0.5, "strict": True, "retries": 3}
@@ -47,7 +47,7 @@ def test_no_record_shows_them(tmp_path: Path) -> None:
     """Check MLflow's parameters, the files of the run, Prefect's parameters and messages."""
     from pydantic_core import to_json
 
-    from flows.train import train
+    from refrain.flows.train import train
 
     given = config(tmp_path)
     assert_hidden(given.model_dump_json())

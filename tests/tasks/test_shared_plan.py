@@ -7,23 +7,23 @@ from pathlib import Path
 
 import pytest
 
-import tasks.run.engines
-import tasks.run.machine
-from engines.actors import RemoteActor
-from engines.gpus.placement import GpuPlacement
-from engines.gpus.reservation import ReservedGpus
-from engines.latency.model_shape import SHAPES, ModelShape
-from engines.machine.nodes import Nodes
-from engines.machine.plan import Need, memory_needs, require_fits, share_gpu, training_of
-from engines.machine.shared_gpu import SharedGpu
-from engines.machine.trainer_memory import resting_bytes, trainer_footprint
-from engines.pat.memory import CONTEXT_BYTES, NCCL_BYTES, PARKED_BYTES, WORKING_BYTES
-from flows.config_file import load_config
-from schemas.config import TrainConfig
-from tasks.run.engines import make_generation
-from tasks.run.gpus import num_devices
-from tasks.run.machine import plan_training
-from tasks.run.preflight import check_ways_of_weights
+import refrain.tasks.run.engines
+import refrain.tasks.run.machine
+from refrain.engines.actors import RemoteActor
+from refrain.engines.gpus.placement import GpuPlacement
+from refrain.engines.gpus.reservation import ReservedGpus
+from refrain.engines.latency.model_shape import SHAPES, ModelShape
+from refrain.engines.machine.nodes import Nodes
+from refrain.engines.machine.plan import Need, memory_needs, require_fits, share_gpu, training_of
+from refrain.engines.machine.shared_gpu import SharedGpu
+from refrain.engines.machine.trainer_memory import resting_bytes, trainer_footprint
+from refrain.engines.pat.memory import CONTEXT_BYTES, NCCL_BYTES, PARKED_BYTES, WORKING_BYTES
+from refrain.flows.config_file import load_config
+from refrain.schemas.config import TrainConfig
+from refrain.tasks.run.engines import make_generation
+from refrain.tasks.run.gpus import num_devices
+from refrain.tasks.run.machine import plan_training
+from refrain.tasks.run.preflight import check_ways_of_weights
 from tests.conftest import REPOSITORY
 from tests.tasks.test_memory_plan import needs, refusal, write_model
 
@@ -200,7 +200,7 @@ async def test_a_run_does_as_the_plan_says(tmp_path: Path, monkeypatch: pytest.M
     async def reserve(*_: object) -> dict[str, ReservedGpus]:
         return reserved
 
-    monkeypatch.setattr(tasks.run.engines, "_reserve", reserve)
+    monkeypatch.setattr(refrain.tasks.run.engines, "_reserve", reserve)
     for kv_bytes, leaves, share in ((20e9, False, 0.343), (60e9, True, 0.92), (None, True, 0.92)):
         changes = () if kv_bytes is None else (f"rollout.kv_cache_bytes={kv_bytes:.0f}",)
         config = one_gpu(tmp_path, "Qwen3-1.7B", *changes)
@@ -262,7 +262,7 @@ def test_weights_stay_on_a_gpu_only_where_both_have_it(
 async def test_weights_do_not_stay_on_a_gpu_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks.run.machine, "require_gpus", lambda: 0)
+    monkeypatch.setattr(refrain.tasks.run.machine, "require_gpus", lambda: 0)
     config = one_gpu(tmp_path, "Qwen3-1.7B", IPC)
     with pytest.raises(ValueError, match=r"this machine has no GPU.*set rollout\.weight_sync=file"):
         plan_training(config)
@@ -280,7 +280,7 @@ async def test_the_trainer_hands_weights_to_the_engines_that_are_there(
     async def reserve(*_: object) -> dict[str, ReservedGpus]:
         return reserved
 
-    monkeypatch.setattr(tasks.run.engines, "_reserve", reserve)
+    monkeypatch.setattr(refrain.tasks.run.engines, "_reserve", reserve)
     changes = ("rollout.num_engines=2", "pat.tp_degrees=[2]", "pat.gpus_per_node=2")
     cache = "rollout.kv_cache_bytes=20_000_000_000"
     for way, expected in (("ipc", {0: "actor 0"}), ("file", None)):

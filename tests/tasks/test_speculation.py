@@ -5,23 +5,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from engines.control.techniques import StepInputs, plan_policies
-from engines.specactor.best_of_n import BestOfN
-from engines.specactor.health import DrafterHealth
-from engines.specactor.ladder import Ladder
-from engines.specactor.reconfigure import Reconfiguration
-from schemas.config import TrainConfig
-from schemas.drafting import DraftingConfig
-from schemas.rollout import DraftSetting, Split
-from schemas.step import PromptGroup, StepPlan
-from tasks.run.model_inputs import check_beside
-from tasks.run.policies import (
+from refrain.engines.control.techniques import StepInputs, plan_policies
+from refrain.engines.specactor.best_of_n import BestOfN
+from refrain.engines.specactor.health import DrafterHealth
+from refrain.engines.specactor.ladder import Ladder
+from refrain.engines.specactor.reconfigure import Reconfiguration
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.drafting import DraftingConfig
+from refrain.schemas.rollout import DraftSetting, Split
+from refrain.schemas.step import PromptGroup, StepPlan
+from refrain.tasks.run.model_inputs import check_beside
+from refrain.tasks.run.policies import (
     choose_drafting,
     choose_trials,
     known_acceptances,
     settings_of,
 )
-from tasks.run.preflight import Inputs, _ladder
+from refrain.tasks.run.preflight import Inputs, _ladder
 from tests.conftest import DEMO
 from tests.flows.commands import altered_model
 from tests.specactor.latencies import AffineLatency

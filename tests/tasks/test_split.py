@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from engines.inference.drafting.drafters import Drafter, Drafters
-from flows.config_file import load_config, override
-from flows.launch import launch_train
-from flows.prepare import training_plan
-from schemas.config import TrainConfig
-from schemas.latency import PointKind, Profile
-from tasks.run.gpus import wanted_gpus
-from tasks.run.run_dir import claim_run_dir, read_config
-from tasks.run.split import with_gpu_split
+from refrain.engines.inference.drafting.drafters import Drafter, Drafters
+from refrain.flows.config_file import load_config, override
+from refrain.flows.launch import launch_train
+from refrain.flows.prepare import training_plan
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.latency import PointKind, Profile
+from refrain.tasks.run.gpus import wanted_gpus
+from refrain.tasks.run.run_dir import claim_run_dir, read_config
+from refrain.tasks.run.split import with_gpu_split
 from tests.conftest import DEMO, REPOSITORY
 from tests.flows.commands import write_config
 from tests.inference.real import CONFIG
@@ -66,7 +66,7 @@ def test_drafts_that_are_expected_to_be_wrong_have_short_windows(
     tmp_path: Path, profile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def planned_at(acceptance: float) -> TrainConfig:
-        monkeypatch.setattr("tasks.run.split.EXPECTED_ACCEPTANCE", acceptance)
+        monkeypatch.setattr("refrain.tasks.run.split.EXPECTED_ACCEPTANCE", acceptance)
         return planned(tmp_path, SPLIT, profile)
 
     seldom, often = planned_at(0.2), planned_at(0.95)

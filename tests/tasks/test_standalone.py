@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from schemas.run import RunRef
-from tasks.run.attach import RunNotLive, attach
-from tasks.run.run_dir import REF_FILE
+from refrain.schemas.run import RunRef
+from refrain.tasks.run.attach import RunNotLive, attach
+from refrain.tasks.run.run_dir import REF_FILE
 from tests.conftest import REPOSITORY
 from tests.flows.commands import write_config
 

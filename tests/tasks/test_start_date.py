@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from schemas.config import TrainConfig
-from schemas.rollout import Split
-from tasks.run import start_date as module
-from tasks.run.preflight import read_inputs
-from tasks.run.run_dir import CONFIG_FILE, check_run_dir, claim_run_dir, read_config
-from tasks.run.start_date import dated
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.rollout import Split
+from refrain.tasks.run import start_date as module
+from refrain.tasks.run.preflight import read_inputs
+from refrain.tasks.run.run_dir import CONFIG_FILE, check_run_dir, claim_run_dir, read_config
+from refrain.tasks.run.start_date import dated
 from tests.conftest import DEMO
 
 MINUTE = "{{ strftime_now('%d %b %Y %H:%M') }} {{ messages[0].content }}"

@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engines.store.listener import listen
-from engines.store.store import Store
-from tasks.run import store_query
-from tasks.run.run_dir import STORE_FILE
-from tasks.run.store_query import query_run
+from refrain.engines.store.listener import listen
+from refrain.engines.store.store import Store
+from refrain.tasks.run import store_query
+from refrain.tasks.run.run_dir import STORE_FILE
+from refrain.tasks.run.store_query import query_run
 from tests.store.test_archive import add_step
 from tests.store.test_listener import all_served
 
@@ -76,7 +76,7 @@ def test_a_query_cannot_take_the_memory_of_a_run(
             *store_query._COMMAND[:2],
             "-c",
             "import os, sys\n"
-            "from engines.store import reader, sandbox\n"
+            "from refrain.engines.store import reader, sandbox\n"
             "sandbox.MEMORY_BYTES = 2**30\n"
             "code = reader.main()\n"
             "sys.stdout.flush(); sys.stderr.flush(); os._exit(code)",

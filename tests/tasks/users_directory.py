@@ -4,9 +4,9 @@ import importlib
 import json
 import sys
 
-from engines.actors import RemoteActor
-from flows.environment import quieten
-from tasks.run.ray_cluster import ray_cluster
+from refrain.engines.actors import RemoteActor
+from refrain.flows.environment import quieten
+from refrain.tasks.run.ray_cluster import ray_cluster
 
 PACKAGES = ("schemas", "tasks", "engines", "flows")
 

@@ -2,7 +2,7 @@
 
 import subprocess
 
-from engines.tracking.environment import count_gpus, find_commit, find_environment
+from refrain.engines.tracking.environment import count_gpus, find_commit, find_environment
 
 
 def test_gpus_are_counted_by_kind_over_the_nodes():

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from engines.failures import Failures
-from engines.tracking import forward
-from engines.tracking.forward import Forwarder, require_trackers
-from engines.tracking.outbox import Outbox, Record
-from schemas.config import TrainConfig
-from tasks.run.preflight import read_inputs
+from refrain.engines.failures import Failures
+from refrain.engines.tracking import forward
+from refrain.engines.tracking.forward import Forwarder, require_trackers
+from refrain.engines.tracking.outbox import Outbox, Record
+from refrain.schemas.config import TrainConfig
+from refrain.tasks.run.preflight import read_inputs
 from tests.conftest import REPOSITORY
 
 METRICS = {"critic/score/mean": 0.25, "response_length/mean": 12.0}
@@ -67,7 +67,7 @@ def deliver_elsewhere(config: TrainConfig, kind: str, **environment: str) -> Non
     packages read their environment when they are imported, and write until their process ends."""
     script = (
         "from tests.tracking.test_forward import deliver\n"
-        "from schemas.config import TrainConfig\n"
+        "from refrain.schemas.config import TrainConfig\n"
         f"config = TrainConfig.model_validate_json({config.model_dump_json()!r})\n"
         f"deliver(config, {kind!r}, [1, 2])\n"
         f"deliver(config, {kind!r}, [2, 3])\n"

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-import engines.tracking.outbox
-from engines.failures import Failures
-from engines.tracking.outbox import MAX_TRIES, Outbox, ServerAway
+import refrain.engines.tracking.outbox
+from refrain.engines.failures import Failures
+from refrain.engines.tracking.outbox import MAX_TRIES, Outbox, ServerAway
 from tests.failing_disks import Disk, full_disk
 
 
@@ -96,7 +96,7 @@ def test_outbox_delivers_records_of_other_processes(open_outbox):
 
 
 def test_a_server_that_comes_back_gets_everything(open_outbox, said, monkeypatch):
-    monkeypatch.setattr(engines.tracking.outbox, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(refrain.engines.tracking.outbox, "FIRST_PAUSE_S", 0.01)
     server = Server(away=True)
     outbox = open_outbox(server)
     for i in range(3):
@@ -135,7 +135,7 @@ def test_a_refused_record_is_kept_apart_and_holds_up_no_other(
 
 
 def test_an_outage_does_not_fill_the_disk(open_outbox, monkeypatch):
-    monkeypatch.setattr(engines.tracking.outbox, "LIMIT_BYTES", 1000)
+    monkeypatch.setattr(refrain.engines.tracking.outbox, "LIMIT_BYTES", 1000)
     server = Server(away=True)
     outbox = open_outbox(server)
     outbox.add("file", {}, ("first.png", b"x" * 700))
@@ -199,8 +199,8 @@ def test_closing_does_not_wait_for_a_server_that_is_away(open_outbox):
 def test_a_record_that_a_server_never_takes_is_set_aside(open_outbox, monkeypatch, record_failures):
     """The server answers other requests, so the outbox delivers the later records in order. It
     tries the next record of this kind once, and tries all again when the run is resumed."""
-    monkeypatch.setattr(engines.tracking.outbox, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(engines.tracking.outbox, "MAX_PAUSE_S", 0.002)
+    monkeypatch.setattr(refrain.engines.tracking.outbox, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(refrain.engines.tracking.outbox, "MAX_PAUSE_S", 0.002)
     tried = []
 
     def deliver(record):
@@ -236,8 +236,8 @@ def test_closing_outbox_reads_no_more_records(open_outbox, tmp_path):
 @pytest.mark.parametrize("why", ["", "sqlite3.OperationalError: database or disk is full"])
 def test_nothing_is_set_aside_while_a_server_is_away(open_outbox, monkeypatch, why):
     """The same holds while a server answers but has no room."""
-    monkeypatch.setattr(engines.tracking.outbox, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(engines.tracking.outbox, "MAX_PAUSE_S", 0.002)
+    monkeypatch.setattr(refrain.engines.tracking.outbox, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(refrain.engines.tracking.outbox, "MAX_PAUSE_S", 0.002)
     num_tries, enough = [], threading.Event()
 
     def deliver(record):
@@ -257,7 +257,7 @@ def test_a_disk_that_fails_does_not_end_the_thread(open_outbox, monkeypatch, rec
     server = Server()
     outbox = open_outbox(server)
     with monkeypatch.context() as broken:
-        broken.setattr(engines.tracking.outbox.shutil, "rmtree", _input_output_error)
+        broken.setattr(refrain.engines.tracking.outbox.shutil, "rmtree", _input_output_error)
         outbox.add("metrics", {"i": 0})
         assert outbox.flush(20.0)
     outbox.add("metrics", {"i": 1})

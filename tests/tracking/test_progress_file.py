@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from engines.failures import Failures
-from engines.tracking import progress_file
-from engines.tracking.progress_file import (
+from refrain.engines.failures import Failures
+from refrain.engines.tracking import progress_file
+from refrain.engines.tracking.progress_file import (
     PROGRESS_FILE,
     STEPS_FILE,
     WRITE_EVERY_S,
@@ -15,8 +15,8 @@ from engines.tracking.progress_file import (
     read_progress,
     readable_steps,
 )
-from schemas.progress import Ending
-from schemas.step import StepReport
+from refrain.schemas.progress import Ending
+from refrain.schemas.step import StepReport
 from tests.failing_disks import full_disk
 from tests.flows.run_dirs import ROLLING, report
 
@@ -69,7 +69,7 @@ def test_progress_is_written_promptly_but_not_too_often(
 
 def test_times_add_up_over_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
-    monkeypatch.setattr("engines.tracking.progress_file.time.time", lambda: now_s)
+    monkeypatch.setattr("refrain.engines.tracking.progress_file.time.time", lambda: now_s)
     with ProgressFile(tmp_path, 4):
         now_s = 1060.0
     now_s = 5000.0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.failures import Failures
-from engines.tracking.system_metrics import system_metrics
+from refrain.engines.failures import Failures
+from refrain.engines.tracking.system_metrics import system_metrics
 
 EVERY_S = 0.05
 
@@ -46,7 +46,8 @@ def test_first_sample_covers_the_time_before(
     """A processor's load is measured between two samples: the first alone would be 0."""
     looks, told = [], threading.Event()
     monkeypatch.setattr(
-        "engines.tracking.system_metrics._look", lambda _: {"look": len(looks.append(0) or looks)}
+        "refrain.engines.tracking.system_metrics._look",
+        lambda _: {"look": len(looks.append(0) or looks)},
     )
     first = []
 
@@ -78,7 +79,7 @@ def test_failed_sample_is_not_the_last(
             enough.set()
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("engines.tracking.system_metrics._look", lambda _: {})
+    monkeypatch.setattr("refrain.engines.tracking.system_metrics._look", lambda _: {})
     with system_metrics(log, Failures(tmp_path)):
         assert enough.wait(30.0)
     assert {what for what, _ in record_failures} == {"system metrics"}

@@ -9,15 +9,22 @@ import time
 import pytest
 from mlflow import MlflowClient
 
-from engines.failures import Failures
-from engines.reports.trace_events import read_timeline, read_timelines
-from engines.tracking.mlflow_client import MAX_TABLES, require_server
-from engines.tracking.tracker import Tracker, add_to_run
-from schemas.config import TrainConfig
-from schemas.rollout import RequestId, Split
-from schemas.timeline import Activity, MoveKind, MoveRecord, RecordedTimeline, Span, Timeline
-from tasks.run.end_killed import end_killed
-from tasks.run.run_dir import claim_run_dir
+from refrain.engines.failures import Failures
+from refrain.engines.reports.trace_events import read_timeline, read_timelines
+from refrain.engines.tracking.mlflow_client import MAX_TABLES, require_server
+from refrain.engines.tracking.tracker import Tracker, add_to_run
+from refrain.schemas.config import TrainConfig
+from refrain.schemas.rollout import RequestId, Split
+from refrain.schemas.timeline import (
+    Activity,
+    MoveKind,
+    MoveRecord,
+    RecordedTimeline,
+    Span,
+    Timeline,
+)
+from refrain.tasks.run.end_killed import end_killed
+from refrain.tasks.run.run_dir import claim_run_dir
 from tests.accounting.test_names import HOSTILE
 
 pytestmark = pytest.mark.engine
@@ -201,7 +208,7 @@ def test_run_deleted_in_mlflow_continues(config, record_failures, client):
 
 def test_a_full_disk_makes_one_mlflow_run(config, monkeypatch, record_failures, client):
     with monkeypatch.context() as full:
-        full.setattr("engines.tracking.mlflow_run.write_durably", no_room)
+        full.setattr("refrain.engines.tracking.mlflow_run.write_durably", no_room)
         tracker = Tracker(config, None, Failures(config.run_dir, lambda _: None))
     tracker.log_metrics({"x": 1.0}, step=1)
     tracker.close("FINISHED")

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from benchmarks.papers.generate import K
-from benchmarks.papers.present.rows import PAPER, show_rows
-from benchmarks.papers.rhymerl import BASELINE, PARTS, PipelineRow
-from engines.reports.simulation import Ablation, Cell
+from refrain.benchmarks.papers.generate import K
+from refrain.benchmarks.papers.present.rows import PAPER, show_rows
+from refrain.benchmarks.papers.rhymerl import BASELINE, PARTS, PipelineRow
+from refrain.engines.reports.simulation import Ablation, Cell
 
 PRINTED = dict(zip(PARTS, ("1.43", "1.10", "1.50"), strict=True))
 """RhymeRL 7.2.1, Math-14B. The paper does not say at which maximum."""

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 
 from rich.console import Console
 
-from engines.reports.simulation import Cell
-from engines.reports.tables import plain_table
+from refrain.engines.reports.simulation import Cell
+from refrain.engines.reports.tables import plain_table
 
 PAPER = "paper"
 """Key of what the paper prints."""

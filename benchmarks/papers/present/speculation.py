@@ -2,8 +2,8 @@
 
 from rich.console import Console
 
-from benchmarks.papers.present.rows import PAPER, show_rows
-from benchmarks.papers.specactor import (
+from refrain.benchmarks.papers.present.rows import PAPER, show_rows
+from refrain.benchmarks.papers.specactor import (
     COUPLED,
     DISAGGREGATED,
     ENDS,
@@ -12,8 +12,8 @@ from benchmarks.papers.specactor import (
     SpeculationAblation,
     SpeculationRow,
 )
-from benchmarks.papers.speculation_case import Assumptions
-from engines.reports.simulation import Ablation, Cell
+from refrain.benchmarks.papers.speculation_case import Assumptions
+from refrain.engines.reports.simulation import Ablation, Cell
 
 PRINTED_GAINS = dict(zip(PARTS, (1.3, 1.2, 1.2), strict=True))
 """SpecActor 5.4, each over the part before it."""

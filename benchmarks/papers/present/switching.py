@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
-from benchmarks.papers.pat import BEST, TP_DEGREES, Point
-from benchmarks.papers.present.rows import PAPER, show_rows
-from benchmarks.papers.switching import PRINTED_BASE, Comparison
-from engines.reports.simulation import Ablation, Cell
+from refrain.benchmarks.papers.pat import BEST, TP_DEGREES, Point
+from refrain.benchmarks.papers.present.rows import PAPER, show_rows
+from refrain.benchmarks.papers.switching import PRINTED_BASE, Comparison
+from refrain.engines.reports.simulation import Ablation, Cell
 
 COLUMNS = {
     "point": "",

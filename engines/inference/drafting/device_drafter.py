@@ -22,12 +22,12 @@ from torch import Tensor
 from vllm.distributed import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from engines.histospec.index import HistoryIndex, build_index
-from engines.histospec.matching import MAX, MIN, NO_INDEX, IndexTable
-from engines.histospec.request_indexes import RequestIndexes
-from engines.inference.engine.extra_args import PROMPT_KEY
-from schemas.config import EngineConfig
-from schemas.drafting import DEVICE_INDEX_BYTES
+from refrain.engines.histospec.index import HistoryIndex, build_index
+from refrain.engines.histospec.matching import MAX, MIN, NO_INDEX, IndexTable
+from refrain.engines.histospec.request_indexes import RequestIndexes
+from refrain.engines.inference.engine.extra_args import PROMPT_KEY
+from refrain.schemas.config import EngineConfig
+from refrain.schemas.drafting import DEVICE_INDEX_BYTES
 
 
 def install(runner: Any, config: EngineConfig) -> None:
@@ -226,7 +226,7 @@ class DeviceDrafter:
     def _draft_on_cpu(
         self, slots: np.ndarray, requests: np.ndarray, num_sampled: Tensor, drafts: Tensor
     ) -> None:
-        from engines.histospec.refill import refill
+        from refrain.engines.histospec.refill import refill
 
         window = drafts.shape[1]
         found = np.zeros(drafts.shape, np.int32)
@@ -243,7 +243,7 @@ class DeviceDrafter:
     def _draft_on_gpu(
         self, slots: np.ndarray, requests: Tensor, num_sampled: Tensor, drafts: Tensor
     ) -> None:
-        from engines.inference.drafting.refill_kernel import refill_on_device
+        from refrain.engines.inference.drafting.refill_kernel import refill_on_device
 
         table = self._table
         assert table is not None

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from engines.specactor.streams import Drafted, Opened, Verified
+from refrain.engines.specactor.streams import Drafted, Opened, Verified
 
 
 @dataclass(frozen=True, slots=True)

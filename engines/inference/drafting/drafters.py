@@ -9,13 +9,13 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from engines.actors import ActorError, RemoteActor
-from engines.bounded import cancel, gather_all
-from engines.inference.drafting.vllm_drafter import VLLMDrafter
-from engines.inference.engine.ray_engine import RayEngine
-from engines.rollout.interface import EngineDied
-from schemas.counts import StreamCounts
-from schemas.drafting import DrafterConfig
+from refrain.engines.actors import ActorError, RemoteActor
+from refrain.engines.bounded import cancel, gather_all
+from refrain.engines.inference.drafting.vllm_drafter import VLLMDrafter
+from refrain.engines.inference.engine.ray_engine import RayEngine
+from refrain.engines.rollout.interface import EngineDied
+from refrain.schemas.counts import StreamCounts
+from refrain.schemas.drafting import DrafterConfig
 
 WATCH_S = 2.0
 """Seconds between two checks of a drafter."""

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from engines.histospec.gate import Gate, ProfiledStepTimes, StepTimes
-from engines.histospec.step_times import PLAIN_SHARE, MeasuredStepTimes
-from engines.latency.fitted import FittedLatency
-from schemas.config import EngineConfig
-from schemas.engine import EngineSetup
-from schemas.latency import Profile
+from refrain.engines.histospec.gate import Gate, ProfiledStepTimes, StepTimes
+from refrain.engines.histospec.step_times import PLAIN_SHARE, MeasuredStepTimes
+from refrain.engines.latency.fitted import FittedLatency
+from refrain.schemas.config import EngineConfig
+from refrain.schemas.engine import EngineSetup
+from refrain.schemas.latency import Profile
 
 
 def times_and_gate(config: EngineConfig, setup: EngineSetup) -> tuple[MeasuredStepTimes, Gate]:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.draft_head.files import load
-from engines.histospec.gate import Gate
-from engines.inference.drafting.request_drafting import DraftedRow
+from refrain.engines.draft_head.files import load
+from refrain.engines.histospec.gate import Gate
+from refrain.engines.inference.drafting.request_drafting import DraftedRow
 
 
 class HiddenStates(NamedTuple):

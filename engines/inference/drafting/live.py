@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.inference.engine.process import final_params
+from refrain.engines.inference.engine.process import final_params
 
 
 class CacheFull(Exception):
@@ -38,7 +38,7 @@ class LiveSequences:
         args: dict[str, Any] = {
             "distributed_executor_backend": "uni",
             "async_scheduling": False,
-            "scheduler_cls": "engines.inference.drafting.live_scheduler.LiveScheduler",
+            "scheduler_cls": "refrain.engines.inference.drafting.live_scheduler.LiveScheduler",
         }
         config = EngineArgs(**args, **engine_args).create_engine_config()
         self.vllm_config = config

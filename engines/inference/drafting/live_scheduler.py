@@ -11,7 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from engines.inference.engine.decode_steps import DecodeSteps
+from refrain.engines.inference.engine.decode_steps import DecodeSteps
 
 
 class LiveScheduler(DecodeSteps, Scheduler):

@@ -19,23 +19,23 @@ from typing import Any
 
 import numpy as np
 
-from engines.histospec.budget import max_draft_tokens
-from engines.histospec.drafter import DraftedRequest, HistoryDrafter
-from engines.histospec.drafting import NO_KEY
-from engines.histospec.gate import Gate
-from engines.histospec.siblings import SiblingIndex
-from engines.histospec.step_times import pass_content
-from engines.histospec.window import window_policy
-from engines.inference.drafting.gating import max_step_tokens, times_and_gate
-from engines.inference.drafting.head_drafter import HeadDrafter
-from engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
-from engines.inference.engine.extra_args import DRAFTING, PROMPT_KEY, SAMPLE_KEY, TURN_START
-from engines.inference.engine.process import submitted_as
-from engines.inference.sampling.step_rows import GREEDY_BELOW
-from schemas.config import EngineConfig
-from schemas.drafting import HISTORY
-from schemas.engine import EngineSetup
-from schemas.rollout import DraftSetting
+from refrain.engines.histospec.budget import max_draft_tokens
+from refrain.engines.histospec.drafter import DraftedRequest, HistoryDrafter
+from refrain.engines.histospec.drafting import NO_KEY
+from refrain.engines.histospec.gate import Gate
+from refrain.engines.histospec.siblings import SiblingIndex
+from refrain.engines.histospec.step_times import pass_content
+from refrain.engines.histospec.window import window_policy
+from refrain.engines.inference.drafting.gating import max_step_tokens, times_and_gate
+from refrain.engines.inference.drafting.head_drafter import HeadDrafter
+from refrain.engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
+from refrain.engines.inference.engine.extra_args import DRAFTING, PROMPT_KEY, SAMPLE_KEY, TURN_START
+from refrain.engines.inference.engine.process import submitted_as
+from refrain.engines.inference.sampling.step_rows import GREEDY_BELOW
+from refrain.schemas.config import EngineConfig
+from refrain.schemas.drafting import HISTORY
+from refrain.schemas.engine import EngineSetup
+from refrain.schemas.rollout import DraftSetting
 
 _SIBLING_BYTES = 2**28
 

@@ -21,15 +21,15 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from engines.histospec.acceptance import PRIOR_WEIGHT, Acceptance, record_evidence
-from engines.histospec.drafter import Drafts
-from engines.histospec.gate import Gate
-from engines.histospec.siblings import NO_SLOT
-from engines.inference.drafting.draft_link import DraftLink
-from engines.specactor.streams import Opened, Verified, VerifyStream, agreeing
-from engines.specactor.text_drafters import TEXT_DRAFTERS, TextDrafter
-from schemas.drafting import HEAD
-from schemas.rollout import DraftSetting
+from refrain.engines.histospec.acceptance import PRIOR_WEIGHT, Acceptance, record_evidence
+from refrain.engines.histospec.drafter import Drafts
+from refrain.engines.histospec.gate import Gate
+from refrain.engines.histospec.siblings import NO_SLOT
+from refrain.engines.inference.drafting.draft_link import DraftLink
+from refrain.engines.specactor.streams import Opened, Verified, VerifyStream, agreeing
+from refrain.engines.specactor.text_drafters import TEXT_DRAFTERS, TextDrafter
+from refrain.schemas.drafting import HEAD
+from refrain.schemas.rollout import DraftSetting
 
 _RECORD_TOKENS = 64
 """Draft tokens that a record covers. It must not be less than the longest draft."""

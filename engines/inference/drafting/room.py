@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from engines.histospec.budget import keep_likeliest, max_draft_tokens
-from engines.histospec.index_file import index_path, shared_dir
-from engines.histospec.step_times import pass_content
-from engines.inference.drafting.gating import max_step_tokens, times_and_gate
-from engines.inference.engine.extra_args import PROMPT_KEY
-from schemas.config import EngineConfig
-from schemas.engine import EngineSetup
+from refrain.engines.histospec.budget import keep_likeliest, max_draft_tokens
+from refrain.engines.histospec.index_file import index_path, shared_dir
+from refrain.engines.histospec.step_times import pass_content
+from refrain.engines.inference.drafting.gating import max_step_tokens, times_and_gate
+from refrain.engines.inference.engine.extra_args import PROMPT_KEY
+from refrain.schemas.config import EngineConfig
+from refrain.schemas.engine import EngineSetup
 
 RECORD_TOKENS, KIND_TOKENS = 64, 1024
 """Draft tokens that the record of a request and that of a kind cover."""

@@ -21,15 +21,15 @@ import ray.util
 import zmq
 from msgspec.structs import replace
 
-from engines.garbage import freeze_garbage
-from engines.inference.drafting.draft_link import decode_feedback, encode
-from engines.inference.drafting.live import CacheFull, LiveSequences
-from engines.inference.engine.arguments import CPU_BLOCK_TOKENS, CPU_KV_CACHE_BYTES
-from engines.inference.engine.plugin import PRIVATE_DIR
-from engines.inference.engine.process import prepare_process
-from engines.specactor.streams import Drafted, DraftStream, Opened, Verified
-from schemas.counts import StreamCounts
-from schemas.drafting import DRAFTER_MEMORY_SHARE, DrafterConfig
+from refrain.engines.garbage import freeze_garbage
+from refrain.engines.inference.drafting.draft_link import decode_feedback, encode
+from refrain.engines.inference.drafting.live import CacheFull, LiveSequences
+from refrain.engines.inference.engine.arguments import CPU_BLOCK_TOKENS, CPU_KV_CACHE_BYTES
+from refrain.engines.inference.engine.plugin import PRIVATE_DIR
+from refrain.engines.inference.engine.process import prepare_process
+from refrain.engines.specactor.streams import Drafted, DraftStream, Opened, Verified
+from refrain.schemas.counts import StreamCounts
+from refrain.schemas.drafting import DRAFTER_MEMORY_SHARE, DrafterConfig
 
 _TURN_S = 0.05
 """Seconds of drafting or waiting, after which a call to the actor gets its turn."""
@@ -230,6 +230,6 @@ class VLLMDrafter:
             "enforce_eager": config.enforce_eager or on_cpu,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
-            "worker_extension_cls": "engines.inference.engine.worker.WorkerExtension",
+            "worker_extension_cls": "refrain.engines.inference.engine.worker.WorkerExtension",
             **(_CPU_ARGS if on_cpu else {"gpu_memory_utilization": DRAFTER_MEMORY_SHARE}),
         }

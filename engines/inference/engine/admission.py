@@ -8,13 +8,13 @@ from dataclasses import astuple, dataclass
 from typing import Any
 from uuid import uuid4
 
-from engines.inference.engine.arrivals import BATCH
-from engines.inference.engine.extra_args import DRAFTING, PROMPT_KEY, SAMPLE_KEY, TURN_START
-from engines.inference.engine.process import final_params
-from engines.inference.engine.running import Running
-from engines.inference.engine.stopping import STOP
-from engines.inference.kv.saving import KVSource
-from schemas.config import EngineConfig
+from refrain.engines.inference.engine.arrivals import BATCH
+from refrain.engines.inference.engine.extra_args import DRAFTING, PROMPT_KEY, SAMPLE_KEY, TURN_START
+from refrain.engines.inference.engine.process import final_params
+from refrain.engines.inference.engine.running import Running
+from refrain.engines.inference.engine.stopping import STOP
+from refrain.engines.inference.kv.saving import KVSource
+from refrain.schemas.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

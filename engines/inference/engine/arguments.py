@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from engines.inference.engine.graphs import capture_sizes
-from engines.inference.engine.plugin import WEIGHT_TRANSFER_BACKEND
-from schemas.config import EngineConfig, ModelConfig, RolloutConfig
+from refrain.engines.inference.engine.graphs import capture_sizes
+from refrain.engines.inference.engine.plugin import WEIGHT_TRANSFER_BACKEND
+from refrain.schemas.config import EngineConfig, ModelConfig, RolloutConfig
 
 CPU_KV_CACHE_BYTES = 256 * 2**20
 CPU_BLOCK_TOKENS = 32
@@ -42,8 +42,8 @@ def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any
         # Turn vLLM's loggers off. The served name tells engines apart in vLLM's metrics.
         "disable_log_stats": True,
         "served_model_name": f"engine-{index}",
-        "worker_extension_cls": "engines.inference.engine.worker.WorkerExtension",
-        "scheduler_cls": "engines.inference.engine.scheduler.make_scheduler",
+        "worker_extension_cls": "refrain.engines.inference.engine.worker.WorkerExtension",
+        "scheduler_cls": "refrain.engines.inference.engine.scheduler.make_scheduler",
         "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
         "seed": config.seed,
         # The warm-up takes half a minute, for kernels that exact sampling replaces (`gpu.warm`).
@@ -75,7 +75,7 @@ def _speculation_args(config: EngineConfig) -> dict[str, Any]:
     else:
         method = {
             "method": "custom_class",
-            "model": "engines.inference.engine.plugin.NoDrafts",
+            "model": "refrain.engines.inference.engine.plugin.NoDrafts",
         }
     return {
         "speculative_config": {**method, "num_speculative_tokens": config.max_draft},
@@ -95,7 +95,7 @@ def drafting_graphs(config: EngineConfig) -> dict[str, Any]:
     """
     sizes = capture_sizes(config.rollout.max_num_seqs, config.rollout.max_num_batched_tokens)
     return {
-        "worker_cls": "engines.inference.engine.gpu_worker.DraftingWorker",
+        "worker_cls": "refrain.engines.inference.engine.gpu_worker.DraftingWorker",
         "cudagraph_capture_sizes": sizes,
     }
 
@@ -107,7 +107,7 @@ def _kv_args(config: EngineConfig) -> dict[str, Any]:
 
     connector = KVTransferConfig(
         kv_connector="KVConnector",
-        kv_connector_module_path="engines.inference.kv.connector",
+        kv_connector_module_path="refrain.engines.inference.kv.connector",
         kv_role="kv_consumer",
         kv_load_failure_policy="recompute",
     )

@@ -1,7 +1,7 @@
 """An engine without a trainer."""
 
-from engines.inference.engine.vllm_engine import VLLMEngine
-from schemas.weights import PolicyWeights
+from refrain.engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.schemas.weights import PolicyWeights
 
 
 class CheckpointEngine(VLLMEngine):

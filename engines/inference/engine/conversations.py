@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engines.environment.client import Environments, answered, without_last_answer
-from schemas.rollout import FinishReason, Generated, RequestId, RolloutRequest, Turn
+from refrain.engines.environment.client import Environments, answered, without_last_answer
+from refrain.schemas.rollout import FinishReason, Generated, RequestId, RolloutRequest, Turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from engines.inference.engine.output_buffer import OutputBuffer
-from engines.inference.engine.stopping import StopStrings
+from refrain.engines.inference.engine.output_buffer import OutputBuffer
+from refrain.engines.inference.engine.stopping import StopStrings
 
 _Base = Scheduler if TYPE_CHECKING else object
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from schemas.config import EngineConfig
-from schemas.counts import DraftingCounts
-from schemas.engine import EngineSetup
-from schemas.rollout import DraftProgress, RequestId, RolloutRequest
+from refrain.schemas.config import EngineConfig
+from refrain.schemas.counts import DraftingCounts
+from refrain.schemas.engine import EngineSetup
+from refrain.schemas.rollout import DraftProgress, RequestId, RolloutRequest
 
 POLL_S = 1.0
 """Least seconds between two calls that fetch the progress of requests."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from engines.inference.engine.graphs import decode_plainly, decode_plainly_on_v2
+from refrain.engines.inference.engine.graphs import decode_plainly, decode_plainly_on_v2
 
 
 class DraftingWorker(Worker):

@@ -3,9 +3,9 @@
 import gc
 from collections.abc import Mapping, Sequence
 
-from engines.bounded import wait_while_moving
-from engines.inference.engine.vllm_engine import VLLMEngine
-from schemas.rollout import RequestId, Rollout, RolloutRequest
+from refrain.engines.bounded import wait_while_moving
+from refrain.engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.schemas.rollout import RequestId, Rollout, RolloutRequest
 
 
 class InProcessEngine(VLLMEngine):

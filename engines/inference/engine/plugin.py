@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from engines.shared_memory import name_after
+from refrain.engines.shared_memory import name_after
 
 WEIGHT_TRANSFER_BACKEND = "refrain"
 PRIVATE_DIR = "REFRAIN_PRIVATE_DIR"
@@ -24,7 +24,7 @@ def register() -> None:
     if WEIGHT_TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             WEIGHT_TRANSFER_BACKEND,
-            "engines.inference.weights.transfer",
+            "refrain.engines.inference.weights.transfer",
             "PolicyWeightTransfer",
         )
 

@@ -4,10 +4,10 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from engines.inference.engine.plugin import PRIVATE_DIR
-from engines.machine.cuda import works_on_cpu
-from engines.private import use_private_kernels
-from engines.shared_memory import PrivateDir, name_after
+from refrain.engines.inference.engine.plugin import PRIVATE_DIR
+from refrain.engines.machine.cuda import works_on_cpu
+from refrain.engines.private import use_private_kernels
+from refrain.engines.shared_memory import PrivateDir, name_after
 
 _ENGINE_ENV = {
     "HF_HUB_OFFLINE": "1",

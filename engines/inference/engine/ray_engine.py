@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from engines.actors import ActorError, ActorGone, RemoteActor
-from engines.bounded import LoopTurns, together
-from engines.gpus.cleanup import END_S, CleanupActor, Marked
-from engines.gpus.place import NoPlace, Place
-from engines.gpus.reservation import ReservedGpus
-from engines.inference.engine.last_error import tells_cause
-from engines.inference.engine.vllm_engine import VLLMEngine
-from engines.rollout.interface import EngineDied, EngineEvents, EngineGone, WeightSyncError
-from schemas.config import EngineConfig
-from schemas.counts import DraftingCounts, KVCounts
-from schemas.engine import ALONE, EngineSetup
-from schemas.rollout import DraftSetting, RequestId, RolloutRequest, SavedKV
-from schemas.weights import PolicyWeights
+from refrain.engines.actors import ActorError, ActorGone, RemoteActor
+from refrain.engines.bounded import LoopTurns, together
+from refrain.engines.gpus.cleanup import END_S, CleanupActor, Marked
+from refrain.engines.gpus.place import NoPlace, Place
+from refrain.engines.gpus.reservation import ReservedGpus
+from refrain.engines.inference.engine.last_error import tells_cause
+from refrain.engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.engines.rollout.interface import EngineDied, EngineEvents, EngineGone, WeightSyncError
+from refrain.schemas.config import EngineConfig
+from refrain.schemas.counts import DraftingCounts, KVCounts
+from refrain.schemas.engine import ALONE, EngineSetup
+from refrain.schemas.rollout import DraftSetting, RequestId, RolloutRequest, SavedKV
+from refrain.schemas.weights import PolicyWeights
 
 ANSWER_S = 10.0
 """Longest time to wait until a failed engine reports its cause."""

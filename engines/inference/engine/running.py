@@ -7,7 +7,7 @@ from itertools import count
 from operator import lt
 from typing import Any
 
-from schemas.rollout import Generated, RolloutRequest, VersionSpan
+from refrain.schemas.rollout import Generated, RolloutRequest, VersionSpan
 
 _ARRIVALS = count()
 

@@ -22,14 +22,14 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 
-from engines.inference.engine.arrivals import BATCH, Arrivals
-from engines.inference.engine.decode_steps import DecodeSteps, Decoding
-from engines.inference.engine.stopping import STOP, StopStrings
-from schemas.config import EngineConfig
-from schemas.engine import EngineSetup
+from refrain.engines.inference.engine.arrivals import BATCH, Arrivals
+from refrain.engines.inference.engine.decode_steps import DecodeSteps, Decoding
+from refrain.engines.inference.engine.stopping import STOP, StopStrings
+from refrain.schemas.config import EngineConfig
+from refrain.schemas.engine import EngineSetup
 
 if TYPE_CHECKING:
-    from engines.inference.drafting.room import DraftRoom
+    from refrain.engines.inference.drafting.room import DraftRoom
 
 SCORED_TOKENS = 256
 """Most tokens of a step that scores prompt tokens.
@@ -59,7 +59,7 @@ class _Holding(DecodeSteps):
 
     def reserve_room(self, config_json: str, setup_json: str) -> None:
         """Reserve room for drafts. Call before the first request."""
-        from engines.inference.drafting.room import DraftRoom
+        from refrain.engines.inference.drafting.room import DraftRoom
 
         config = EngineConfig.model_validate_json(config_json)
         setup = EngineSetup.model_validate_json(setup_json)

@@ -11,30 +11,30 @@ from typing import Any
 import pyarrow as pa
 import ray
 
-from engines.bounded import wait_for
-from engines.environment.client import EnvironmentClient
-from engines.garbage import freeze_garbage
-from engines.gpus.cleanup import Marked, given_gpus, mark_children
-from engines.inference.engine.admission import Admitted, admit, admitted
-from engines.inference.engine.arguments import engine_args
-from engines.inference.engine.conversations import Conversations, TurnLimits, waits
-from engines.inference.engine.drafting_calls import DraftingCalls
-from engines.inference.engine.last_error import last_error
-from engines.inference.engine.metrics_export import stat_loggers
-from engines.inference.engine.parking import HostMemory, Memory, SleepMode
-from engines.inference.engine.process import prepare_process
-from engines.inference.engine.running import Running, num_new_of, states_of
-from engines.inference.kv.saving import KVSaving
-from engines.inference.weights.canary import check_weights
-from engines.inference.weights.received_weights import HandedWeights
-from engines.inference.weights.source import WeightSources
-from engines.rollout.interface import EngineEvents
-from engines.shared_memory import clear_dead
-from engines.store.rows import rollout_rows
-from schemas.config import EngineConfig
-from schemas.counts import DraftingCounts, KVCounts
-from schemas.engine import ALONE, EngineSetup
-from schemas.rollout import (
+from refrain.engines.bounded import wait_for
+from refrain.engines.environment.client import EnvironmentClient
+from refrain.engines.garbage import freeze_garbage
+from refrain.engines.gpus.cleanup import Marked, given_gpus, mark_children
+from refrain.engines.inference.engine.admission import Admitted, admit, admitted
+from refrain.engines.inference.engine.arguments import engine_args
+from refrain.engines.inference.engine.conversations import Conversations, TurnLimits, waits
+from refrain.engines.inference.engine.drafting_calls import DraftingCalls
+from refrain.engines.inference.engine.last_error import last_error
+from refrain.engines.inference.engine.metrics_export import stat_loggers
+from refrain.engines.inference.engine.parking import HostMemory, Memory, SleepMode
+from refrain.engines.inference.engine.process import prepare_process
+from refrain.engines.inference.engine.running import Running, num_new_of, states_of
+from refrain.engines.inference.kv.saving import KVSaving
+from refrain.engines.inference.weights.canary import check_weights
+from refrain.engines.inference.weights.received_weights import HandedWeights
+from refrain.engines.inference.weights.source import WeightSources
+from refrain.engines.rollout.interface import EngineEvents
+from refrain.engines.shared_memory import clear_dead
+from refrain.engines.store.rows import rollout_rows
+from refrain.schemas.config import EngineConfig
+from refrain.schemas.counts import DraftingCounts, KVCounts
+from refrain.schemas.engine import ALONE, EngineSetup
+from refrain.schemas.rollout import (
     DraftSetting,
     FinishReason,
     RequestId,
@@ -42,7 +42,7 @@ from schemas.rollout import (
     RolloutRequest,
     SavedKV,
 )
-from schemas.weights import PolicyWeights
+from refrain.schemas.weights import PolicyWeights
 
 POLL_S = 0.25
 """Longest time that `next_events` waits for an event."""

@@ -6,12 +6,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from engines.inference.engine.kv_of_runner import KVOfRunner, kv_of
-from engines.inference.engine.process import submitted_as
-from engines.inference.engine.supported import check_runner
-from engines.inference.kv.pages import release_pages
-from schemas.config import EngineConfig
-from schemas.engine import EngineSetup
+from refrain.engines.inference.engine.kv_of_runner import KVOfRunner, kv_of
+from refrain.engines.inference.engine.process import submitted_as
+from refrain.engines.inference.engine.supported import check_runner
+from refrain.engines.inference.kv.pages import release_pages
+from refrain.schemas.config import EngineConfig
+from refrain.schemas.engine import EngineSetup
 
 
 class WorkerExtension:
@@ -35,12 +35,12 @@ class WorkerExtension:
         """Replace the runner's samplers. Call once, before the first request."""
         check_runner(self.model_runner, self.use_v2_model_runner)
         samplers = "samplers_v2" if self.use_v2_model_runner else "samplers"
-        import_module(f"engines.inference.sampling.{samplers}").install(self.model_runner)
+        import_module(f"refrain.engines.inference.sampling.{samplers}").install(self.model_runner)
 
     def install_drafting(self, config_json: str, setup_json: str, engine: int) -> None:
         """Replace the runner's speculator. Call once, before the first request."""
         if self.use_v2_model_runner:
-            from engines.inference.drafting import device_drafter
+            from refrain.engines.inference.drafting import device_drafter
 
             config = EngineConfig.model_validate_json(config_json)
             device_drafter.install(self.model_runner, config)
@@ -51,7 +51,7 @@ class WorkerExtension:
     def begin_drafting(self, config_json: str, setup_json: str, engine: int) -> None:
         """Draft with a new proposer. Call between two stages."""
         if self._drafts:
-            from engines.inference.drafting.proposer import Proposer
+            from refrain.engines.inference.drafting.proposer import Proposer
 
             config = EngineConfig.model_validate_json(config_json)
             setup = EngineSetup.model_validate_json(setup_json)

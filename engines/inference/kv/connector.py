@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from engines.inference.kv.files import (
+from refrain.engines.inference.kv.files import (
     UNREADABLE,
     KVFiles,
     SavedBlocks,
@@ -35,9 +35,9 @@ from engines.inference.kv.files import (
     rank_file,
     write_blocks,
 )
-from engines.inference.kv.heads import pieces, saves
-from engines.inference.kv.precopy import PreCopies
-from engines.inference.kv.saving import KVSource
+from refrain.engines.inference.kv.heads import pieces, saves
+from refrain.engines.inference.kv.precopy import PreCopies
+from refrain.engines.inference.kv.saving import KVSource
 
 logger = init_logger(__name__)
 

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engines.inference.kv.heads import Piece
+from refrain.engines.inference.kv.heads import Piece
 
 FREE_SHARE = 0.1
 """Share of shared memory to leave free for others, such as Ray's object store."""

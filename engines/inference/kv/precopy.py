@@ -20,7 +20,7 @@ from threading import Event, Thread
 import torch
 from torch import Tensor
 
-from engines.inference.kv.files import Extent, Stopped, extents_of, write_blocks
+from refrain.engines.inference.kv.files import Extent, Stopped, extents_of, write_blocks
 
 logger = logging.getLogger(__name__)
 

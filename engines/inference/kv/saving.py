@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.bounded import wait_for
-from engines.shared_memory import PrivateDir
-from schemas.counts import KVCounts
-from schemas.rollout import RequestId, RolloutRequest, SavedKV
+from refrain.engines.bounded import wait_for
+from refrain.engines.shared_memory import PrivateDir
+from refrain.schemas.counts import KVCounts
+from refrain.schemas.rollout import RequestId, RolloutRequest, SavedKV
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ measurement includes that time, because a run would spend it too.
 import time
 from functools import partial
 
-from engines.inference.drafting.vllm_drafter import VLLMDrafter
-from engines.inference.profiling.engine import machine_facts, point_of, random_prompts
-from engines.latency.grid import num_draft_windows
-from schemas.drafting import DrafterConfig
-from schemas.latency import ProfilePoint
-from schemas.profile import MachineFacts, Measurement
+from refrain.engines.inference.drafting.vllm_drafter import VLLMDrafter
+from refrain.engines.inference.profiling.engine import machine_facts, point_of, random_prompts
+from refrain.engines.latency.grid import num_draft_windows
+from refrain.schemas.drafting import DrafterConfig
+from refrain.schemas.latency import ProfilePoint
+from refrain.schemas.profile import MachineFacts, Measurement
 
 
 class ProfilingDrafter(VLLMDrafter):

@@ -16,13 +16,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from engines.inference.engine.arguments import drafting_graphs
-from engines.inference.engine.process import generate, outputs
-from engines.inference.engine.vllm_engine import VLLMEngine
-from schemas.config import EngineConfig
-from schemas.drafting import NGRAM
-from schemas.latency import PointKind, ProfilePoint
-from schemas.profile import MachineFacts, Measurement
+from refrain.engines.inference.engine.arguments import drafting_graphs
+from refrain.engines.inference.engine.process import generate, outputs
+from refrain.engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.schemas.config import EngineConfig
+from refrain.schemas.drafting import NGRAM
+from refrain.schemas.latency import PointKind, ProfilePoint
+from refrain.schemas.profile import MachineFacts, Measurement
 
 _WARM_UP_STEPS = 4
 _MAX_TRIES = 3
@@ -74,7 +74,9 @@ class ProfilingEngine(VLLMEngine):
 
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         args = super()._engine_args(on_cpu)
-        args["worker_extension_cls"] = "engines.inference.profiling.worker.ProfilingWorkerExtension"
+        args["worker_extension_cls"] = (
+            "refrain.engines.inference.profiling.worker.ProfilingWorkerExtension"
+        )
         if not any(self._config.model.path.glob("*.safetensors*")):
             # A shard has no weights on disk. Random weights take as long.
             args["load_format"] = "dummy"

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from engines.actors import ActorError, RemoteActor
-from engines.bounded import gather_all
-from schemas.latency import ProfilePoint
-from schemas.profile import MachineFacts, Measurement
+from refrain.engines.actors import ActorError, RemoteActor
+from refrain.engines.bounded import gather_all
+from refrain.schemas.latency import ProfilePoint
+from refrain.schemas.profile import MachineFacts, Measurement
 
 
 class Profilers:

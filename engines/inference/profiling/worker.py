@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from engines.inference.engine.worker import WorkerExtension
-from engines.inference.profiling.engine import NGRAM_SIZES
+from refrain.engines.inference.engine.worker import WorkerExtension
+from refrain.engines.inference.profiling.engine import NGRAM_SIZES
 
 
 class ProfilingWorkerExtension(WorkerExtension):

@@ -11,14 +11,14 @@ from numba import float32, int32, int64, njit, uint32, uint64, void
 from numba.extending import intrinsic
 from torch import Tensor
 
-from engines.inference.sampling.noise import (
+from refrain.engines.inference.sampling.noise import (
     LOG_OF_2,
     LOG_SERIES,
     NEAR_ONE,
     SQRT_HALF_BITS,
 )
-from engines.inference.sampling.step_rows import GREEDY_BELOW, REJECTED, StepRows
-from engines.noise.generator import philox, stream_of
+from refrain.engines.inference.sampling.step_rows import GREEDY_BELOW, REJECTED, StepRows
+from refrain.engines.noise.generator import philox, stream_of
 
 _BLOCK = 1024
 """Token ids per block. Their scores fit into the L1 cache."""

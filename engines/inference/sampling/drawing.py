@@ -18,8 +18,8 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from engines.inference.engine.extra_args import SAMPLE_KEY
-from engines.inference.sampling.step_rows import GREEDY_BELOW, Foresee, Sample, StepRows
+from refrain.engines.inference.engine.extra_args import SAMPLE_KEY
+from refrain.engines.inference.sampling.step_rows import GREEDY_BELOW, Foresee, Sample, StepRows
 
 
 class Drawing:
@@ -28,7 +28,7 @@ class Drawing:
     def __init__(self, device: torch.device) -> None:
         # Import only the module of this device, and only after vLLM has started (see `cpu`).
         backend = "cpu" if torch.device(device).type == "cpu" else "gpu"
-        self._backend = import_module(f"engines.inference.sampling.{backend}")
+        self._backend = import_module(f"refrain.engines.inference.sampling.{backend}")
         self._sample: Sample = self._backend.sample
         self._foresee: Foresee = self._backend.foresee
         self._device = device

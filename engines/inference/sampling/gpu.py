@@ -4,9 +4,9 @@ import torch
 import triton
 from torch import Tensor
 
-from engines.inference.sampling.kernels import accept, draw
-from engines.inference.sampling.noise import perturbed_argmax
-from engines.inference.sampling.step_rows import StepRows
+from refrain.engines.inference.sampling.kernels import accept, draw
+from refrain.engines.inference.sampling.noise import perturbed_argmax
+from refrain.engines.inference.sampling.step_rows import StepRows
 
 BLOCK = 2048
 """Token ids in one part of the vocabulary."""

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from engines.inference.sampling import noise
-from engines.inference.sampling.step_rows import GREEDY_BELOW, REJECTED
+from refrain.engines.inference.sampling import noise
+from refrain.engines.inference.sampling.step_rows import GREEDY_BELOW, REJECTED
 
 _PHILOX_ROUNDS = tl.constexpr(noise.PHILOX_ROUNDS)
 _MULTIPLIER, _WEYL = tl.constexpr(noise.PHILOX_MULTIPLIER), tl.constexpr(noise.PHILOX_WEYL)

@@ -19,7 +19,7 @@ operations in this order and fuse none of them. Tests compare them with this mod
 import torch
 from torch import Tensor
 
-from engines.noise.constants import (
+from refrain.engines.noise.constants import (
     MIX_1,
     MIX_2,
     PHILOX_MULTIPLIER,

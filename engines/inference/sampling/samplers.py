@@ -10,8 +10,8 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from engines.inference.sampling.drawing import Drawing, by_row, key_of
-from engines.inference.sampling.step_rows import StepRows
+from refrain.engines.inference.sampling.drawing import Drawing, by_row, key_of
+from refrain.engines.inference.sampling.step_rows import StepRows
 
 
 def install(runner: Any) -> None:

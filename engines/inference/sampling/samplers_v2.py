@@ -16,8 +16,8 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, gather_draft_sampled
 
-from engines.inference.sampling.drawing import Drawing, key_of
-from engines.inference.sampling.step_rows import GREEDY_BELOW, REJECTED, StepRows
+from refrain.engines.inference.sampling.drawing import Drawing, key_of
+from refrain.engines.inference.sampling.step_rows import GREEDY_BELOW, REJECTED, StepRows
 
 
 def install(runner: Any) -> None:

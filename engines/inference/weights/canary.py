@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.inference.engine.process import generate
-from engines.rollout.interface import WeightSyncError
-from schemas.weights import Canary, PolicyWeights
+from refrain.engines.inference.engine.process import generate
+from refrain.engines.rollout.interface import WeightSyncError
+from refrain.schemas.weights import Canary, PolicyWeights
 
 FLOAT32_TOLERANCE = 1e-3
 """Floor of the bounds in float32, in nats: only the order of additions differs."""

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from engines.actors import ActorError, RemoteActor
-from engines.machine.shared_gpu import HANDED_AT_ONCE_BYTES
+from refrain.engines.actors import ActorError, RemoteActor
+from refrain.engines.machine.shared_gpu import HANDED_AT_ONCE_BYTES
 
 if TYPE_CHECKING:
-    from engines.learn.publishing import WholeTensors
+    from refrain.engines.learn.publishing import WholeTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class HandOver:
         Return a message for each engine that failed. The call imports vLLM in this process.
         """
         # Importing vLLM takes half a minute, so import it only if needed.
-        from engines.inference.weights.ipc import send_weights
+        from refrain.engines.inference.weights.ipc import send_weights
 
         client = self.client(policy_version)
         sizes = (prod(shape) * whole.dtype.itemsize for shape in whole.shapes.values())

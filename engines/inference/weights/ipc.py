@@ -12,7 +12,7 @@ from vllm.distributed.weight_transfer.ipc_engine import (
 )
 
 if TYPE_CHECKING:
-    from engines.learn.publishing import WholeTensors
+    from refrain.engines.learn.publishing import WholeTensors
 
 
 class OnePass(WeightSource):

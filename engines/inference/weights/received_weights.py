@@ -9,7 +9,7 @@ in the engines' turn.
 
 from typing import Any
 
-from engines.inference.engine.parking import Memory
+from refrain.engines.inference.engine.parking import Memory
 
 
 class HandedWeights:

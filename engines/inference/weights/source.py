@@ -5,12 +5,12 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from engines.actors import ActorError, ActorGone, RemoteActor
-from engines.couriers import courier_of
-from engines.rollout.interface import WeightsLost, WeightSyncError
-from engines.shared_memory import memory_file
-from engines.weights_file import LostFile, WrongFile, check_file
-from schemas.weights import PolicyWeights, WeightsFile
+from refrain.engines.actors import ActorError, ActorGone, RemoteActor
+from refrain.engines.couriers import courier_of
+from refrain.engines.rollout.interface import WeightsLost, WeightSyncError
+from refrain.engines.shared_memory import memory_file
+from refrain.engines.weights_file import LostFile, WrongFile, check_file
+from refrain.schemas.weights import PolicyWeights, WeightsFile
 
 
 class WeightSources:

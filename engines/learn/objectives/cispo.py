@@ -1,8 +1,8 @@
 """CISPO: clip the weight of a token's gradient, not its gradient."""
 
-from engines.learn.objectives.ratios import bounded_ratios
-from engines.learn.objectives.tokens import PolicyLosses, PolicyTokens
-from schemas.algorithm import AlgorithmConfig
+from refrain.engines.learn.objectives.ratios import bounded_ratios
+from refrain.engines.learn.objectives.tokens import PolicyLosses, PolicyTokens
+from refrain.schemas.algorithm import AlgorithmConfig
 
 
 def cispo(tokens: PolicyTokens, algorithm: AlgorithmConfig) -> PolicyLosses:

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from engines.learn.objectives.ratios import MAX_LOG_RATIO
+from refrain.engines.learn.objectives.ratios import MAX_LOG_RATIO
 
 
 def taught_advantages(

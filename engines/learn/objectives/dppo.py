@@ -4,9 +4,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from engines.learn.objectives.ratios import bounded_ratios
-from engines.learn.objectives.tokens import PolicyLosses, PolicyTokens
-from schemas.algorithm import AlgorithmConfig
+from refrain.engines.learn.objectives.ratios import bounded_ratios
+from refrain.engines.learn.objectives.tokens import PolicyLosses, PolicyTokens
+from refrain.schemas.algorithm import AlgorithmConfig
 
 
 def dppo(tokens: PolicyTokens, algorithm: AlgorithmConfig) -> PolicyLosses:

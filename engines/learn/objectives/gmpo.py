@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from engines.learn.objectives.ratios import bounded_ratios, sequence_log_ratios
-from engines.learn.objectives.tokens import PolicyLosses, PolicyTokens
-from schemas.algorithm import AlgorithmConfig
+from refrain.engines.learn.objectives.ratios import bounded_ratios, sequence_log_ratios
+from refrain.engines.learn.objectives.tokens import PolicyLosses, PolicyTokens
+from refrain.schemas.algorithm import AlgorithmConfig
 
 
 def gmpo(tokens: PolicyTokens, algorithm: AlgorithmConfig) -> PolicyLosses:

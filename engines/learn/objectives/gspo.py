@@ -1,9 +1,9 @@
 """GSPO: one ratio for each sequence."""
 
-from engines.learn.objectives.clipped import clipped_at
-from engines.learn.objectives.ratios import sequence_log_ratios
-from engines.learn.objectives.tokens import PolicyLosses, PolicyTokens
-from schemas.algorithm import AlgorithmConfig
+from refrain.engines.learn.objectives.clipped import clipped_at
+from refrain.engines.learn.objectives.ratios import sequence_log_ratios
+from refrain.engines.learn.objectives.tokens import PolicyLosses, PolicyTokens
+from refrain.schemas.algorithm import AlgorithmConfig
 
 
 def gspo(tokens: PolicyTokens, algorithm: AlgorithmConfig) -> PolicyLosses:

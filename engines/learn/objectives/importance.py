@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from engines.learn.objectives.ratios import bounded_ratios, over_sequences
+from refrain.engines.learn.objectives.ratios import bounded_ratios, over_sequences
 
 
 def importance_weights(

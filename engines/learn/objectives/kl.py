@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from engines.learn.objectives.ratios import MAX_LOG_RATIO
+from refrain.engines.learn.objectives.ratios import MAX_LOG_RATIO
 
 MAX_KL = 10.0
 """Nats at which a token's k3 estimate is clamped, as in veRL."""

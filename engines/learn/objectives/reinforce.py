@@ -2,8 +2,8 @@
 
 import torch
 
-from engines.learn.objectives.tokens import PolicyLosses, PolicyTokens
-from schemas.algorithm import AlgorithmConfig
+from refrain.engines.learn.objectives.tokens import PolicyLosses, PolicyTokens
+from refrain.schemas.algorithm import AlgorithmConfig
 
 
 def reinforce(tokens: PolicyTokens, _algorithm: AlgorithmConfig) -> PolicyLosses:

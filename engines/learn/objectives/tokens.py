@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from schemas.algorithm import AlgorithmConfig
+from refrain.schemas.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.chaos import figures, go_on, measure
-from benchmarks.chaos.faults import (
+from refrain.benchmarks.chaos import figures, go_on, measure
+from refrain.benchmarks.chaos.faults import (
     PAIRS,
     Moment,
     RunMode,
@@ -20,9 +20,9 @@ from benchmarks.chaos.faults import (
     of_environments,
     on_runs,
 )
-from benchmarks.chaos.small_run import small_run
-from benchmarks.chaos.strikes import NUM_STEPS, damage, damage_line
-from flows.config_file import load_config
+from refrain.benchmarks.chaos.small_run import small_run
+from refrain.benchmarks.chaos.strikes import NUM_STEPS, damage, damage_line
+from refrain.flows.config_file import load_config
 from tests.flows.test_bad_input import check
 
 

@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chaos.checks import COMPLETE, RecordedSample, RunTraces, SampleKey, complaints
+from refrain.benchmarks.chaos.checks import (
+    COMPLETE,
+    RecordedSample,
+    RunTraces,
+    SampleKey,
+    complaints,
+)
 
 NUM_STEPS = 3
 

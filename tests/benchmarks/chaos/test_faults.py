@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.chaos import add_arguments
-from benchmarks.chaos.faults import (
+from refrain.benchmarks.chaos import add_arguments
+from refrain.benchmarks.chaos.faults import (
     EVERY_RUNS,
     LATER,
     MAX_STEPS,
@@ -22,8 +22,8 @@ from benchmarks.chaos.faults import (
     moments,
     on_runs,
 )
-from benchmarks.chaos.small_run import CHECKOUT
-from schemas.bench import BenchReport
+from refrain.benchmarks.chaos.small_run import CHECKOUT
+from refrain.schemas.bench import BenchReport
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.chaos.faults import Fault, Moment, RunMode, Strike, Target
-from benchmarks.chaos.run_traces import SHARED_MEMORY, described, held_by_nobody
-from benchmarks.chaos.small_run import CHECKOUT, SmallRun, small_run
-from benchmarks.chaos.strikes import _apply, _find, _left_running, see_through
+from refrain.benchmarks.chaos.faults import Fault, Moment, RunMode, Strike, Target
+from refrain.benchmarks.chaos.run_traces import SHARED_MEMORY, described, held_by_nobody
+from refrain.benchmarks.chaos.small_run import CHECKOUT, SmallRun, small_run
+from refrain.benchmarks.chaos.strikes import _apply, _find, _left_running, see_through
 
 STRIKE = Strike(
     number=0, target=Target.STORE, fault=Fault.KILL, moment=Moment.ROLLOUT, mode=RunMode.SYNC
@@ -91,7 +91,7 @@ def test_a_process_of_the_run_is_found_and_killed(run: SmallRun) -> None:
 
 
 def test_a_process_that_is_left_is_named(run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.chaos.strikes.GONE_S", 0.5)
+    monkeypatch.setattr("refrain.benchmarks.chaos.strikes.GONE_S", 0.5)
     store = process(run, SLEEPS)
     (named,) = _left_running(run)
     assert named.startswith(f"{store.pid} ")
@@ -100,7 +100,7 @@ def test_a_process_that_is_left_is_named(run: SmallRun, monkeypatch: pytest.Monk
 
 
 def test_stopped_process_resumes(run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.chaos.strikes.STOPPED_S", 1.0)
+    monkeypatch.setattr("refrain.benchmarks.chaos.strikes.STOPPED_S", 1.0)
     monkeypatch.setattr(SmallRun, "running", True)
     store = process(run, SLEEPS)
     began = time.monotonic()

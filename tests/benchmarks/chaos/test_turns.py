@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from benchmarks.chaos.turns import lost_turns, num_taken_over
-from engines.store.store import Store
-from engines.store.turns import turn_rows
-from schemas.keys import group_seed
-from schemas.rollout import Split, Turn
+from refrain.benchmarks.chaos.turns import lost_turns, num_taken_over
+from refrain.engines.store.store import Store
+from refrain.engines.store.turns import turn_rows
+from refrain.schemas.keys import group_seed
+from refrain.schemas.rollout import Split, Turn
 from tests.store.test_open_turns import turn
 from tests.store.test_store import add_rollouts
 from tests.store.test_turns import talk

@@ -4,14 +4,14 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.papers.areal import (
+from refrain.benchmarks.papers.areal import (
     Asynchronous,
     measured_steps,
     run_asynchronous,
     simulate_asynchronous,
 )
-from benchmarks.papers.pipeline import Configuration, simulate_pipeline
-from benchmarks.papers.rhymerl import dealt, on_policy
+from refrain.benchmarks.papers.pipeline import Configuration, simulate_pipeline
+from refrain.benchmarks.papers.rhymerl import dealt, on_policy
 from tests.benchmarks.papers.test_pipeline import EIGHT, LATENCY, TWO, script_of, small_script
 from tests.simulate.latencies import LinearLatency
 

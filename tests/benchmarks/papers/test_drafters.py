@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.papers.drafters import (
+from refrain.benchmarks.papers.drafters import (
     DRAFTERS,
     LARGE,
     LATENCY,
@@ -14,10 +14,10 @@ from benchmarks.papers.drafters import (
     SMALL,
     draw_acceptances,
 )
-from benchmarks.papers.settings import SETTINGS
-from benchmarks.papers.specactor import coupled_speedup
-from benchmarks.papers.speculation_case import Case
-from schemas.rollout import RequestId, Split
+from refrain.benchmarks.papers.settings import SETTINGS
+from refrain.benchmarks.papers.specactor import coupled_speedup
+from refrain.benchmarks.papers.speculation_case import Case
+from refrain.schemas.rollout import RequestId, Split
 
 IDS = [RequestId(Split.TRAIN, 1, str(i), 0) for i in range(4000)]
 (SETTING,) = SETTINGS["specactor"]

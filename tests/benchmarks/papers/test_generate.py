@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.papers.generate import (
+from refrain.benchmarks.papers.generate import (
     K,
     cut_mean,
     fit_shares,

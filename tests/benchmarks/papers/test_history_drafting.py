@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from benchmarks.papers import history_drafting
-from benchmarks.papers.generate import generate, rhymerl
-from benchmarks.papers.settings import RHYMERL_14B_TP2, LinearLatency
-from benchmarks.papers.similar_tokens import Resemblance, similar_groups
-from engines.histospec.gate import ProfiledStepTimes
-from engines.histospec.library import PromptHistory
-from engines.simulate.history import DRAFTINGS
+from refrain.benchmarks.papers import history_drafting
+from refrain.benchmarks.papers.generate import generate, rhymerl
+from refrain.benchmarks.papers.settings import RHYMERL_14B_TP2, LinearLatency
+from refrain.benchmarks.papers.similar_tokens import Resemblance, similar_groups
+from refrain.engines.histospec.gate import ProfiledStepTimes
+from refrain.engines.histospec.library import PromptHistory
+from refrain.engines.simulate.history import DRAFTINGS
 
 SPEC = rhymerl().model_copy(update={"num_prompts": 64, "prompts_per_step": 16, "group_size": 8})
 LENGTHS = [(tuple(range(650, 970, 20)), tuple(range(770, 1138, 23)))] * 4

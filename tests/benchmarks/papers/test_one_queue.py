@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.papers.one_queue import queued
-from benchmarks.papers.pipeline import Configuration, simulate_pipeline
-from benchmarks.papers.rhymerl import dealt
+from refrain.benchmarks.papers.one_queue import queued
+from refrain.benchmarks.papers.pipeline import Configuration, simulate_pipeline
+from refrain.benchmarks.papers.rhymerl import dealt
 from tests.benchmarks.papers.test_pipeline import EIGHT, LATENCY, small_script
 
 TRAIN_S = 5.0

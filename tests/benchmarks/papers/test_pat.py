@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.papers.generate import K, generate
-from benchmarks.papers.pat import (
+from refrain.benchmarks.papers.generate import K, generate
+from refrain.benchmarks.papers.pat import (
     BEST,
     CONTROL_S,
     FITTED,
@@ -20,9 +20,9 @@ from benchmarks.papers.pat import (
     lengths,
     machine,
 )
-from benchmarks.papers.scene import run_scene
-from benchmarks.papers.switching import PRINTED_BASE, Steps, compare
-from engines.latency.hardware import H100
+from refrain.benchmarks.papers.scene import run_scene
+from refrain.benchmarks.papers.switching import PRINTED_BASE, Steps, compare
+from refrain.engines.latency.hardware import H100
 
 A40_16K = next(p for p in POINTS if (p.hardware, p.num_gpus, p.max_k) == ("A40", 8, 16))
 PRESET = {name: getattr(H100, name) for name in FITTED["H100"]}

@@ -6,19 +6,26 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from benchmarks.papers import pipeline
-from benchmarks.papers.generate import generate, rhymerl
-from benchmarks.papers.pipeline import Configuration, simulate_pipeline
-from benchmarks.papers.rhymerl import REPORT_S, dealt, in_turn, migrating, on_policy, variants
-from benchmarks.papers.script import read_script
-from benchmarks.papers.windows import GatedHistory
-from engines.rollout.moves import Defer, Migrate
-from engines.simulate.run_config import run_config
-from engines.simulate.trace import Trace
-from schemas.rollout import LengthHistory, Split
-from schemas.scheduling import HistoPipeConfig
-from schemas.simulate import ClusterLayout
-from schemas.step import PromptGroup, StepPlan
+from refrain.benchmarks.papers import pipeline
+from refrain.benchmarks.papers.generate import generate, rhymerl
+from refrain.benchmarks.papers.pipeline import Configuration, simulate_pipeline
+from refrain.benchmarks.papers.rhymerl import (
+    REPORT_S,
+    dealt,
+    in_turn,
+    migrating,
+    on_policy,
+    variants,
+)
+from refrain.benchmarks.papers.script import read_script
+from refrain.benchmarks.papers.windows import GatedHistory
+from refrain.engines.rollout.moves import Defer, Migrate
+from refrain.engines.simulate.run_config import run_config
+from refrain.engines.simulate.trace import Trace
+from refrain.schemas.rollout import LengthHistory, Split
+from refrain.schemas.scheduling import HistoPipeConfig
+from refrain.schemas.simulate import ClusterLayout
+from refrain.schemas.step import PromptGroup, StepPlan
 from tests.simulate.latencies import LinearLatency
 
 STEPWISE = LinearLatency(1.0, prefill_step_s=1.0)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from benchmarks.papers.generate import generate
-from benchmarks.papers.settings import SETTINGS
-from engines.simulate.cluster import PolicySet, summarise
+from refrain.benchmarks.papers.generate import generate
+from refrain.benchmarks.papers.settings import SETTINGS
+from refrain.engines.simulate.cluster import PolicySet, summarise
 from tests.simulate.comparing import compare
 
 (PAT,) = SETTINGS["pat"]

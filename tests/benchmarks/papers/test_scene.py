@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.papers.real_run import bare_plan
-from benchmarks.papers.scene import Scene, run_scene, switch_times
-from engines.control.techniques import StepInputs
-from engines.latency.analytic import AnalyticLatency
-from engines.latency.hardware import A40
-from engines.latency.model_shape import SHAPES
-from engines.pat.costs import SwitchCosts
-from engines.pat.layouts import plan_pools
-from engines.rollout.moves import Reshape
-from engines.simulate.cluster import step_requests
-from engines.simulate.run_config import run_config
-from engines.simulate.trace import Trace
-from schemas.rollout import RequestId
+from refrain.benchmarks.papers.real_run import bare_plan
+from refrain.benchmarks.papers.scene import Scene, run_scene, switch_times
+from refrain.engines.control.techniques import StepInputs
+from refrain.engines.latency.analytic import AnalyticLatency
+from refrain.engines.latency.hardware import A40
+from refrain.engines.latency.model_shape import SHAPES
+from refrain.engines.pat.costs import SwitchCosts
+from refrain.engines.pat.layouts import plan_pools
+from refrain.engines.rollout.moves import Reshape
+from refrain.engines.simulate.cluster import step_requests
+from refrain.engines.simulate.run_config import run_config
+from refrain.engines.simulate.trace import Trace
+from refrain.schemas.rollout import RequestId
 
 SHAPE = SHAPES["LLaMA3.1-8B"]
 LATENCY = AnalyticLatency(SHAPE, A40)

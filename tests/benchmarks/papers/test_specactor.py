@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.papers.drafters import DRAFTERS, SMALL
-from benchmarks.papers.settings import SETTINGS
-from benchmarks.papers.specactor import (
+from refrain.benchmarks.papers.drafters import DRAFTERS, SMALL
+from refrain.benchmarks.papers.settings import SETTINGS
+from refrain.benchmarks.papers.specactor import (
     BASELINE,
     COUPLED,
     ENDS,
@@ -17,9 +17,9 @@ from benchmarks.papers.specactor import (
     simulate_speculation,
     variants,
 )
-from benchmarks.papers.speculation_case import Case
-from schemas.rollout import DraftSetting
-from schemas.simulate import ClusterLayout
+from refrain.benchmarks.papers.speculation_case import Case
+from refrain.schemas.rollout import DraftSetting
+from refrain.schemas.simulate import ClusterLayout
 
 (SETTING,) = SETTINGS["specactor"]
 SPEC = SETTING.spec.model_copy(

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.papers.windows import GatedHistory, TokenLatency
-from engines.simulate.clock import run_virtual
-from engines.simulate.engine import VirtualEngine
-from engines.simulate.member import Passes
-from schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
-from schemas.weights import PolicyWeights
+from refrain.benchmarks.papers.windows import GatedHistory, TokenLatency
+from refrain.engines.simulate.clock import run_virtual
+from refrain.engines.simulate.engine import VirtualEngine
+from refrain.engines.simulate.member import Passes
+from refrain.schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
+from refrain.schemas.weights import PolicyWeights
 from tests.simulate.latencies import LinearLatency
 
 

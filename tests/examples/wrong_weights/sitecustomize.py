@@ -58,4 +58,4 @@ def _spoil(module: Any) -> None:
     module.PolicyWeightTransfer._load = load_others
 
 
-change_when_loaded({"engines.inference.weights.transfer": _spoil})
+change_when_loaded({"refrain.engines.inference.weights.transfer": _spoil})

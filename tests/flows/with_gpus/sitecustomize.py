@@ -32,8 +32,8 @@ def _read_no_file(module: Any) -> None:
 
 change_when_loaded(
     {
-        "tasks.run.machine": _it_is_there,
+        "refrain.tasks.run.machine": _it_is_there,
         "vllm.distributed.weight_transfer.packed_tensor": _work_on_it,
-        "engines.inference.weights.transfer": _read_no_file,
+        "refrain.engines.inference.weights.transfer": _read_no_file,
     }
 )
