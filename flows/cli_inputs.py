@@ -10,7 +10,7 @@ from refrain.flows.command import run_command
 
 
 @click.command()
-@click.argument("name", metavar="NAME|FILE")
+@click.argument("name", metavar="NAME|OWNER/NAME|FILE")
 @click.argument("sets", metavar="[SET]...", nargs=-1)
 @click.option(
     "--from",
@@ -23,13 +23,26 @@ from refrain.flows.command import run_command
 @click.option("-o", "--out", type=options.DIRECTORY, metavar="DIR", help="[default: data/NAME]")
 @click.option("--revision", metavar="REV", help="Revision on the Hub.  [default: the newest]")
 @click.option(
-    "--question", metavar="COLUMN", help="Questions in FILE. Leave out if its rows are veRL's."
+    "--split",
+    multiple=True,
+    metavar="SPLIT",
+    help="Split of OWNER/NAME, or a slice of it: train[:1000].  [default: train]",
 )
-@click.option("--answer", metavar="COLUMN", help="Right answers in FILE.")
+@click.option("--subset", metavar="NAME", help="Subset of OWNER/NAME, if it has several.")
 @click.option(
-    "--data-source", metavar="NAME", help="Scorer for FILE: the data source, as openai/gsm8k."
+    "--prompt",
+    "--question",
+    "question",
+    metavar="COLUMN",
+    help="Prompts in OWNER/NAME or FILE: texts or messages. Leave out if its rows are veRL's.",
 )
-@click.option("--instruction", default="", metavar="TEXT", help="Text after each question of FILE.")
+@click.option("--answer", metavar="COLUMN", help="Right answers there.")
+@click.option(
+    "--data-source",
+    metavar="NAME",
+    help="Scorer for them: the data source, as openai/gsm8k.  [default: OWNER/NAME]",
+)
+@click.option("--instruction", default="", metavar="TEXT", help="Text after each prompt of them.")
 @options.count("--size", help="Questions to train on, of all SETs together.  [default: 1000]")
 @click.option(
     "--held-out",
@@ -46,15 +59,17 @@ from refrain.flows.command import run_command
 )
 @click.option("--overwrite", is_flag=True, help="Replace existing files.")
 def data(name: str, **given: Any) -> None:
-    """Convert gsm8k, math, dapo17k, aime, or your own FILE to training files in veRL's format.
+    """Convert gsm8k, math, dapo17k, aime, any data set OWNER/NAME, or your own FILE to training
+    files in veRL's format.
 
-    The rows come from the Hugging Face Hub, or from local copies of its files. `reasoning-gym`
-    generates questions of its SETs, as many as you like.
+    The rows come from the Hugging Face Hub, or from local copies of its files. Of OWNER/NAME and
+    FILE you name the columns. `reasoning-gym` generates questions of its SETs, as many as you like.
 
     \b
     refrain data gsm8k
     refrain data gsm8k --from downloads/train.jsonl --from downloads/test.jsonl
-    refrain data mine.jsonl --question problem --answer result --data-source math_dapo
+    refrain data OWNER/NAME --prompt question --answer solution --split train
+    refrain data mine.jsonl --prompt problem --answer result --data-source math_dapo
     refrain data reasoning-gym chain_sum gsm_symbolic --size 2000 --difficulty 0,1
     """
     from refrain.flows.data import launch_data

@@ -104,7 +104,7 @@ def read_prompts(config: TrainConfig, most: int) -> list[Prompt]:
     check_against_transformers(config.model, config.max_model_len)
     tokenizer, longest = read_tokenizer(config.model), config.data.max_prompt_tokens
     settings = PromptSettings(drops_overlong=True)
-    found = load_dataset(config.data.train, tokenizer, longest, settings=settings).prompts
+    found = load_dataset(config.data.train_files, tokenizer, longest, settings=settings).prompts
     if min(len(found), most) < 2:
         raise ValueError(
             f"DATA has {len(found)} prompts of at most {longest} tokens, and --prompts is {most}: "

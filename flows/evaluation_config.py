@@ -58,12 +58,13 @@ def find_subject(given: EvaluateConfig) -> EvaluationSubject:
     values: dict[str, Any] = {"data": {}, "model": {}}
     values |= read_values(_settings_file(given, checkpoint), given.overrides)
     data = [str(path) for path in given.data] or values["data"].get("validation")
+    data = [data] if isinstance(data, str | dict) else data
     if not data:
         raise ValueError(
             f"no prompts to evaluate on: {given.config or checkpoint.name} has no "
             "data.validation. Give DATA, for example test.parquet (a veRL-style file)"
         )
-    names = "-".join([checkpoint.name, *(Path(path).stem for path in data)])
+    names = "-".join([checkpoint.name, *_stems(data)])
     # File names may have characters that names of runs may not have.
     name = given.name or re.sub(r"[^A-Za-z0-9._-]+", "-", names).lstrip("._-")
     config = {
@@ -76,8 +77,11 @@ def find_subject(given: EvaluateConfig) -> EvaluationSubject:
         # There is no trainer to share the GPUs with.
         "placement": "split",
     }
-    # An evaluation uses `validation` only, but every config must have `train`.
-    config["data"] = _dates(checkpoint) | config["data"] | {"train": data, "validation": data}
+    # An evaluation uses `validation` only, but every config must have `train`. A single source is
+    # no mixture, which could be refused.
+    train = data[:1] if isinstance(data[0], dict) else data
+    used = {"train": train, "validation": data}
+    config["data"] = _dates(checkpoint) | config["data"] | used
     config["model"] = config["model"] | {"path": str(checkpoint.model.absolute())}
     config["rollout"] = _sampling(config.get("rollout", {}), given.overrides)
     # Nothing is trained: a response of any length fits.
@@ -127,6 +131,11 @@ def _dates(checkpoint: Checkpoint) -> dict[str, Any]:
         return {}
     recorded = read_values(checkpoint.run_dir / CONFIG_FILE, ())["data"]
     return {"date": recorded["date"]} if "date" in recorded else {}
+
+
+def _stems(data: Sequence[Any]) -> list[str]:
+    """Return the names of the sources, or of the files without their endings."""
+    return [str(one.get("name")) if isinstance(one, dict) else Path(one).stem for one in data]
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:

@@ -75,12 +75,14 @@ def print_plan(plan: "RunPlan") -> None:
     datasets, steps = plan.inputs.datasets.items(), plan.inputs.loader.num_steps
     sizes = ", ".join(f"{len(data.prompts)} {split}" for split, data in datasets)
     print(f"{plan.config.name}: {sizes} prompts, {steps} steps. All is well.")
+    for line in plan.inputs.loader.mixture.lines():
+        print(line)
     for name, value in parts(plan).items():
         print(f"  {name:<12}{value}")
     for warning in plan.inputs.warnings:
         print(warning)
     if plan.config.drafting.enabled:
-        data = " ".join(str(path) for path in plan.config.data.train)
+        data = " ".join(str(path) for path in plan.config.data.train_files)
         print(
             "Drafts: their speedup depends on how random the policy is. The first step's log "
             f"shows it. To measure it now: refrain bench real {plan.config.model.path} {data}"

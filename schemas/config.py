@@ -271,6 +271,11 @@ class TrainConfig(Frozen):
         return "queue" if self.staleness and not self.pat.tp_degrees else "histopipe"
 
     @property
+    def rewards(self) -> tuple[RewardConfig, ...]:
+        """`reward`, and the rewards of sources that have their own."""
+        return (self.reward, *self.data.own_rewards.values())
+
+    @property
     def ranks_prompts(self) -> bool:
         return self.staleness > 0 and self.sample_placement == "histopipe"
 
@@ -279,7 +284,8 @@ class TrainConfig(Frozen):
         """Whether a step may defer samples to the next one."""
         ranked = self.ranks_prompts and self.histopipe.last_share > 0.0
         queued = self.staleness > 0 and self.sample_placement == "queue"
-        return (ranked or queued) and not self.algorithm.refills and not self.reward.group
+        grouped = any(reward.group for reward in self.rewards)
+        return (ranked or queued) and not self.algorithm.refills and not grouped
 
     @property
     def drawn_prompts_per_step(self) -> int:
@@ -379,7 +385,7 @@ class TrainConfig(Frozen):
                 "validate_every_steps is set but data.validation names no file: "
                 "add one or set validate_every_steps to 0"
             )
-        if self.reward.type == "environment" and self.environment is None:
+        if self.environment is None and "environment" in {one.type for one in self.rewards}:
             raise ValueError(
                 "reward.type is environment, but there is no environment: set environment.path to "
                 "your Python file, or score with another reward.type"

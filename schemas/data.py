@@ -1,7 +1,7 @@
 """Prompts of a data set."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +20,14 @@ class Prompt:
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Messages that the chat template renders, such as `{"role": "user", "content": "1+1=?"}`."""
+    source: str = ""
+    """Source of a mixture that the row comes from (`data.train`). Empty without a mixture."""
+
+
+class PassRate(NamedTuple):
+    """How often a prompt was solved when it was last drawn."""
+
+    rate: float
+    """Share of its responses that passed, from 0 to 1."""
+    epoch: int
+    """Epoch that drew it, from 0."""

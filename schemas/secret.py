@@ -1,7 +1,7 @@
 """Settings that are secrets. Records of a config show asterisks in their place."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, Secret, SecretStr
@@ -36,6 +36,8 @@ def redacted_settings(values: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Return the dotted names of settings with asterisks in place of a secret."""
     names = []
     for name, value in values.items():
+        if isinstance(value, list | tuple):
+            value = _numbered(value)
         if isinstance(value, Mapping):
             names += redacted_settings(value, f"{prefix}{name}.")
         elif isinstance(value, str) and REDACTED in value:
@@ -46,6 +48,8 @@ def redacted_settings(values: Mapping[str, Any], prefix: str = "") -> list[str]:
 def _revealed(values: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in values.items():
+        if isinstance(value, list | tuple):
+            value = _numbered(value)
         if isinstance(value, SecretStr | SecretUrl):
             text = value.get_secret_value()
             if REDACTED in str(value):
@@ -55,9 +59,16 @@ def _revealed(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _numbered(values: Sequence[Any]) -> dict[str, Any]:
+    """Return the members of a list by their place, which JSON can store as a name."""
+    return {str(at): value for at, value in enumerate(values)}
+
+
 def _filled_in(value: Any, secret: Any) -> Any:
     if isinstance(value, Mapping) and isinstance(secret, Mapping):
         return fill_in(value, secret)
+    if isinstance(value, list | tuple) and isinstance(secret, Mapping):
+        return list(fill_in(_numbered(value), secret).values())
     if isinstance(value, str) and REDACTED in value and secret is not None:
         return secret
     return value

@@ -44,6 +44,8 @@ class PromptGroup(Frozen):
     new prompt."""
     ranking_group: NonNegativeInt | None = None
     """Index in `StepPlan.ranking_groups`. None if prompts are not ranked."""
+    source: str = ""
+    """Source of the prompt in a mixture (`data.train`). Empty without a mixture."""
 
 
 class RankingGroup(Frozen):

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from refrain.schemas.data import PassRate
 from refrain.schemas.rollout import Split
 from refrain.schemas.run import RunRef
 from refrain.schemas.step import HistoryReport, RolloutBatch
@@ -25,10 +26,28 @@ async def index_history(ref: RunRef, step: int) -> HistoryReport:
         return report
     run.progress.phase(f"step {step}: looking up histories")
     started = time.perf_counter()
-    num_indexed = await index_drawn(run, step, run.inputs.loader.prompts_of(step))
+    num_indexed = await index_drawn(run, step, await drawn_prompts(run, step))
     wait_s = time.perf_counter() - started
     counts = {"indexes": run.history.counts(), "num_indexed": num_indexed, "wait_s": wait_s}
     return report.model_copy(update=counts)
+
+
+async def drawn_prompts(run: Run, step: int) -> tuple[str, ...]:
+    """Return the prompts that a step draws, in order. A resumed run gets the same."""
+    return run.inputs.loader.prompts_of(step, await pass_rates(run, step))
+
+
+async def pass_rates(run: Run, step: int) -> dict[str, PassRate]:
+    """Return the pass rates that decide on the prompts of the step's epoch: those that were known
+    when its first step was planned. Empty without a curriculum."""
+    loader, data = run.inputs.loader, run.config.data
+    if data.curriculum is None:
+        return {}
+    epoch = loader.epoch_of(step)
+    since = loader.first_step(max(0, epoch - data.curriculum.skip_epochs))
+    before = known_before(run, loader.first_step(epoch))
+    found = await run.store("pass_rates", since, before, data.pass_score)
+    return {key: PassRate(rate, loader.epoch_of(at)) for key, (rate, at) in found.items()}
 
 
 def known_before(run: Run, step: int) -> int:

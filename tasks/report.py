@@ -15,6 +15,7 @@ from refrain.engines.accounting.metrics import (
     validation_metrics,
 )
 from refrain.engines.accounting.savings import saving_metrics
+from refrain.engines.accounting.sources import source_metrics
 from refrain.engines.reports.markdown import record_link, step_page
 from refrain.engines.reward import sample_figures
 from refrain.engines.tracking.mlflow_client import MLFLOW_PAGE
@@ -31,6 +32,7 @@ from refrain.schemas.step import (
     TrainReport,
 )
 from refrain.schemas.timeline import Savings
+from refrain.tasks.history import pass_rates
 from refrain.tasks.run.advice import run_task
 from refrain.tasks.run.attach import Run, attach
 from refrain.tasks.run.gpus import num_devices
@@ -74,6 +76,8 @@ async def report_step(
         num_prompt_tokens=_prompt_tokens(run, plan, batch),
         num_devices=num_devices(run.config),
     )
+    more = await _data_metrics(run, plan.step)
+    report = report.model_copy(update={"metrics": report.metrics | more})
     told = before.metrics.get("history/num_blind_engines") if before else 0
     blind = blind_engines(history, plan, batch)
     if blind and len(blind) != told:
@@ -82,6 +86,20 @@ async def report_step(
     run.tracker.log_metrics(report.metrics | timing_metrics(report.timing_s), plan.step)
     run.progress.step(report, run.inputs.loader.num_steps)
     return report
+
+
+async def _data_metrics(run: Run, step: int) -> dict[str, float]:
+    """Return the metrics of each source of a mixture, and of the curriculum."""
+    loader, metrics = run.inputs.loader, {}
+    if len(loader.mixture.portions) > 1:
+        rows = await run.store("timed_rollouts", Split.TRAIN, step)
+        prompts = run.inputs.prompts_of(Split.TRAIN)
+        sources = {key: prompt.source for key, prompt in prompts.items()}
+        metrics = source_metrics(rows, sources, run.config.data.pass_score)
+    if loader.curriculum:
+        num_skipped = len(loader.skipped(step, await pass_rates(run, step)))
+        metrics["curriculum/skipped_share"] = num_skipped / loader.num_prompts
+    return metrics
 
 
 def _told_of_blind(step: int, engines: Sequence[int], config: TrainConfig) -> str:

@@ -82,7 +82,7 @@ def which_to_score(config: TrainConfig, split: Split) -> dict[str, Any]:
     group_size = config.validation_samples if validates else config.rollout.group_size
     return {
         "leave_out": leaves_out(config, split),
-        "num_finished": group_size if config.reward.group else 1,
+        "num_finished": group_size if any(reward.group for reward in config.rewards) else 1,
     }
 
 

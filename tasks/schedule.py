@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 
+from refrain.engines.data.sources import with_sources
 from refrain.engines.histopipe.passes import TOKENS, ExpectedPasses, fit_passes
 from refrain.engines.histopipe.placement import (
     Placement,
@@ -15,7 +16,7 @@ from refrain.engines.latency.measured import measured_by
 from refrain.schemas.rollout import LengthHistory, Split
 from refrain.schemas.run import RunRef
 from refrain.schemas.step import HistoryReport, RolloutBatch, StepPlan
-from refrain.tasks.history import index_prompts, known_before, last_known
+from refrain.tasks.history import drawn_prompts, index_prompts, known_before, last_known
 from refrain.tasks.run.advice import run_task
 from refrain.tasks.run.attach import Run, attach
 from refrain.tasks.run.policies import choose_drafting, choose_trials, kv_capacity_tokens
@@ -31,7 +32,7 @@ async def rank_and_group(
     """Plan a step: place its prompts on these engines by the response lengths of the last epoch."""
     run = attach(ref)
     loader, config = run.inputs.loader, run.config
-    keys = loader.prompts_of(step)
+    keys = await drawn_prompts(run, step)
     lengths: dict[str, LengthHistory] = {}
     if history.num_rollouts:
         lengths = await run.store("length_history", keys, known_before(run, step))
@@ -100,7 +101,7 @@ async def _plan(
         policy_version=policy_version,
         created_s=time.time(),
         group_size=group_size,
-        groups=placement.groups,
+        groups=with_sources(placement.groups, run.inputs.prompts_of(split)),
         ranking_groups=placement.ranking_groups,
         expected_s=placement.expected_s,
         equal_s=placement.equal_s,

@@ -51,6 +51,17 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "responses scored 0 after an error (`on_error` of `reward` or `environment`)",
         ),
     ),
+    "Sources and curriculum": (
+        Metric("source/{source}/share", "share", "prompts of the step from this source"),
+        Metric("source/{source}/score", "reward", "mean score of its responses"),
+        Metric(
+            "source/{source}/pass_rate",
+            "share",
+            "its responses with a score of at least `data.pass_score`",
+        ),
+        Metric("source/{source}/response_length", "tokens", "mean length of its responses"),
+        Metric("curriculum/skipped_share", "share", "prompts that the step's epoch skips"),
+    ),
     "Training": (
         Metric("actor/pg_loss", "", "policy part of the loss", SAME),
         Metric(

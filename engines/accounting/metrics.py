@@ -297,7 +297,7 @@ def evaluation_report(
         name=config.name,
         model=config.model.path,
         policy_version=batch.policy_version,
-        data=config.data.validation,
+        data=config.data.validation_files,
         seed=config.seed,
         samples=config.validation_samples,
         num_rollouts=batch.num_rollouts,

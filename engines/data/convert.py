@@ -35,18 +35,31 @@ class Columns:
 
     def convert(self, row: Mapping[str, Any], split: str, index: int) -> Row:
         """Return the row in veRL's form. Raises BadRowError."""
-        question, solution = (self._text(row, name) for name in (self.question, self.answer))
+        messages, solution = self._messages(row), self._text(row, self.answer)
         answer = self.extract(solution)
         if answer is None:
             raise BadRowError(f"`{self.answer}` holds no answer: {solution[-60:]!r}")
-        content = f"{question} {self.instruction}".strip()
         return {
             "data_source": self.data_source,
-            "prompt": [{"role": "user", "content": content}],
+            "prompt": messages,
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": answer.strip()},
             "extra_info": {"split": split, "index": index},
         }
+
+    def _messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the prompt with the instruction after its last message. Raises BadRowError."""
+        if isinstance(row.get(self.question), list):
+            messages = messages_of({"prompt": row[self.question]}, AS_THEY_ARE)
+        else:
+            messages = [{"role": "user", "content": self._text(row, self.question)}]
+        *earlier, last = messages
+        if last["role"] == "assistant":
+            raise BadRowError(
+                f"`{self.question}` ends with a message of the assistant: name a column with the "
+                "messages before it"
+            )
+        return [*earlier, last | {"content": f"{last['content']} {self.instruction}".strip()}]
 
     def _text(self, row: Mapping[str, Any], name: str) -> str:
         if name not in row:
@@ -72,7 +85,10 @@ def take_over(row: Mapping[str, Any], split: str, index: int) -> Row:
     del split, index
     missing = [name for name in COLUMNS[:-1] if row.get(name) is None]
     if missing:
-        raise BadRowError(f"no `{'`, no `'.join(missing)}`: name the columns to convert")
+        raise BadRowError(
+            f"no `{'`, no `'.join(missing)}`: name the columns to convert with --prompt and "
+            f"--answer; the row has {', '.join(row) or 'no columns'}"
+        )
     messages_of(row, AS_THEY_ARE)
     if not isinstance(row["data_source"], str):
         raise BadRowError("`data_source` is not a text: set it to the name that selects the scorer")

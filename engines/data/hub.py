@@ -28,11 +28,20 @@ def is_hub_name(path: Path | str) -> bool:
 def hub_rows(
     repository: str, subset: str | None, split: str, revision: str | None
 ) -> Iterable[Mapping[str, Any]]:
-    """Return the rows of a data set's split. Raises ValueError."""
+    """Return the rows of a split of a data set on the Hub, or in a local directory. Raises
+    ValueError."""
     from datasets import load_dataset
 
+    if (directory := Path(repository)).is_dir() and not any(directory.iterdir()):
+        raise ValueError(f"{repository} is empty: give a directory with Parquet or JSONL files")
     with _told(f"data set {repository}", "name local files with --from"):
-        return load_dataset(repository, subset, split=split, revision=revision)
+        try:
+            return load_dataset(repository, subset, split=split, revision=revision)
+        except ValueError as error:
+            said = " ".join(str(error).split())
+            raise ValueError(
+                f"data set {repository}: {said}: choose with --subset and --split"
+            ) from error
 
 
 def with_local_model(config: TrainConfig) -> TrainConfig:

@@ -1,18 +1,28 @@
-"""Choose the prompts of each RL step: a pure function of the seed and the step's number.
+"""Choose the prompts of each RL step: a pure function of the seed, the step's number and, with a
+curriculum, the pass rates that the step's epoch knows.
 
 The loader has no state to lose. A resumed run asks for step n and gets the same prompts as before,
 also across epochs. Steps count from 1, epochs from 0. The last step of an epoch takes the prompts
 that are left.
 
 A step may draw more prompts (refills) when some of its own teach nothing. Refills are a pure
-function of seed and step too. They take no prompts away from other steps, and leave the number of
-steps of an epoch unchanged.
+function of the same. They take no prompts away from other steps, and leave the number of steps of
+an epoch unchanged.
 """
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
+
+from refrain.engines.data.mixture import Mixture, Portion, skipped
+from refrain.schemas.data import PassRate
+from refrain.schemas.inputs import CurriculumConfig
+
+Rates = Mapping[str, PassRate]
+"""Pass rates by prompt. Prompts without a rate are never skipped."""
+NO_RATES: Rates = MappingProxyType({})
 
 
 class PromptLoader:
@@ -27,9 +37,12 @@ class PromptLoader:
         shuffle: bool,
         seed: int,
         max_steps: int | None = None,
+        portions: Sequence[Portion] = (),
+        curriculum: CurriculumConfig | None = None,
     ) -> None:
-        """Raises ValueError when there are no prompts. The keys must be distinct. `max_steps`:
-        upper limit for the steps of the run."""
+        """Raises ValueError when there are no prompts, or as `Mixture` does. The keys must be
+        distinct. `max_steps`: upper limit for the steps of the run. `portions`: the same keys by
+        source; without them there is one source."""
         if not prompt_keys:
             raise ValueError("there are no training prompts: check the files in data.train")
         assert len(set(prompt_keys)) == len(prompt_keys), "prompt keys must be distinct"
@@ -40,8 +53,10 @@ class PromptLoader:
         self.max_steps = max_steps
         self.shuffle = shuffle
         self.seed = seed
+        self.curriculum = curriculum
         self._keys = tuple(prompt_keys)
-        self._last_order: tuple[int, tuple[str, ...]] = (-1, ())
+        self.mixture = Mixture(portions or [Portion("", self._keys)], prompts_per_step)
+        self._last_order: tuple[tuple[int, frozenset[str]] | None, tuple[str, ...]] = (None, ())
 
     @property
     def steps_per_epoch(self) -> int:
@@ -59,22 +74,38 @@ class PromptLoader:
             raise ValueError(f"step {step} is outside the run, whose steps are 1..{self.num_steps}")
         return (step - 1) // self.steps_per_epoch
 
-    def prompts_of(self, step: int) -> tuple[str, ...]:
-        """Return the step's prompt keys, in order. Raises ValueError as `epoch_of` does."""
-        order = self._order_of(self.epoch_of(step))
+    @property
+    def num_prompts(self) -> int:
+        return len(self._keys)
+
+    def first_step(self, epoch: int) -> int:
+        return 1 + epoch * self.steps_per_epoch
+
+    def skipped(self, step: int, rates: Rates) -> frozenset[str]:
+        """Return the prompts that the curriculum skips in the step's epoch."""
+        if self.curriculum is None:
+            return frozenset()
+        return skipped(rates, self.curriculum, self.epoch_of(step))
+
+    def prompts_of(self, step: int, rates: Rates = NO_RATES) -> tuple[str, ...]:
+        """Return the step's prompt keys, in order. `rates`: those known when the step's epoch
+        began. Raises ValueError as `epoch_of` does."""
+        order = self._order_of(step, rates)
         start = (step - 1) % self.steps_per_epoch * self.prompts_per_step
         return order[start : start + self.prompts_per_step]
 
-    def refills_of(self, step: int) -> tuple[str, ...]:
-        """Return all prompts but the step's own, in the order in which the step draws refills.
+    def refills_of(self, step: int, rates: Rates = NO_RATES) -> tuple[str, ...]:
+        """Return all prompts of the epoch but the step's own, in the order in which the step draws
+        refills.
 
         The order is that of the epoch, from half an epoch after the step. So refills do not return
         in the next step, and steps draw different ones. Raises ValueError as `epoch_of` does.
         """
-        order, own = self._order_of(self.epoch_of(step)), set(self.prompts_of(step))
+        order, own = self._order_of(step, rates), set(self.prompts_of(step, rates))
         at = (step - 1) % self.steps_per_epoch * self.prompts_per_step + len(order) // 2
         start = at % len(order)
-        return tuple(key for key in order[start:] + order[:start] if key not in own)
+        later = dict.fromkeys(order[start:] + order[:start])
+        return tuple(key for key in later if key not in own)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state that a checkpoint of `step` saves. `check_state` uses it to detect
@@ -104,13 +135,14 @@ class PromptLoader:
             "prompts_hash": _hash("/".join(self._keys)),
         }
 
-    def _order_of(self, epoch: int) -> tuple[str, ...]:
-        if not self.shuffle:
-            return self._keys
-        if self._last_order[0] != epoch:
-            # Sort by a hash, because random.shuffle may differ between Python versions.
-            order = sorted(self._keys, key=lambda key: _hash(f"{self.seed}/{epoch}/{key}"))
-            self._last_order = (epoch, tuple(order))
+    def _order_of(self, step: int, rates: Rates) -> tuple[str, ...]:
+        epoch, skips = self.epoch_of(step), self.skipped(step, rates)
+        if self._last_order[0] != (epoch, skips):
+            repeats = self.curriculum.max_repeats if self.curriculum else 1
+            order = self.mixture.order(
+                epoch, self.seed, shuffle=self.shuffle, skipped=skips, max_repeats=repeats
+            )
+            self._last_order = ((epoch, skips), order)
         return self._last_order[1]
 
 

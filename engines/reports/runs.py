@@ -17,6 +17,7 @@ from refrain.engines.reports.progress import accepted_text, clock, left_text
 from refrain.engines.reports.tables import plain_table, printable
 from refrain.schemas.config import TrainConfig
 from refrain.schemas.evaluation import EvaluationReport
+from refrain.schemas.inputs import sources_of
 from refrain.schemas.progress import Ending, Rolling, RunProgress
 from refrain.schemas.resume import Crash, SettingChange
 from refrain.schemas.step import RunSummary, StepReport
@@ -267,11 +268,12 @@ def _facts(record: RunRecord, now_s: float) -> Table:
 
 def config_facts(config: TrainConfig) -> dict[str, str]:
     """Return the main settings by name."""
-    rollout, files = config.rollout, ", ".join(map(str, config.data.train))
+    rollout, data = config.rollout, config.data
+    sources = [f"{one.name} (weight {one.weight:g})" for one in sources_of(data.train) if one.name]
     return {
         "run": f"staleness {config.staleness}, {config.num_epochs} epochs, seed {config.seed}",
         "model": f"{config.model.path} ({config.model.dtype})",
-        "data": files,
+        "data": ", ".join(sources or map(str, data.train_files)),
         "batch": f"{config.prompts_per_step} prompts x {rollout.group_size} samples",
         "engines": f"{rollout.num_engines} of TP {rollout.tp_degree}",
         "algorithm": f"{config.algorithm.type}, learning rate {config.trainer.learning_rate:g}",

@@ -53,21 +53,22 @@ class RewardActor:
         model: ModelConfig,
         config: RewardConfig,
         surroundings: Mapping[str, str] | None = None,
+        own_rewards: Mapping[str, RewardConfig] | None = None,
     ) -> None:
+        """`config`: the reward of prompts whose source is not in `own_rewards`."""
         with freeze_garbage():
             self._tokenizer = open_tokenizer(
                 model.path, trust_remote_code=model.trust_remote_code, try_first=False
             )
-        self._scorer: Scorer | None = None
-        if not isinstance(config, EnvironmentReward):
-            num_processes = min(MAX_PROCESSES, os.cpu_count() or 1)
-            self._scorer = Scorer(config, num_processes, surroundings)
+        rewards = {"": config} | dict(own_rewards or {})
+        self._scorers = {name: _scorer(one, surroundings) for name, one in rewards.items()}
         self._num_decoded = 0
 
     def num_done(self) -> int:
         """Return the responses decoded so far plus the responses scored. The driver calls this
         while `score` runs."""
-        return self._num_decoded + (self._scorer.num_scored if self._scorer else 0)
+        scorers = filter(None, self._scorers.values())
+        return self._num_decoded + sum(scorer.num_scored for scorer in scorers)
 
     def score(self, rows: pa.Table, prompts: Mapping[str, Prompt]) -> pa.Table:
         """Score rows with the columns `engines.store.tables.SCORING`.
@@ -77,15 +78,28 @@ class RewardActor:
         A failed conversation gets 0, and no scorer sees it.
 
         Returns `prompt_key`, `sample_index`, `reward` and `extra` (a JSON object) in the same
-        order, failed conversations last. Raises ValueError as `Scorer.score` does.
+        order, sources with rewards of their own later, failed conversations last. Raises ValueError
+        as `Scorer.score` does.
         """
         has_failed = pc.field("finish_reason") == str(FinishReason.FAILED)
         failures, others = rows.filter(has_failed), rows.filter(~has_failed)
-        if self._scorer is None:
-            rewards = environment_rewards(others)
-        else:
-            rewards = self._scored(self._scorer, others, prompts)
-        return pa.concat_tables([rewards, rewards_of(failures, [FAILED] * failures.num_rows)])
+        rewards = [
+            environment_rewards(own)
+            if (scorer := self._scorers[name]) is None
+            else self._scored(scorer, own, prompts)
+            for name, own in self._by_reward(others, prompts)
+        ]
+        return pa.concat_tables([*rewards, rewards_of(failures, [FAILED] * failures.num_rows)])
+
+    def _by_reward(
+        self, rows: pa.Table, prompts: Mapping[str, Prompt]
+    ) -> Iterator[tuple[str, pa.Table]]:
+        """Yield the sources with rewards of their own and their rows, after the other rows."""
+        keys: dict[str, list[str]] = {name: [] for name in self._scorers}
+        for key, prompt in prompts.items():
+            keys[prompt.source if prompt.source in keys else ""].append(key)
+        for name, own in keys.items():
+            yield name, rows.filter(pc.field("prompt_key").isin(pa.array(own, pa.string())))
 
     def _scored(self, scorer: Scorer, rows: pa.Table, prompts: Mapping[str, Prompt]) -> pa.Table:
         responses = [
@@ -140,6 +154,8 @@ class ScorerPool:
         # The actor has another working directory, so make paths absolute.
         self._model = with_absolute_paths(config.model)
         self._reward = with_absolute_paths(config.reward)
+        own = config.data.own_rewards.items()
+        self._own_rewards = {name: with_absolute_paths(reward) for name, reward in own}
         self._surroundings = config.data.surroundings
         self._actor: RemoteActor | None = None
 
@@ -153,6 +169,7 @@ class ScorerPool:
             self._model,
             self._reward,
             self._surroundings,
+            self._own_rewards,
             node_id=ray.get_runtime_context().get_node_id(),
             max_restarts=3,
             max_task_retries=1,
@@ -171,13 +188,14 @@ class ScorerPool:
         ScorerHangs."""
         assert self._actor, "start() comes first"
         asked = {key: prompts[key] for key in rows.counts.prompt_keys}
-        stall_s = longest_stall_s(self._reward)
+        rewards = (self._reward, *self._own_rewards.values())
+        stall_s = max(map(longest_stall_s, rewards))
         try:
             return await self._actor.call_while_moving(
                 "score", rows.reference, asked, progress="num_done", stall_s=stall_s
             )
         except NoAnswer as error:
-            limit_s = getattr(self._reward, "timeout_s", stall_s)
+            limit_s = max(getattr(reward, "timeout_s", stall_s) for reward in rewards)
             raise ScorerHangs(
                 f"{error}: none of {rows.counts.num_rows} responses was scored meanwhile. One may "
                 f"take at most reward.timeout_s = {limit_s:g} s"
@@ -190,6 +208,13 @@ class ScorerPool:
         actor, self._actor = self._actor, None
         if actor:
             actor.kill()
+
+
+def _scorer(config: RewardConfig, surroundings: Mapping[str, str] | None) -> Scorer | None:
+    """Return the scorer of a reward. None: the environment has scored."""
+    if isinstance(config, EnvironmentReward):
+        return None
+    return Scorer(config, min(MAX_PROCESSES, os.cpu_count() or 1), surroundings)
 
 
 def environment_rewards(rows: pa.Table) -> pa.Table:

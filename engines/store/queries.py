@@ -171,6 +171,18 @@ SELECT (
 FROM counted
 """
 
+PASS_RATES = """
+SELECT prompt_key, avg((reward >= $pass_score)::INTEGER), origin_step
+FROM (
+    SELECT prompt_key, reward, step - (sample_index < 0)::INTEGER AS origin_step
+    FROM rewards WHERE split = 'train' AND step < $before_step
+)
+WHERE origin_step >= $since
+GROUP BY prompt_key, origin_step
+QUALIFY row_number() OVER (PARTITION BY prompt_key ORDER BY origin_step DESC) = 1
+"""
+"""A sample with a negative index was deferred by the step before, which drew it."""
+
 LAST_STEPS = """
 SELECT prompt_key, max(origin_step)
 FROM (

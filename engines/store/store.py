@@ -192,6 +192,15 @@ class Store(StepRecords):
         rows = self._fetch_history(queries.LENGTH_HISTORY, before_step, keys=keys)
         return {key: LengthHistory(*lengths) for key, *lengths in rows}
 
+    def pass_rates(
+        self, since: int, before_step: int, pass_score: float
+    ) -> dict[str, tuple[float, int]]:
+        """Return (share of responses with at least `pass_score`, step) of the last step that drew
+        each prompt, of the steps from `since` on. Prompts without a reward there are absent."""
+        where = {"since": since, "before_step": before_step, "pass_score": pass_score}
+        rows = self._fetch(queries.PASS_RATES, (since, before_step), **where)
+        return {key: (rate, step) for key, rate, step in rows}
+
     def last_steps(
         self, split: Split, prompt_keys: Sequence[str], before_step: int
     ) -> dict[str, int]:

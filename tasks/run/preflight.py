@@ -2,15 +2,17 @@
 
 import json
 import math
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Generator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 from refrain.engines.data.dataset import Dataset, check_shared, load_dataset
 from refrain.engines.data.loader import PromptLoader
 from refrain.engines.data.messages import PromptSettings
+from refrain.engines.data.sources import load_sources, portions_of
 from refrain.engines.data.template import templates
 from refrain.engines.environment.process import EnvironmentSetup
 from refrain.engines.inference.engine.supported import check_version
@@ -30,7 +32,9 @@ from refrain.engines.tracking.forward import require_trackers
 from refrain.schemas.config import TrainConfig
 from refrain.schemas.data import Prompt
 from refrain.schemas.drafting import HISTORY, NGRAM
+from refrain.schemas.inputs import DataSource, sources_of
 from refrain.schemas.latency import PointKind
+from refrain.schemas.reward import RewardConfig
 from refrain.schemas.rollout import Split
 from refrain.schemas.secret import fill_in, secrets_of
 from refrain.tasks.run.environments import read_environment
@@ -149,7 +153,9 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     # Cached, because the command line plans before it starts Prefect, and the flow plans again.
     values = fill_in(json.loads(config_json), json.loads(secrets_json))
     config = TrainConfig.model_validate(values)
-    check_reward_file(config.reward)
+    for name, reward in _rewards(config).items():
+        with _of_source(name):
+            check_reward_file(reward)
     own_functions(config.algorithm.file)
     unseen = check_model(config.model)
     check_engine_fits(config)
@@ -166,26 +172,20 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     for setting, paths in beside.items():
         check_beside(paths, config.model, setting, config.max_model_len, lengths)
     tokenizer = read_tokenizer(config.model)
-    files = {Split.TRAIN: config.data.train, Split.VALIDATION: config.data.validation}
-    check = partial(check_ground_truth, config.reward)
-    max_tokens = config.data.max_prompt_tokens
     with closing(templates):
         environment, settings, unsaid = read_environment(config, tokenizer, _settings(config))
-        load = lru_cache(lambda paths: load_dataset(paths, tokenizer, max_tokens, check, settings))
-        datasets = {split: load(paths) for split, paths in files.items() if paths}
-    check_reward(
-        config.reward,
-        set().union(*(dataset.data_sources for dataset in datasets.values())),
-        config.data.surroundings,
-    )
-    train_keys = [prompt.key for prompt in datasets[Split.TRAIN].prompts]
+        datasets = _datasets(config, tokenizer, settings)
+    _check_rewards(config, datasets)
+    train = datasets[Split.TRAIN]
     loader = PromptLoader(
-        train_keys,
+        [prompt.key for prompt in train.prompts],
         prompts_per_step=config.drawn_prompts_per_step,
         num_epochs=config.num_epochs,
         shuffle=config.data.shuffle,
         seed=config.seed,
         max_steps=config.max_steps,
+        portions=portions_of(sources_of(config.data.train), train),
+        curriculum=config.data.curriculum,
     )
     prompts = {key: p for dataset in datasets.values() for key, p in dataset.by_key.items()}
     latency = read_latency(config)
@@ -194,6 +194,57 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     warnings = (*unseen, *unsaid, *_warnings(datasets), *setting_warnings(config))
     ladder = _ladder(config, latency)
     return Inputs(datasets, prompts, loader, tokenizer, latency, ladder, environment, warnings)
+
+
+def _datasets(
+    config: TrainConfig, tokenizer: Any, settings: PromptSettings
+) -> dict[Split, Dataset]:
+    """Read each source of both splits once."""
+    rewards, max_tokens = _rewards(config), config.data.max_prompt_tokens
+
+    @lru_cache
+    def load(files: tuple[Path, ...], reward: str) -> Dataset:
+        check = partial(check_ground_truth, rewards[reward])
+        return load_dataset(files, tokenizer, max_tokens, check, settings)
+
+    def load_source(source: DataSource) -> Dataset:
+        return load(source.files, source.name if source.reward else "")
+
+    given = {Split.TRAIN: config.data.train, Split.VALIDATION: config.data.validation}
+    return {
+        split: load_sources(sources_of(sources), load_source)
+        for split, sources in given.items()
+        if sources
+    }
+
+
+def _rewards(config: TrainConfig) -> dict[str, RewardConfig]:
+    """Return the rewards by source. Without a name: that of all other sources."""
+    return {"": config.reward} | config.data.own_rewards
+
+
+def _check_rewards(config: TrainConfig, datasets: Mapping[Split, Dataset]) -> None:
+    """Raise ValueError when prompts have no scorer, or a reward cannot be used."""
+    rewards = _rewards(config)
+    data_sources: dict[str, set[str]] = {name: set() for name in rewards}
+    for dataset in datasets.values():
+        for prompt in dataset.prompts:
+            own = prompt.source if prompt.source in rewards else ""
+            data_sources[own].add(prompt.data_source)
+    for name, reward in rewards.items():
+        with _of_source(name):
+            check_reward(reward, data_sources[name], config.data.surroundings)
+
+
+@contextmanager
+def _of_source(name: str) -> Generator[None]:
+    """Name the source in errors about its reward."""
+    try:
+        yield
+    except ValueError as error:
+        if not name:
+            raise
+        raise ValueError(f"source {name!r} of data.train or data.validation: {error}") from error
 
 
 def _settings(config: TrainConfig) -> PromptSettings:

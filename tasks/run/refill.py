@@ -12,11 +12,12 @@ request.
 
 from collections.abc import Collection, Sequence
 
+from refrain.engines.data.sources import with_sources
 from refrain.engines.histopipe.placement import Placement, deal_groups
 from refrain.engines.learn.refill import num_to_draw, num_useful
 from refrain.schemas.rollout import RequestId, Split
 from refrain.schemas.step import StepPlan
-from refrain.tasks.history import index_drawn, known_before
+from refrain.tasks.history import index_drawn, known_before, pass_rates
 from refrain.tasks.reward import score_new
 from refrain.tasks.run.attach import Run
 
@@ -40,7 +41,8 @@ async def next_batch(
     process of the run has finished.
     """
     await score_new(run, plan.split, plan.step)
-    left = run.inputs.loader.refills_of(plan.step)[plan.num_refills :]
+    rates = await pass_rates(run, plan.step)
+    left = run.inputs.loader.refills_of(plan.step, rates)[plan.num_refills :]
     num = await _num_missing(run, plan, num_batches) or _num_begun(plan, left, done)
     if not (keys := left[:num]):
         return None
@@ -49,7 +51,8 @@ async def next_batch(
         await index_drawn(run, plan.step, keys)
     lengths = await run.store("length_history", list(keys), known_before(run, plan.step))
     medians = {key: length.median_tokens for key, length in lengths.items()}
-    groups = Placement(deal_groups(keys, medians, len(engines))).on(engines).groups
+    placed = Placement(deal_groups(keys, medians, len(engines))).on(engines).groups
+    groups = with_sources(placed, run.inputs.prompts_of(plan.split))
     unranked = {"ranking_groups": (), "expected_s": None, "equal_s": None, "length_growth": None}
     drawn = {"groups": groups, "num_refills": len(groups), "trials": {}}
     return plan.model_copy(update=drawn | unranked)

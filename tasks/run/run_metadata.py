@@ -74,7 +74,8 @@ def exactness(config: TrainConfig, *, on_gpus: bool) -> str:
 
 def log_datasets(tracker: Tracker, config: TrainConfig, inputs: Inputs) -> None:
     """The prompts of each split, by their keys: a file that is moved has the same digest."""
-    files = {Split.TRAIN: config.data.train, Split.VALIDATION: config.data.validation}
+    data = config.data
+    files = {Split.TRAIN: data.train_files, Split.VALIDATION: data.validation_files}
     rows = []
     for split, dataset in inputs.datasets.items():
         keys = "\n".join(prompt.key for prompt in dataset.prompts)

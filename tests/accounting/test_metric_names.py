@@ -18,6 +18,7 @@ from refrain.engines.accounting.metrics import (
     validation_metrics,
 )
 from refrain.engines.accounting.savings import saving_metrics
+from refrain.engines.accounting.sources import source_metrics
 from refrain.engines.reward.metrics import sample_figures
 from refrain.engines.store.tables import TURNS
 from refrain.schemas.counts import DraftingCounts, StreamCounts
@@ -86,7 +87,11 @@ def of_a_step() -> dict[str, float]:
     report = step_report(HISTORY, PLAN, batch, rewarded, trained, None, 107.0, **known)
     saved = saving_metrics(Savings(10.0, 8.0, "x", (Saving(Technique.DRAFTING, 5.0, 2.0),)))
     of_validation = validation_metrics(rewarded, figures_of_samples())
-    return report.metrics | timing_metrics(report.timing_s) | saved | of_validation
+    of_sources = source_metrics(
+        pa.table({"prompt_key": ["a"], "reward": [1.0], "response_tokens": [9]}), {"a": "math"}, 1.0
+    )
+    own = report.metrics | of_sources | {"curriculum/skipped_share": 0.0}
+    return own | timing_metrics(report.timing_s) | saved | of_validation
 
 
 def figures_of_samples() -> tuple[SourceFigures, ...]:

@@ -117,7 +117,7 @@ def test_files_of_ones_own_name_their_columns(tmp_path):
     named = ("--question", "task", "--answer", "result")
     bare = run(file, "--out", tmp_path / "out")
     assert "row 1: no `data_source`" in bare.output
-    assert "all of --question" in run(file, *named, "--out", tmp_path / "out").output
+    assert "all of --prompt" in run(file, *named, "--out", tmp_path / "out").output
     done = run(file, *named, "--data-source", "openai/gsm8k", "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     (row,) = read_rows(tmp_path / "out" / "mine.parquet")
@@ -191,3 +191,64 @@ def test_single_file_need_not_be_a_list():
         DataConfig.model_validate({"train": "mine.jsonl"}).train
         == DataConfig(train=("mine.jsonl",)).train
     )
+
+
+SOLVED = [
+    {"problem": f"{n} + 1?", "solution": f"so \\boxed{{{n + 1}}}", "level": n} for n in range(5)
+]
+
+
+@pytest.fixture
+def local_set(tmp_path, monkeypatch):
+    """Return a data set in a directory. `datasets` reads it like one from the Hub."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    directory = tmp_path / "owner" / "sums"
+    directory.mkdir(parents=True)
+    for split, rows in (("train", SOLVED), ("test", SOLVED[:2])):
+        pq.write_table(pa.Table.from_pylist(rows), directory / f"{split}-00000-of-00001.parquet")
+    return directory
+
+
+def test_any_set_of_the_hub_is_converted_by_its_columns(tmp_path, local_set):
+    columns = ("--prompt", "problem", "--answer", "solution", "--out", tmp_path / "out")
+    done = run(
+        local_set, *columns, "--split", "train[:3]", "--split", "test", "--instruction", "Box it."
+    )
+    assert done.exit_code == 0, done.output
+    assert "no built-in scorer for sums: score with reward.type: function" in done.output
+    rows = list(read_rows(tmp_path / "out" / "train-3.parquet"))
+    assert [row["prompt"][0]["content"] for row in rows] == [f"{n} + 1? Box it." for n in range(3)]
+    assert rows[1]["reward_model"]["ground_truth"] == "2"
+    assert len(list(read_rows(tmp_path / "out" / "test.parquet"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ("--prompt", "question", "--answer", "solution"),
+            "no column `question`: the row has problem, solution, level",
+        ),
+        (
+            (),
+            "name the columns to convert with --prompt and --answer; the row has problem, solution",
+        ),
+        (("--prompt", "problem"), "give all of --prompt and --answer"),
+        (("--split", "validation"), 'Unknown split "validation". Should be one of'),
+        (("--subset", "hard"), "choose with --subset and --split"),
+    ],
+)
+def test_errors_of_a_set_name_what_exists(tmp_path, local_set, args, message):
+    done = run(local_set, *args, "--out", tmp_path / "out")
+    assert (done.exit_code, message in done.output) == (2, True), done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_prompts_may_be_messages():
+    columns = Columns("chat", "a", "mine", "Be brief.")
+    chat = [{"role": "system", "content": "Sums."}, {"role": "user", "content": "1 + 1?"}]
+    row = columns.convert({"chat": chat, "a": "2"}, "train", 0)
+    assert row["prompt"] == [chat[0], {"role": "user", "content": "1 + 1? Be brief."}]
+    ended = [*chat, {"role": "assistant", "content": "2"}]
+    with pytest.raises(ValueError, match="`chat` ends with a message of the assistant"):
+        columns.convert({"chat": ended, "a": "2"}, "train", 0)

@@ -35,6 +35,25 @@ def test_good_input_passes(tmp_path, capsys):
     assert "24 train, 8 validation prompts, 4 steps" in capsys.readouterr().out
 
 
+def test_a_check_says_what_a_mixture_gives(tmp_path, capsys):
+    config = write_config(tmp_path)
+    files = [tmp_path / "train.parquet", tmp_path / "validation.parquet"]
+    one, two = (
+        f"{{name: {file.stem}, files: {file}, weight: {3 - at}}}" for at, file in enumerate(files)
+    )
+    check(config, f"data.train=[{one}, {two}]", "data.validation=[]", "prompts_per_step=8")
+    out = capsys.readouterr().out
+    assert "source train: 24 prompts, 59.4% of each step; an epoch draws each 0.79 times" in out
+    assert "source validation: 8 prompts, 40.6% of each step; an epoch draws each 1.6 times" in out
+    with pytest.raises(
+        ValueError, match=r"source 'validation' of data.train or data.validation: rew"
+    ):
+        check(
+            config,
+            f"data.train=[{one}, {two[:-1]}, reward: {{type: function, path: nowhere.py}}}}]",
+        )
+
+
 @pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_preset_names_missing_settings(preset: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

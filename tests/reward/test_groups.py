@@ -14,7 +14,7 @@ from refrain.engines.reward.scorer import Response, Scorer, check_reward
 from refrain.engines.store.tables import SCORING
 from refrain.schemas.data import Prompt
 from refrain.schemas.inputs import ModelConfig
-from refrain.schemas.reward import EnvironmentReward, FunctionReward, RewardConfig
+from refrain.schemas.reward import BuiltinReward, EnvironmentReward, FunctionReward, RewardConfig
 from tests.conftest import DEMO
 
 ARGUMENTS = "data_source{0}, solution_str{0}, ground_truth{0}, extra_info{0}"
@@ -169,3 +169,21 @@ def rewards(config: RewardConfig, rows: pa.Table) -> dict[tuple[str, int], float
         failed = row["reward"] == 0.0
         assert reason == ("its environment failed" if failed else None)
     return {(row["prompt_key"], row["sample_index"]): row["reward"] for row in table}
+
+
+def test_each_source_has_its_own_reward(tmp_path: Path) -> None:
+    """Its prompts go to the function, the other prompts to the built-in scorer."""
+    path = tmp_path / "mine.py"
+    path.write_text(f"def compute_score({ARGUMENTS.format('')}): return 7.0\n")
+    prompts = {
+        "a": Prompt("a", (1,), "openai/gsm8k", "4", source="math"),
+        "b": Prompt("b", (1,), "mine", "", source="code"),
+        "c": Prompt("c", (1,), "mine", "", source="judged"),
+    }
+    rows = rows_of(("a", 0, "stop"), ("b", 0, "stop"), ("c", 0, "failed"), ("b", 1, "stop"))
+    own = {"code": FunctionReward(path=path), "judged": EnvironmentReward()}
+    actor = RewardActor(ModelConfig(path=DEMO / "model"), BuiltinReward(), None, own)
+    scored = actor.score(rows, prompts).to_pylist()
+    found = {(row["prompt_key"], row["sample_index"]): row["reward"] for row in scored}
+    assert found == {("a", 0): 0.0, ("b", 0): 7.0, ("b", 1): 7.0, ("c", 0): 0.0}
+    assert actor.num_done() == 3 + 3

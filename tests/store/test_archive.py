@@ -74,6 +74,7 @@ def told(store: Store, num_steps: int = NUM_STEPS) -> dict:
             store.last_steps(Split.TRAIN, list(PROMPTS), step),
             store.last_steps(Split.VALIDATION, ["a"], step),
             store.history_report(step),
+            store.pass_rates(step - 10, step, 1.5),
         )
     for step in (1, 4, 6, 15, 16, num_steps):
         for split in Split:

@@ -312,6 +312,23 @@ def test_length_history_against_brute_force(lengths, before, keys):
     assert history == expected
 
 
+def test_pass_rates_are_of_the_last_step_that_drew_a_prompt(store):
+    for step, keys in ((1, "ab"), (2, "b"), (3, "a")):
+        add_rollouts(store, *(make_rollout(step, key, i) for key in keys for i in (0, 1)))
+    scores = {1: (1.0, 0.4, 0.5, 0.0), 2: (0.0, 0.0), 3: (1.0, 1.0)}
+    for step, keys in ((1, "aabb"), (2, "bb"), (3, "aa")):
+        rows = zip(keys, (0, 1) * 2, scores[step], strict=False)
+        store.add_rewards(Split.TRAIN, step, make_rewards(list(rows)))
+    assert store.pass_rates(1, 2, 0.5) == {"a": (0.5, 1), "b": (0.5, 1)}
+    assert store.pass_rates(1, 4, 0.5) == {"a": (1.0, 3), "b": (0.0, 2)}
+    assert store.pass_rates(3, 4, 0.5) == {"a": (1.0, 3)}
+    # A sample that step 3 deferred belongs to its group, wherever it is stored.
+    add_rollouts(store, make_deferred(3, prompt="a", sample=2))
+    store.add_rewards(Split.TRAIN, 4, make_rewards([("a", -3, 0.0)]))
+    assert store.pass_rates(3, 5, 0.5) == {"a": (pytest.approx(2 / 3), 3)}
+    assert store.pass_rates(4, 5, 0.5) == {}
+
+
 def test_history_counts_before_a_step(store):
     add_rollouts(store, *[make_rollout(step, key) for step in (1, 2) for key in "ab"])
     report = store.history_report(before_step=2)
