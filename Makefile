@@ -1,4 +1,4 @@
-.PHONY: help setup demo demo-tools check engines test next chaos gpu ui format
+.PHONY: help setup demo demo-tools check engines test docs plots next chaos gpu ui format
 .DEFAULT_GOAL := help
 VARIANT ?= cpu
 BIN := .venv/bin
@@ -30,6 +30,12 @@ engines: setup ## The tests with real engines and services but the slowest: a qu
 test: setup ## All tests
 	@$(call with_retry,not engine)
 	@$(call with_retry,engine)
+
+docs: setup ## The documentation as a site in build/site; stops at a dead link or anchor
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+plots: setup ## Draw the pictures of docs/ that show baselines anew
+	@$(BIN)/python -m refrain.benchmarks.plots
 
 next: setup ## Whether what engines touch of vLLM is in its newest one too, pre-releases among them
 	@next=$$(mktemp -d) && trap 'rm -rf "$$next"' EXIT && \

@@ -40,6 +40,7 @@ from rich.table import Table
 from refrain.benchmarks import one_step
 from refrain.benchmarks.laps import Measured, Row, check_counts, rows_with
 from refrain.benchmarks.lockstep import Batch, generate_again
+from refrain.benchmarks.plots import draw_over_entropy, ending
 from refrain.benchmarks.temperature_engines import DRAFTING, DialRun, DialTurn, groups_of
 from refrain.engines.histospec.library import PromptHistory
 from refrain.engines.histospec.predicted_gain import CHEAP, RowTimes
@@ -105,7 +106,7 @@ def measure(args: Namespace, console: Console) -> Measured:
             row |= replayed[row["epoch"]]
     measured = figures(rows) | {"identical": share_identical(turns)}
     if args.plot:
-        draw(measured, temperatures, args.epochs, args.model.name, args.plot)
+        draw_over_entropy(measured, temperatures, args.epochs, args.model.name, args.plot)
         console.print(f"{args.plot}: speed-up over entropy")
     return measured, rows
 
@@ -139,7 +140,7 @@ def _temperatures(text: str) -> list[float]:
         given = [float(word) for word in text.split(",")]
     except ValueError as error:
         raise ValueError(f"--temperatures {text}: give numbers, as in 1.0,0.6") from error
-    if not all(0.05 <= one <= 5.0 for one in given) or len({*map(_end, given)}) < len(given):
+    if not all(0.05 <= one <= 5.0 for one in given) or len({*map(ending, given)}) < len(given):
         raise ValueError(f"--temperatures {text}: give different ones from 0.05 to 5, to a tenth")
     return given
 
@@ -212,11 +213,6 @@ def share_identical(turns: Sequence[DialTurn]) -> float:
     )
 
 
-def _end(temperature: float) -> str:
-    """Return the suffix of a figure's name: t04 for 0.4."""
-    return f"t{round(10 * temperature):02d}"
-
-
 def figures(rows: Sequence[Row]) -> dict[str, float]:
     """Summarise the laps: medians over the laps of a temperature and an epoch, ratios over laps
     that ran beside each other."""
@@ -226,7 +222,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     for temperature in temperatures:
         for epoch in epochs:
             laps = rows_with(rows, temperature=temperature, epoch=epoch)
-            end = f"{_end(temperature)}_epoch_{epoch}"
+            end = f"{ending(temperature)}_epoch_{epoch}"
             found[f"on_over_off_{end}"] = _ratio(laps, "off")
             found[f"on_over_stock_{end}"] = _ratio(laps, "stock")
             on = rows_with(laps, engine="on")
@@ -236,7 +232,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
                 found |= {
                     f"head_{name}_{end}": median(row[name] for row in head) for name in OF_HEAD
                 }
-    useless, last = _end(max(temperatures)), _end(min(temperatures))
+    useless, last = ending(max(temperatures)), ending(min(temperatures))
     found["on_over_off_where_useless"] = min(
         found[f"on_over_off_{useless}_epoch_{epoch}"] for epoch in epochs
     )
@@ -256,7 +252,7 @@ def show(report: BenchReport, console: Console) -> None:
     table = plain_table(*columns, *SOURCES, "gated", "if cheap")
     places = dict.fromkeys((row["temperature"], row["epoch"]) for row in report.rows)
     for temperature, epoch in places:
-        end = f"{_end(temperature)}_epoch_{epoch}"
+        end = f"{ending(temperature)}_epoch_{epoch}"
         of = {name: report.figures[f"{name}_{end}"] for name in COMPARED}
         table.add_row(
             f"{temperature:g}",
@@ -279,7 +275,7 @@ def show(report: BenchReport, console: Console) -> None:
 def _head_table(figures: dict[str, float], places: Iterable[tuple[float, int]]) -> Table:
     table = plain_table("temperature", "epoch", "head/off", "length", "accepted", "gated")
     for temperature, epoch in places:
-        end = f"{_end(temperature)}_epoch_{epoch}"
+        end = f"{ending(temperature)}_epoch_{epoch}"
         table.add_row(
             f"{temperature:g}",
             str(epoch),
@@ -289,31 +285,3 @@ def _head_table(figures: dict[str, float], places: Iterable[tuple[float, int]]) 
             f"{figures[f'head_gated_{end}']:.0%}",
         )
     return table
-
-
-def draw(
-    measured: dict[str, float],
-    temperatures: Sequence[float],
-    num_epochs: int,
-    model: str,
-    path: Path,
-) -> None:
-    """Plot the speed-up over entropy, one line per epoch."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for epoch in range(1, num_epochs + 1):
-        ends = [f"{_end(temperature)}_epoch_{epoch}" for temperature in temperatures]
-        nats = [measured[f"nats_{end}"] for end in ends]
-        for other, style in (("off", "o-"), ("stock", "x--")):
-            speed = [measured[f"on_over_{other}_{end}"] for end in ends]
-            label = f"epoch {epoch}, over {'stock vLLM' if other == 'stock' else 'drafting off'}"
-            axes.plot(nats, speed, style, color=f"C{epoch - 1}", label=label)
-    cheap = [measured[f"if_cheap_{end}"] for end in ends]
-    label = f"epoch {num_epochs}, if verifying is cheap (replayed)"
-    axes.plot(nats, cheap, "s:", color="#666666", label=label)
-    axes.axhline(1.0, color="#a9b0b8", linewidth=1)
-    axes.set(xlabel="entropy, nats a token", ylabel="tokens/s with drafting, ratio", title=model)
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120, metadata={"Software": None})

@@ -83,6 +83,7 @@ def data(name: str, **given: Any) -> None:
 @click.option("--schema", is_flag=True, help="Print the JSON schema of all configs, for editors.")
 @click.option("--reference", is_flag=True, help="Print every setting (docs/configuration.md).")
 @click.option("--metrics", is_flag=True, help="Print every metric (docs/metrics.md).")
+@click.option("--api", is_flag=True, help="Print the Python API (docs/api.md).")
 def config(**options: Any) -> None:
     """Print a run's complete config: the values of CONFIG, the overrides and all defaults.
 

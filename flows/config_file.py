@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from refrain.engines.user_files import naming, read_text, validated
 from refrain.schemas.config import TrainConfig
-from refrain.schemas.removed_settings import current_settings
+from refrain.schemas.removed_settings import accept_renamed, current_settings
 from refrain.schemas.secret import fill_in, secrets_of
 from refrain.tasks.run.config_record import CONFIG_FILE, with_secrets
 
@@ -32,7 +32,8 @@ def override(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
     """Return a config with overrides. Raise ValueError like `load_config`."""
     from omegaconf import OmegaConf
 
-    given = read_values(None, overrides)
+    with naming("overrides"):
+        given = accept_renamed(read_values(None, overrides))
     with _reading("overrides"):
         merged = OmegaConf.merge(OmegaConf.create(config.model_dump(mode="json")), given)
     values = OmegaConf.to_container(merged)

@@ -42,9 +42,10 @@ def launch_config(
     schema: bool,
     reference: bool,
     metrics: bool,
+    api: bool,
 ) -> None:
-    """Print the effective config as YAML, the JSON schema, the page about settings, or the page
-    about metrics. Raise ValueError for a bad config."""
+    """Print the effective config as YAML, the JSON schema, or the page about settings, metrics or
+    the Python API. Raise ValueError for a bad config."""
     if schema:
         print(json.dumps(TrainConfig.model_json_schema(), indent=2))
         return
@@ -54,8 +55,13 @@ def launch_config(
     if metrics:
         print(metrics_page(), end="")
         return
+    if api:
+        from refrain.flows.show_api import api_page
+
+        print(api_page(), end="")
+        return
     if config_file is None:
-        raise ValueError("give a config file, --schema, --reference or --metrics")
+        raise ValueError("give a config file, --schema, --reference, --metrics or --api")
     import yaml
 
     config = load_config(Path(config_file), overrides)

@@ -113,7 +113,7 @@ def _leave_open(schema: dict[str, Any]) -> None:
 class AlgorithmConfig(Frozen):
     """Group-relative advantages and a clipped policy gradient, as in the algorithm's paper.
 
-    docs/algorithms.md has the formulas and every deviation.
+    docs/algorithms.md has the formulas, docs/algorithm_types.md every deviation.
 
     `grpo`: DeepSeekMath, arXiv:2402.03300, section 4.1, with its loss averaged over tokens.
 

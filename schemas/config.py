@@ -21,7 +21,7 @@ from refrain.schemas.drafting import (
 )
 from refrain.schemas.environment import EnvironmentConfig
 from refrain.schemas.inputs import DataConfig, ModelConfig, Texts, Trackers
-from refrain.schemas.removed_settings import refuse_removed
+from refrain.schemas.removed_settings import accept_renamed
 from refrain.schemas.resume import Free, Kept, Rounding
 from refrain.schemas.reward import BuiltinReward, RewardConfig
 from refrain.schemas.rollout import Split
@@ -330,10 +330,8 @@ class TrainConfig(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_removed_settings(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            refuse_removed(values)
-        return values
+    def _with_current_names(cls, values: Any) -> Any:
+        return accept_renamed(values) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":

@@ -1,14 +1,15 @@
 """Settings that earlier versions had: new names, and the values of those that cannot be set now.
 
-RENAMED   one setting that has another name now
-MERGED    two settings that are one now
+RENAMED   settings that have another name now, or are one now
 REMOVED   a setting that cannot be set any more, with its value
 
-run.yaml, overrides ──► refuse_removed      an old name is an error that tells what to do
+run.yaml, overrides ──► accept_renamed      an old name warns for one minor version, then it is
+                                            an error that tells what to do
 a run's config.json ──► current_settings    old names are replaced or dropped
                    └──► removed_changes     values that differ from now, for the resume
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from pydantic import JsonValue
 
 from refrain.schemas.algorithm import BASELINES
 from refrain.schemas.resume import OnResume, SettingChange
+from refrain.schemas.version import VERSION, OldNameWarning
 
 
 class Removed(NamedTuple):
@@ -31,60 +33,78 @@ class Removed(NamedTuple):
     """Values of algorithm types that have another one."""
 
 
-class Merged(NamedTuple):
-    """Settings that are one now."""
+class Renamed(NamedTuple):
+    """Settings that have another name now. Several old ones are one setting now."""
 
     old: tuple[str, ...]
     new: str
-    convert: Callable[..., JsonValue]
+    since: str
+    """Minor version that brought the new name, for example `0.2`. It still accepts the old name."""
+    convert: Callable[..., JsonValue] | None = None
     """Returns the new value from the old ones, by the last parts of their names. A default stands
-    for one that a run did not record."""
-    example: str
-    """An old value and the new one."""
+    for one that was not given. None: the value is the same."""
+    example: str = ""
+    """An old value and the new one, if the value changes."""
+
+    def message(self, old: str) -> str:
+        """Return what to do about an old name."""
+        if self.example:
+            return f"{old} is now part of {self.new}: {self.example}"
+        return f"{old} is now {self.new}: rename it"
 
 
-def _scale_rewards(normalise_by_std: bool = True, std_over: str = "group") -> str:
-    return std_over if normalise_by_std else "none"
+def _by_flag(flag: JsonValue, on: JsonValue, off: JsonValue) -> JsonValue:
+    """Return the value for a flag. Anything else stays, so that the config refuses it."""
+    return on if flag is True else off if flag is False else flag
 
 
-def _tis_mode(tis_level: str = "token", tis_reject: bool = False) -> str:
-    return f"{tis_level}_{'mask' if tis_reject else 'truncate'}"
+def _scale_rewards(normalise_by_std: JsonValue = True, std_over: str = "group") -> JsonValue:
+    return _by_flag(normalise_by_std, std_over, "none")
+
+
+def _tis_mode(tis_level: str = "token", tis_reject: JsonValue = False) -> JsonValue:
+    return _by_flag(tis_reject, f"{tis_level}_mask", f"{tis_level}_truncate")
+
+
+def _staleness(mode: JsonValue) -> JsonValue:
+    return 1 if mode == "pipelined" else 0 if mode == "sync" else mode
 
 
 _LOCALE = "scorers have LANG=C.UTF-8 and TZ=UTC. Name variables of your own in reward.environment"
 
-RENAMED = {
-    "rollout.weights": "rollout.weight_sync",
-    "histopipe.oversample": "rollout.oversample",
-}
-"""New name of each renamed setting, both dotted."""
-
-MERGED = (
-    Merged(
+RENAMED = (
+    Renamed(("rollout.weights",), "rollout.weight_sync", "0.2"),
+    Renamed(("histopipe.oversample",), "rollout.oversample", "0.2"),
+    Renamed(
         ("algorithm.normalise_by_std", "algorithm.std_over"),
         "algorithm.scale_rewards",
+        "0.2",
         _scale_rewards,
         "`normalise_by_std: false` is now `scale_rewards: none`",
     ),
-    Merged(
+    Renamed(
         ("algorithm.tis_level", "algorithm.tis_reject"),
         "algorithm.tis_mode",
+        "0.2",
         _tis_mode,
         "`tis_reject: true` is now `tis_mode: token_mask`",
     ),
-    Merged(
+    Renamed(
         ("mode",),
         "staleness",
-        lambda mode: int(mode == "pipelined"),
+        "0.2",
+        _staleness,
         "`mode: pipelined` is now `staleness: 1`",
     ),
-    Merged(
+    Renamed(
         ("histopipe.enabled",),
         "rollout.placement",
-        lambda enabled: "histopipe" if enabled else "even",
+        "0.2",
+        lambda enabled: _by_flag(enabled, "histopipe", "even"),
         "`enabled: false` is now `placement: even`",
     ),
 )
+"""Renamed settings, all names dotted."""
 
 REMOVED: dict[str, Removed] = {
     f"{section}.profile": Removed(
@@ -177,39 +197,69 @@ REMOVED: dict[str, Removed] = {
 """Removed settings by dotted name."""
 
 
-def refuse_removed(values: Mapping[str, Any]) -> None:
-    """Raise ValueError, with a line for each old name, if the values of a config have any."""
-    lines = [f"{old} is now {new}: rename it" for old, new in RENAMED.items() if _has(values, old)]
-    lines += [
-        f"{old} is now part of {merged.new}: {merged.example}"
-        for merged in MERGED
-        for old in merged.old
-        if _has(values, old)
-    ]
-    lines += [
+def accept_renamed(values: Mapping[str, Any], version: str = VERSION) -> dict[str, Any]:
+    """Return the values of a config under their current names.
+
+    Warn with OldNameWarning for each old name that this version still accepts. Raise ValueError,
+    with a line for each problem, for older names, removed settings, and a setting that has its old
+    and its new name.
+    """
+    accepted, refused = [], []
+    for renamed, old in _old_names(values):
+        if _has(values, renamed.new):
+            refused.append(f"{old} is the old name of {renamed.new}: give the new one only")
+        elif _minor(version) > _minor(renamed.since):
+            refused.append(renamed.message(old))
+        else:
+            accepted.append(f"{renamed.message(old)}. refrain {_next(renamed)} refuses it")
+    refused += [
         f"{name} is gone: {removed.advice}. Leave it out"
         for name, removed in REMOVED.items()
         if _has(values, name)
     ]
-    if lines:
-        raise ValueError("\n    ".join(lines))
+    if refused:
+        raise ValueError("\n    ".join(refused))
+    for message in accepted:
+        warnings.warn(message, OldNameWarning, stacklevel=2)
+    return _renamed(values)
 
 
 def current_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a run's recorded config with current names, without removed settings."""
-    values = _copied(recorded)
-    for old, new in RENAMED.items():
-        if _has(values, old):
-            _section(values, new).setdefault(_last(new), _section(values, old).pop(_last(old)))
-    for merged in MERGED:
-        found = [old for old in merged.old if _has(values, old)]
-        if found:
-            given = {_last(old): _section(values, old).pop(_last(old)) for old in found}
-            _section(values, merged.new).setdefault(_last(merged.new), merged.convert(**given))
+    values = _renamed(recorded)
     for name in REMOVED:
         if _has(values, name):
             del _section(values, name)[_last(name)]
     return values
+
+
+def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    found = _copied(values)
+    for renamed in RENAMED:
+        olds = [old for old in renamed.old if _has(found, old)]
+        given = {_last(old): _section(found, old).pop(_last(old)) for old in olds}
+        if given:
+            (first, *_) = given.values()
+            new = renamed.convert(**given) if renamed.convert else first
+            _section(found, renamed.new).setdefault(_last(renamed.new), new)
+    return found
+
+
+def _old_names(values: Mapping[str, Any]) -> Iterator[tuple[Renamed, str]]:
+    """Yield the old names that the values have."""
+    for renamed in RENAMED:
+        for old in renamed.old:
+            if _has(values, old):
+                yield renamed, old
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def _next(renamed: Renamed) -> str:
+    major, minor = _minor(renamed.since)
+    return f"{major}.{minor + 1}"
 
 
 def removed_changes(recorded: Mapping[str, Any]) -> Iterator[SettingChange]:
@@ -242,8 +292,14 @@ def _has(values: Mapping[str, Any], name: str) -> bool:
 
 
 def _section(values: Any, name: str) -> Any:
+    """Return the section of a setting; add it if it is missing or empty. Raise ValueError when
+    something else has its name."""
     for part in name.split(".")[:-1]:
-        values = values.setdefault(part, {})
+        if values.get(part) is None:
+            values[part] = {}
+        values = values[part]
+        if not isinstance(values, dict):
+            raise ValueError(f"{part} is a section: give its settings, for example {name}")
     return values
 
 

@@ -3,7 +3,9 @@
 The rollouts themselves are rows in the run's DuckDB store. Their key is (split, step).
 """
 
-from pydantic import NonNegativeFloat, NonNegativeInt
+from typing import Any
+
+from pydantic import NonNegativeFloat, NonNegativeInt, model_validator
 
 from refrain.schemas.base import Frozen
 from refrain.schemas.counts import (
@@ -278,6 +280,14 @@ class StepReport(Frozen):
     """Unix time."""
     drawn: bool = False
     """Whether its pages are drawn and its savings known."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_0_1(cls, values: Any) -> Any:
+        """Leave out a field that only reports of refrain 0.1 have."""
+        if isinstance(values, dict):
+            return {name: value for name, value in values.items() if name != "undrawn"}
+        return values
 
 
 class RunSummary(Frozen):

@@ -122,7 +122,7 @@ def test_the_architecture_page_shows_the_order_of_rooms() -> None:
     (layers,) = [one["layers"] for one in SETTINGS["contracts"] if one["name"] == ROOMS]
     page = (REPOSITORY / "docs" / "architecture.md").read_text()
     picture = "\n".join(layer.replace(" | ", "   ") for layer in layers)
-    assert f"```\n{picture}\n```" in page, f"docs/architecture.md should show\n{picture}"
+    assert f"```text\n{picture}\n```" in page, f"docs/architecture.md should show\n{picture}"
     rooms = {room for layer in layers for room in layer.split(" | ")}
     folders = {file.parent.name for file in (REPOSITORY / "engines").glob("*/__init__.py")}
     assert rooms == folders

@@ -163,6 +163,11 @@ def parse_state(content: bytes, source: object) -> CheckpointState:
         raise ValueError(
             f"{source} is damaged ({first_problem(error)}); use an earlier checkpoint"
         ) from error
+    if not state.own_sha256:
+        raise ValueError(
+            f"{source} has no checksum: refrain 0.1 wrote it, whose runs this version cannot "
+            "resume. Start a new run with the checkpoint's folder `model` as model.path"
+        )
     if state != state.sealed():
         raise ValueError(
             f"{source} is damaged: its checksum is not the one it was written with; use an earlier "

@@ -28,6 +28,10 @@ class StoreLockedError(ValueError):
     """Another process holds the file."""
 
 
+class OtherSchemaError(ValueError):
+    """Another version of refrain wrote the file. It is whole."""
+
+
 @dataclass(frozen=True)
 class Format:
     """A kind of store: its name, its version and its tables."""
@@ -66,8 +70,8 @@ def connect(
     """Open the store at `path`; create a missing one unless `read_only`.
 
     Raise StoreLockedError when another process holds the file for more than `lock_timeout_s`
-    seconds. Raise ValueError when the file is damaged, is not a refrain store or has another schema
-    version.
+    seconds. Raise OtherSchemaError when it has another schema version, and ValueError when it is
+    damaged or is not a refrain store.
     """
     if not str(path).isprintable():
         raise ValueError(
@@ -155,7 +159,7 @@ def _check_or_create(
     if meta.get("format") != format.name:
         raise ValueError(f"{path} is not a {format.name}: another program wrote this DuckDB file")
     if meta["schema_version"] != str(format.version):
-        raise ValueError(
+        raise OtherSchemaError(
             f"{path} has schema version {meta['schema_version']}, but this refrain reads version "
             f"{format.version}. Open it with the release that wrote it, or start a new run"
         )

@@ -14,7 +14,7 @@ compile() {
   # Of the markers, those stay that tell one Python from another.
   sed -E -i "s/($everywhere)( and )?//g; s/ and *\$//; s/ ; *\$//" "$list"
 }
-package=(--extra dev pyproject.toml --override infra/requirements/overrides.txt)
+package=(--extra dev --extra docs pyproject.toml --override infra/requirements/overrides.txt)
 # The CPU build of torch: from pip's own links where they hold it, else from PyTorch's CPU index.
 torch=(--torch-backend cpu)
 if [ -n "${PIP_FIND_LINKS:-}" ]; then

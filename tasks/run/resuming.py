@@ -19,7 +19,7 @@ from refrain.engines.learn.checkpoint import (
 )
 from refrain.engines.learn.mirror import ANSWER_S, CopyTimeout, Mirror, within
 from refrain.engines.store.archive import SUFFIX
-from refrain.engines.store.open_database import RUN, StoreLockedError
+from refrain.engines.store.open_database import RUN, OtherSchemaError, StoreLockedError
 from refrain.engines.store.store import Store, open_read_only
 from refrain.engines.tracking.progress_file import STEPS_FILE, readable_steps, write_steps
 from refrain.schemas.config import TrainConfig
@@ -189,7 +189,8 @@ def renew_store(run_dir: Path) -> list[Path]:
     """Give a run a usable store: an older copy in its place, or else an empty one. Add the step
     reports that it lacks.
 
-    Return the new paths of a damaged store's files. Raise ValueError when a process uses the store.
+    Return the new paths of a damaged store's files. Raise ValueError when a process uses the store,
+    or another version of refrain wrote it.
     """
     store = run_dir / STORE_FILE
     lock = hold_run_dir(run_dir)
@@ -210,7 +211,7 @@ def _is_whole(store: Path) -> bool:
     try:
         with open_read_only(store) as opened:
             opened.verify()
-    except StoreLockedError:
+    except (StoreLockedError, OtherSchemaError):
         raise
     except ValueError:
         return False

@@ -1,6 +1,7 @@
 """`refrain config`, the pages of documentation that it writes, and the library's names."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -8,8 +9,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+import refrain
 from refrain.flows.cli import main
 from refrain.flows.launch import _config
+from refrain.flows.show_api import api_page
 from refrain.flows.show_config import metrics_page, reference_page
 from tests.conftest import REPOSITORY
 
@@ -26,6 +29,12 @@ def test_the_reference_is_up_to_date():
 def test_the_page_of_metrics_is_up_to_date():
     page = (REPOSITORY / "docs" / "metrics.md").read_text()
     assert page == metrics_page(), "run refrain config --metrics > docs/metrics.md"
+
+
+def test_the_page_of_the_python_api_is_up_to_date():
+    page = (REPOSITORY / "docs" / "api.md").read_text()
+    assert page == api_page(), "run refrain config --api > docs/api.md"
+    assert {*refrain.__all__} <= {*re.findall(r"^## (\w+)", page, re.MULTILINE)}
 
 
 def test_a_config_is_shown_with_overrides_and_defaults():
@@ -48,8 +57,6 @@ def test_importing_the_library_loads_nothing_heavy():
 
 
 def test_names_of_the_library_are_there():
-    import refrain
-
     assert all(getattr(refrain, name) for name in refrain.__all__)
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         _ = refrain.no_such_name

@@ -1,4 +1,4 @@
-"""docs/algorithms.md agrees with the code, and each metric of the trainer is described."""
+"""The pages about algorithms agree with the code; each metric of the trainer is described."""
 
 import re
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from tests.learn.conftest import make_batch
 from tests.learn.test_mixed_versions import started
 
 PAGE = (REPOSITORY / "docs" / "algorithms.md").read_text()
+TYPES = (REPOSITORY / "docs" / "algorithm_types.md").read_text()
 CODE = re.compile(r"`([^`]+)`")
 
 
@@ -48,7 +49,7 @@ def test_table_lists_the_settings_of_types() -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_each_type_has_a_section_with_its_paper_and_its_peers(name: str) -> None:
-    section = PAGE.split(f"### {name}\n")[1].split("\n#")[0]
+    section = TYPES.split(f"## {name}\n")[1].split("\n#")[0]
     papers = re.findall(r"arXiv:[\d.]+\d", section)
     assert any(paper in (AlgorithmConfig.__doc__ or "") for paper in papers)
     assert "veRL" in section

@@ -1,0 +1,8 @@
+"""The version of refrain, and the warning about names that the next one refuses."""
+
+VERSION = "0.1.0"
+"""As in pyproject.toml."""
+
+
+class OldNameWarning(FutureWarning):
+    """A config has the old name of a setting, which the next minor version refuses."""
