@@ -6,7 +6,7 @@ that state from its second step on: AdamW's moments exist, and so do gradients d
 micro-batch. The attention is that of the CUDA path. Its kernel frees all temporary memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-from refrain.engines.learn.attention import by_bounds
+from refrain.engines.learn.attention import by_bounds, rows_of
 from refrain.engines.learn.loading import Loading, prepared
 from refrain.engines.learn.packing import MicroBatch, TokenSequence, pack
 from refrain.engines.learn.policy import PolicyModel
@@ -44,13 +44,17 @@ def track_peak(
     num_tokens: tuple[int, int],
     *,
     gradient_checkpointing: bool = True,
+    kept_layers: int = 0,
 ) -> dict[str, float]:
     """Return the bytes at the peak by purpose, and their sum as `Total`.
 
     `model`: content of a `config.json`; `num_tokens`: of the prompt and of the response of the one
     sample of a micro-batch.
     """
-    policy = _policy(model, gradient_checkpointing)
+    loading = Loading(
+        torch.device("cpu"), gradient_checkpointing=gradient_checkpointing, kept_layers=kept_layers
+    )
+    policy = policy_of(model, loading)
     batch = _batch(*num_tokens)
     with _fake_ranks(num_ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         shard(policy, mesh, torch.bfloat16)
@@ -66,19 +70,24 @@ def track_peak(
     return {str(getattr(kind, "value", kind)): float(num) for kind, num in peak.items()}
 
 
-def _policy(model: dict[str, Any], gradient_checkpointing: bool) -> PolicyModel:
-    AttentionInterface.register(BY_BOUNDS, _attention)
+def policy_of(
+    model: dict[str, Any],
+    loading: Loading,
+    attention: Callable[..., tuple[Tensor, None]] | None = None,
+) -> PolicyModel:
+    """Return a policy on the meta device, with the attention of the CUDA path or another one.
+    `model`: content of a `config.json`."""
+    AttentionInterface.register(BY_BOUNDS, attention or flash_attention)
     AttentionMaskInterface.register(BY_BOUNDS, causal_mask)
     config = AutoConfig.for_model(**model)
     with torch.device("meta"):
         made: Any = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=BY_BOUNDS
         )
-    loading = Loading(torch.device("cpu"), gradient_checkpointing=gradient_checkpointing)
     return prepared(made, loading)
 
 
-def _attention(
+def flash_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -88,9 +97,9 @@ def _attention(
     scaling: float,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    """Compute attention as the trainer does on CUDA, on any device."""
     del module
-    rows = [tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value)]
-    return by_bounds(rows, mask, scaling)[None], None
+    return by_bounds(rows_of(query, key, value), mask, scaling)[None], None
 
 
 def _batch(prompt_tokens: int, response_tokens: int) -> MicroBatch:

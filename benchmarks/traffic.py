@@ -1,9 +1,8 @@
 """Bytes and launches of a step of the sampler: counted, not timed, without a GPU.
 
-A dispatch mode counts torch's operations on meta tensors, which have shapes and no data. An
-operation that needs data, to choose a shape or to send something to the host, fails on them.
-Kernels are counted where they are launched. Their bytes and operations are those in Triton's
-interpreter, which needs a process of its own (`python -m refrain.benchmarks.traffic`).
+`benchmarks.operations` counts torch's operations on meta tensors. Kernels are counted where they
+are launched. Their bytes and operations are those in Triton's interpreter, which needs a process
+of its own (`python -m refrain.benchmarks.traffic`).
 """
 
 import json
@@ -23,8 +22,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from refrain.benchmarks.operations import Traffic
 from refrain.engines.inference.sampling import gpu, kernels
 from refrain.engines.inference.sampling.noise import perturbed_argmax
 from refrain.engines.inference.sampling.step_rows import StepRows
@@ -51,35 +50,6 @@ _MOVING = (
     *("dot", "histogram", "cat", "join", "split", "gather", "extern", "elementwise"),
 )
 """Parts of the names of the interpreter's operations that compute nothing."""
-_RESERVING = ("aten::empty", "aten::new_empty")
-
-
-class Traffic(TorchDispatchMode):
-    """Count torch's operations while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches: list[str] = []
-        self.num_bytes = 0
-        """Bytes read and written by torch's operations."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        name = func._schema.name
-        if not (func.is_view or name.startswith(_RESERVING)):
-            self.launches.append(name)
-            self.num_bytes += _num_bytes([*args, *kwargs.values(), out])
-        return out
-
-
-def _num_bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(_num_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 class _Noted:

@@ -136,6 +136,10 @@ BENCHES = {
         "conversations with tools: an engine's slots in use, its prefix cache, instant answers",
         "5 minutes",
     ),
+    "update": Bench(
+        "an update of the trainer, eager and compiled: launches, bytes and FLOPs, without a GPU",
+        "2 minutes",
+    ),
 }
 """Modules of `benchmarks` by name, each with `add_arguments`, `measure` and `show`."""
 

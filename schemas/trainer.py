@@ -89,9 +89,15 @@ class TrainerConfig(Frozen):
     micro_batch_tokens: Rounding[PositiveInt] = 16384
     """Tokens packed into one forward and backward pass, for example `8192`. Lower it if the trainer
     runs out of memory. It must hold the longest prompt and response."""
-    gradient_checkpointing: Free[bool] = True
+    gradient_checkpointing: Free[Literal["auto"] | bool] = "auto"
     """Recompute activations in the backward pass. It takes far less memory and a third more time.
-    Switch it off if memory suffices."""
+    `auto`: as few layers as the GPU's memory needs, and all layers on a CPU. For example, `true`
+    if `auto` runs out of memory: all layers."""
+    compile: Rounding[Literal["auto"] | bool] = "auto"
+    """Compile the decoder layers and the scores of tokens (`torch.compile`). It fuses norms, rope
+    and activations, so an update takes less time and less memory, and rounds otherwise. `auto`:
+    dense models on CUDA. For example, `false` if the compiler fails or you compare runs bit for
+    bit."""
     save_every_steps: Free[PositiveInt] = 10
     """RL steps between checkpoints, for example `50`. A crash loses the steps after the last one. A
     checkpoint takes 14 bytes per parameter in bfloat16, 16 in float32. Lower it on machines that

@@ -62,8 +62,7 @@ def packed_attention(
     del sliding_window  # The mask contains it, as in transformers' own eager attention.
     mask = _known_mask(module, attention_mask)
     _refuse_unknown(module, others)
-    # Under autocast, norms and ropes return float32; cast their results back.
-    rows = [tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value)]
+    rows = rows_of(query, key, value)
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     if softcap is None and s_aux is None and _takes_flash(rows):
         return by_bounds(rows, mask, scores.scale)[None], None
@@ -72,6 +71,16 @@ def packed_attention(
         q, k, v = (row[group.take].transpose(1, 2) for row in rows)
         parts.append(_attend(q, k, v, mask, scores).transpose(1, 2).flatten(0, 1)[group.keep])
     return torch.cat(parts)[None], None
+
+
+def rows_of(
+    query: Float[Tensor, "1 heads tokens width"],
+    key: Float[Tensor, "1 kv_heads tokens width"],
+    value: Float[Tensor, "1 kv_heads tokens value_width"],
+) -> list[Float[Tensor, "tokens any_heads any_width"]]:
+    """Return query, key and value as rows of tokens: views, unless autocast made norms and ropes
+    return float32."""
+    return [one.squeeze(0).transpose(0, 1).to(value.dtype) for one in (query, key, value)]
 
 
 def _known_mask(module: nn.Module, mask: object) -> RowMask:
@@ -116,9 +125,12 @@ def by_bounds(
     bounds, longest = segments.bounds, segments.longest
     # The kernels need heads of one width, a multiple of 8. Zeros add nothing to a score.
     widths = [row.shape[-1] for row in rows]
-    wide = [F.pad(row, (0, -(-max(widths) // 8) * 8 - row.shape[-1])) for row in rows]
+    width = -(-max(widths) // 8) * 8
     out = varlen_attn(
-        *wide,
+        *(
+            row if row.shape[-1] == width else F.pad(row, (0, width - row.shape[-1]))
+            for row in rows
+        ),
         *(bounds, bounds),
         *(longest, longest),
         scale=scale,

@@ -28,7 +28,7 @@ def check_steady(policy: PolicyModel, dtype: torch.dtype) -> None:
     `dtype`: data type in which the policy computes. Collective.
     """
     state, chance = _state(policy), _chance(policy)
-    short = policy.score(lay_out([1], _sequences(policy)), 1.0).logprobs
+    short = policy.score(lay_out([1], probe_sequences(policy)), 1.0).logprobs
     batch = _behind(policy)
     behind = policy.score(batch, 1.0).logprobs[-len(short) :]
     if _changed(chance, _chance(policy)):
@@ -52,7 +52,8 @@ def _class(policy: PolicyModel) -> str:
     return type(policy.model).__name__
 
 
-def _sequences(policy: PolicyModel) -> list[TokenSequence]:
+def probe_sequences(policy: PolicyModel) -> list[TokenSequence]:
+    """Return two sequences of random tokens, the longer one first."""
     rng = np.random.default_rng(0)
     ids = (rng.integers(policy.vocab_size, size=size + 1) for size in NUM_TOKENS)
     return [TokenSequence(one.astype(np.int32), 1) for one in ids]
@@ -61,7 +62,7 @@ def _sequences(policy: PolicyModel) -> list[TokenSequence]:
 def _behind(policy: PolicyModel) -> MicroBatch:
     """Return the short sample behind another one at the model's last positions. If each sample
     needs its own row, return that other one alone."""
-    batch = lay_out([0] if policy.alone else [0, 1], _sequences(policy))
+    batch = lay_out([0] if policy.alone else [0, 1], probe_sequences(policy))
     num_first, positions = NUM_TOKENS[0], batch.position_ids.copy()
     config = policy.model.config.get_text_config()
     last = getattr(config, "max_position_embeddings", None) or num_first

@@ -40,7 +40,18 @@ class Reference:
             return self.policy.score(batch, temperature).logprobs
 
 
-def with_old_logprobs(policy: PolicyModel, share: Share, config: TrainConfig) -> Share:
+def with_old_logprobs(
+    policy: PolicyModel, shares: Sequence[Share], config: TrainConfig
+) -> list[Share]:
+    """Return a step's shares with the old policy's log-probabilities, where an earlier update of
+    the step changes the policy before they are needed. The first update needs no forward pass for
+    them: its policy is the old one."""
+    num_current = 1 if config.trainer.passes_per_step == 1 else 0
+    later = [with_logprobs(policy, share, config) for share in shares[num_current:]]
+    return [*shares[:num_current], *later]
+
+
+def with_logprobs(policy: PolicyModel, share: Share, config: TrainConfig) -> Share:
     """Return the share with the current policy's log-probabilities of its tokens.
 
     Collective: every rank makes as many passes as the busiest one.

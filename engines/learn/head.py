@@ -31,9 +31,9 @@ class Head:
         cap = said.get("final_logit_softcapping") or said.get("logits_soft_cap")
         return cls(scale, cap or None)
 
-    def logits(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
-        """Return the logits in float32."""
-        logits = model.get_output_embeddings()(hidden).float()
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Return the logits in float32. `outputs`: of the output layer."""
+        logits = outputs.float()
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)

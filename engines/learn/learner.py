@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from refrain.engines.learn import checkpoint, training_state
 from refrain.engines.learn.canaries import LongCanaries
+from refrain.engines.learn.compiled import compile_policy
 from refrain.engines.learn.determinism import check_steady
 from refrain.engines.learn.diagnostics import summarise
 from refrain.engines.learn.export import StartFiles, find_start_files, write_export
@@ -36,6 +37,7 @@ from refrain.engines.learn.packing import TokenSequence
 from refrain.engines.learn.policy import PolicyModel, score_sequences
 from refrain.engines.learn.precision import ComputeIn
 from refrain.engines.learn.publishing import WholeTensors, whole_tensors
+from refrain.engines.learn.recomputation import num_kept_layers
 from refrain.engines.learn.rollouts import choose_canaries, read_rollouts
 from refrain.engines.learn.rounding_loss import LOW, warning_of
 from refrain.engines.learn.run_head import RunHead, head_state
@@ -146,7 +148,8 @@ class Learner:
         loading = Loading(
             self._device,
             mesh=make_mesh(self._device, self._world_size, config.num_replicas),
-            gradient_checkpointing=config.gradient_checkpointing,
+            gradient_checkpointing=bool(config.gradient_checkpointing),
+            kept_layers=num_kept_layers(self._config, self._device),
             dtype=getattr(torch, config.dtype),
             compute_dtype=self._compute_dtype,
             lora=lora,
@@ -157,6 +160,7 @@ class Learner:
         policy = load_policy(path or self._config.model.path, loading)
         policy.alone = not keeps_samples_apart(policy, self._compute_dtype)
         check_steady(policy, self._compute_dtype)
+        compile_policy(policy, config.compile, self._compute_dtype)
         return policy
 
     def _resume(self, checkpoint_dir: Path, state: checkpoint.CheckpointState) -> None:
@@ -207,17 +211,15 @@ class Learner:
         return self._summarise(updates, shares) | metrics
 
     def _assign_shares(self, minibatches: Sequence[Sequence[TrainingSample]]) -> list[Share]:
-        """Return this rank's shares. They hold the old policy's log-probabilities when an earlier
-        update of the step changes the policy before they are needed."""
+        """Return this rank's shares, with the old policy's log-probabilities where needed."""
         alone = self._policy.alone
         shares = [
             assign_share(own, self._config, self._rank, self._world_size, alone=alone)
             for own in minibatches
         ]
-        num_updates = len(shares) * self._config.trainer.passes_per_step
-        if self._config.algorithm.tis_cap is None or num_updates < 2:
+        if self._config.algorithm.tis_cap is None:
             return shares
-        return [with_old_logprobs(self._policy, share, self._config) for share in shares]
+        return with_old_logprobs(self._policy, shares, self._config)
 
     def _summarise(
         self, updates: Sequence[dict[str, float] | None], shares: Sequence[Share]
@@ -323,7 +325,7 @@ class Learner:
         return (*whole, in_row[1])
 
     def _scored(self, chosen: Sequence[Sequence[int] | NDArray[np.int32]]) -> tuple[Canary, ...]:
-        with merged_at_work(self._policy.model):
+        with merged_at_work(self._policy.model), self._policy.uncompiled():
             with ComputeIn(torch.float32):
                 exact = self.logprobs(chosen)
             with ComputeIn(getattr(torch, self._config.model.dtype)):

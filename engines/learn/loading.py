@@ -46,6 +46,9 @@ class Loading:
     mesh: DeviceMesh | None = None
     """Ranks over which FSDP2 shards the policy. Two dimensions (replicas, shards) mean HSDP."""
     gradient_checkpointing: bool = False
+    kept_layers: int = 0
+    """Last layers that keep their activations even with `gradient_checkpointing`: the backward pass
+    frees those first."""
     dtype: torch.dtype = torch.float32
     """Data type of the master weights."""
     compute_dtype: torch.dtype = torch.float32
@@ -102,8 +105,11 @@ def prepared(model: PreTrainedModel, loading: Loading) -> PolicyModel:
     policy = PolicyModel(model).eval()
     if loading.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        kept = policy.layers[max(0, len(policy.layers) - loading.kept_layers) :]
         for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
+            if isinstance(module, GradientCheckpointingLayer) and module in kept:
+                module.gradient_checkpointing = False
+            elif isinstance(module, GradientCheckpointingLayer):
                 _checkpoint_in_eval_mode(module)
     return policy
 

@@ -11,7 +11,8 @@ predictions have no logits and no gradient. For a large vocabulary it runs in ch
 backward pass recomputes: all logits of a micro-batch would need more memory than the model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -46,14 +47,26 @@ class PolicyModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        names = model._no_split_modules or ()
+        self.layers = tuple(one for one in model.modules() if type(one).__name__ in names)
+        """Decoder layers: FSDP2's units, and what `engines.learn.compiled` compiles."""
         self._head = Head.of(model.config)
         self._most_positions = most_positions(model.config)
         self.alone = False
         """Whether each sample needs its own row (`engines.learn.sample_isolation`)."""
+        self.is_compiled = False
+        """Whether `engines.learn.compiled` compiled the layers."""
+        self.token_scores: Callable[..., tuple[Tensor, Tensor]] = token_scores
 
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Return a context in which all layers compute eagerly."""
+        if not self.is_compiled:
+            return nullcontext()
+        return torch.compiler.set_stance("force_eager")
 
     @property
     def masks_all_pairs(self) -> bool:
@@ -88,7 +101,7 @@ class PolicyModel(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens vocab"]:
         """Return the logits of hidden states, float32. With FSDP2, unshard the policy before."""
-        return self._head.logits(self.model, hidden)
+        return self._head.logits(self.model.get_output_embeddings()(hidden))
 
     def _hidden(
         self,
@@ -131,13 +144,25 @@ class PolicyModel(nn.Module):
         temperature: float,
         entropy_gradient: bool,
     ) -> tuple[Float[Tensor, "chunk"], Float[Tensor, "chunk"]]:
-        logits = self._head.logits(self.model, hidden) / temperature
-        log_normaliser = logits.logsumexp(-1)
-        logprobs = logits.gather(-1, targets[:, None])[:, 0] - log_normaliser
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            probabilities = torch.exp(logits - log_normaliser[:, None])
-            entropies = log_normaliser - (probabilities * logits).sum(-1)
-        return logprobs, entropies
+        outputs = self.model.get_output_embeddings()(hidden)
+        return self.token_scores(self._head, outputs, targets, temperature, entropy_gradient)
+
+
+def token_scores(
+    head: Head,
+    outputs: Float[Tensor, "tokens vocab"],
+    targets: Int[Tensor, "tokens"],
+    temperature: float,
+    entropy_gradient: bool,
+) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
+    """Return log-probabilities of the targets, and entropies. `outputs`: of the output layer."""
+    logits = head.logits(outputs) / temperature
+    log_normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, targets[:, None])[:, 0] - log_normaliser
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        probabilities = torch.exp(logits - log_normaliser[:, None])
+        entropies = log_normaliser - (probabilities * logits).sum(-1)
+    return logprobs, entropies
 
 
 @torch.no_grad()

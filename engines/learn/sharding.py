@@ -20,9 +20,8 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> 
         # Activations have the parameters' data type, even when `ComputeIn` changes it.
         cast_forward_inputs=False,
     )
-    for module in policy.modules():
-        if type(module).__name__ in (policy.model._no_split_modules or ()):
-            fully_shard(module, mesh=mesh, mp_policy=precision)
+    for layer in policy.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
     # Reshard the root too. Otherwise, after a forward pass without a backward pass (as for
     # canaries), its parameters would no longer be the ones that the optimiser knows.
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)

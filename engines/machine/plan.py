@@ -29,6 +29,7 @@ from refrain.engines.machine.trainer_memory import (
     moment_bytes,
     resting_bytes,
     trainer_footprint,
+    with_kept_layers,
 )
 from refrain.engines.pat.memory import (
     USABLE_SHARE,
@@ -124,7 +125,7 @@ def training_of(config: TrainConfig, shape: ModelShape) -> Training:
         num_ranks=trainer.num_processes,
         micro_batch_tokens=trainer.micro_batch_tokens,
         response_tokens=trainer.micro_batch_tokens,
-        gradient_checkpointing=trainer.gradient_checkpointing,
+        gradient_checkpointing=bool(trainer.gradient_checkpointing),
         reference_params=_reference_params(config, shape),
         entropy_gradient=config.algorithm.entropy_coefficient > 0.0,
         num_replicas=trainer.num_replicas,
@@ -133,6 +134,15 @@ def training_of(config: TrainConfig, shape: ModelShape) -> Training:
         offload_optimizer=trainer.offload_optimizer,
         draft_head_params=draft_head_params(shape) if config.specactor.train_head else 0,
     )
+
+
+def kept_layers(config: TrainConfig, shape: ModelShape, gpu_bytes: float) -> int:
+    """Return how many layers may keep their activations with `gradient_checkpointing: auto`: the
+    memory plan with all layers computed again, and what is then left of the GPU."""
+    room = gpu_bytes * USABLE_SHARE
+    if config.takes_turns:
+        room -= share_gpu(config, shape, gpu_bytes).asleep_bytes
+    return with_kept_layers(shape, training_of(config, shape), room).kept_layers
 
 
 def _reference_params(config: TrainConfig, shape: ModelShape) -> int:

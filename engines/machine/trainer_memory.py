@@ -14,7 +14,8 @@ predicted:
     head    2 Pr + 2 Pl + 2 V h + 20 N  + kept + 6 T h + 4 R h
     layer   2 Pr + 2 V h + 8 Pl + kept + A  + the more of 4 T m + 2 (gradients of the MLP), 6 T h'
     root    6 Pr
-    kept    2 T h D with gradient_checkpointing, A D without (and no + A in a layer's phase)
+    kept    2 T h for each layer that is computed again, A for each other one (if all are others,
+            a layer's phase has no + A)
     A       2 T (9 h + 2 q + 2 k + 4 m), and 6 T (q + k) more with norms of queries and keys
 
     h, q, k    widths of the residual stream, of all query heads, of all key heads
@@ -30,7 +31,7 @@ with FSDP2's memory tracker.
 Computing in float32 takes at most twice as much besides the state, and is planned as twice.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from refrain.engines.latency.model_shape import ModelShape
 from refrain.engines.pat.memory import CONTEXT_BYTES, NCCL_BYTES
@@ -60,6 +61,8 @@ class Training:
     """Whether moments are on the GPU only during the update, when there are no activations."""
     entropy_gradient: bool = False
     """Whether the loss has an entropy bonus."""
+    kept_layers: int = 0
+    """Layers that keep their activations although `gradient_checkpointing` is on."""
     draft_head_params: int = 0
     """Parameters of a draft head that is trained along: whole on each rank, in float32."""
 
@@ -105,11 +108,7 @@ def trainer_footprint(shape: ModelShape, training: Training) -> TrainerFootprint
     """Return the memory of a rank at its peak."""
     tokens = training.micro_batch_tokens
     layer = _layer_bytes(shape, tokens)
-    kept = 2 * tokens * shape.hidden_size * shape.num_layers
-    if not training.gradient_checkpointing:
-        kept = layer * shape.num_layers
-        if training.adapter_params and shape.num_experts:
-            kept += 2 * shape.layer_params  # Merged experts, which the gradients need.
+    kept = _kept_bytes(shape, training, layer)
     phases = {
         "head": _head_phase(shape, training),
         "layers": _layer_phase(shape, training, layer),
@@ -132,6 +131,13 @@ def trainer_footprint(shape: ModelShape, training: Training) -> TrainerFootprint
         work_bytes=work,
         peak=peak,
     )
+
+
+def with_kept_layers(shape: ModelShape, training: Training, usable_bytes: float) -> Training:
+    """Return the training in which as many layers as fit keep their activations."""
+    choices = (replace(training, kept_layers=num) for num in range(shape.num_layers, 0, -1))
+    fitting = (one for one in choices if trainer_footprint(shape, one).bytes <= usable_bytes)
+    return next(fitting, training)
 
 
 def resting_bytes(shape: ModelShape, training: Training) -> float:
@@ -179,6 +185,20 @@ def _layer_bytes(shape: ModelShape, tokens: int) -> float:
     return 2.0 * tokens * (residual + heads + _mlp_width(shape))
 
 
+def _num_kept(shape: ModelShape, training: Training) -> int:
+    """Return the number of layers whose activations stay until their backward pass."""
+    return training.kept_layers if training.gradient_checkpointing else shape.num_layers
+
+
+def _kept_bytes(shape: ModelShape, training: Training, layer_bytes: float) -> float:
+    num_kept = _num_kept(shape, training)
+    one_input = 2 * training.micro_batch_tokens * shape.hidden_size
+    kept = one_input * (shape.num_layers - num_kept) + layer_bytes * num_kept
+    if training.adapter_params and shape.num_experts:
+        kept += 2 * _layer_params(shape) * num_kept  # Merged experts, which the gradients need.
+    return kept
+
+
 def _mlp_width(shape: ModelShape) -> int:
     """Return the elements that MLPs save for a token. Experts also save their input and output."""
     inner = 4 * shape.intermediate_size
@@ -210,7 +230,7 @@ def _layer_phase(shape: ModelShape, training: Training, layer_bytes: float) -> f
     work = 4 * tokens * per_token * shape.intermediate_size + gradients
     if shape.num_experts:
         work = max(work, 6 * tokens * per_token * shape.hidden_size)
-    again = layer_bytes if training.gradient_checkpointing else 0.0
+    again = layer_bytes if _num_kept(shape, training) < shape.num_layers else 0.0
     return 2 * _root_params(shape) + 2 * shape.head_params + 8 * one + again + work
 
 

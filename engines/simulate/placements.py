@@ -183,7 +183,7 @@ def _training(scene: DividedScene, division: Division) -> Training:
     """Return the defaults of a trainer, with micro-batches that hold the longest sample."""
     defaults = TrainerConfig()
     tokens = max(defaults.micro_batch_tokens, scene.longest_tokens)
-    return Training(division.trainer_gpus, tokens, tokens, defaults.gradient_checkpointing)
+    return Training(division.trainer_gpus, tokens, tokens, gradient_checkpointing=True)
 
 
 def _shared_gpu(scene: DividedScene, division: Division) -> SharedGpu:

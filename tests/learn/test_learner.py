@@ -17,7 +17,10 @@ from refrain.engines.learn.checkpoint import (
     TRAINING_STATE_FILE,
     read_state,
 )
+from refrain.engines.learn.gradient import with_logprobs
 from refrain.engines.learn.learner import Learner
+from refrain.engines.learn.minibatch import Share
+from refrain.engines.learn.policy import PolicyModel
 from refrain.schemas.config import TrainConfig
 from tests.failing_disks import full_disk
 from tests.learn.conftest import as_batch, make_batch, on_policy, started
@@ -86,6 +89,28 @@ def test_rewarded_responses_become_more_likely(make_config: MakeConfig) -> None:
     ]
     assert margin() > before + 0.1
     assert rates == [1e-3, 1e-3, 1e-3]  # Two minibatches a step: warm-up ends in the first step.
+
+
+def test_the_first_update_takes_no_pass_for_old_logprobs(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, scored = make_config({"tis_cap": 1.2}, minibatches_per_step=3), []
+
+    def counted(policy: PolicyModel, share: Share, config: TrainConfig) -> Share:
+        scored.append(share)
+        return with_logprobs(policy, share, config)
+
+    monkeypatch.setattr("refrain.engines.learn.gradient.with_logprobs", counted)
+    fewer, every = started(config), started(config)
+    metrics = fewer.train_step(make_batch())
+    assert len(scored) == 2
+    monkeypatch.setattr(
+        "refrain.engines.learn.learner.with_old_logprobs",
+        lambda policy, shares, config: [counted(policy, share, config) for share in shares],
+    )
+    assert every.train_step(make_batch()) == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+    assert len(scored) == 2 + 3
+    assert_close(fewer, every, atol=1e-6)
 
 
 def test_kl_penalty_holds_the_policy_near_its_start(make_config: MakeConfig) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from refrain.engines.learn.gradient import accumulate_gradient, with_old_logprobs
+from refrain.engines.learn.gradient import accumulate_gradient, with_logprobs
 from refrain.engines.learn.learner import Learner
 from refrain.engines.learn.loading import Loading, load_policy
 from refrain.engines.learn.minibatch import assign_share
@@ -231,7 +231,7 @@ def update_of(
     policy: PolicyModel, samples: list[TrainingSample], config: TrainConfig
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return gradient and metrics of one minibatch."""
-    share = with_old_logprobs(policy, assign_share(samples, config, 0, 1), config)
+    share = with_logprobs(policy, assign_share(samples, config, 0, 1), config)
     policy.zero_grad()
     metrics = accumulate_gradient(policy, None, share, config, 1)
     return {name: one.grad.clone() for name, one in policy.model.named_parameters()}, metrics

@@ -1,5 +1,6 @@
 """The planned memory of a trainer rank agrees with the count of FSDP2's memory tracker."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from refrain.engines.machine.trainer_memory import (
     adapter_params,
     draft_head_params,
     trainer_footprint,
+    with_kept_layers,
 )
 from refrain.schemas.bench import BenchReport
 from refrain.schemas.trainer import LoraConfig
@@ -64,6 +66,26 @@ def test_the_plan_is_within_a_tenth_of_what_is_tracked(case: str) -> None:
     training = Training(num_ranks, sum(lengths), lengths[1], checkpointing)
     planned = trainer_footprint(ModelShape.from_hf_config(config), training)
     assert 0.9 < planned.tensor_bytes / tracked["Total"] < 1.1, (planned, tracked)
+
+
+def test_layers_that_keep_their_activations_are_planned_as_tracked() -> None:
+    tracked = track_peak(SMALL, 4, (128, 896), kept_layers=2)
+    training = Training(4, 1024, 896, gradient_checkpointing=True, kept_layers=2)
+    planned = trainer_footprint(ModelShape.from_hf_config(SMALL), training)
+    assert 0.9 < planned.tensor_bytes / tracked["Total"] < 1.1, (planned, tracked)
+
+
+def test_as_many_layers_as_fit_keep_their_activations() -> None:
+    none = Training(4, 16_384, 8192, gradient_checkpointing=True)
+    all_kept = replace(none, gradient_checkpointing=False)
+    assert with_kept_layers(QWEN3_8B, none, 20e9) == none  # It does not fit in any case.
+    some = with_kept_layers(QWEN3_8B, none, 80e9)
+    assert 0 < some.kept_layers < QWEN3_8B.num_layers
+    more = replace(some, kept_layers=some.kept_layers + 1)
+    assert trainer_footprint(QWEN3_8B, some).bytes <= 80e9 < trainer_footprint(QWEN3_8B, more).bytes
+    every = with_kept_layers(QWEN3_8B, none, 1e12)
+    assert every.kept_layers == QWEN3_8B.num_layers
+    assert trainer_footprint(QWEN3_8B, every) == trainer_footprint(QWEN3_8B, all_kept)
 
 
 def test_planned_memory_is_within_a_tenth_of_tracked() -> None:
