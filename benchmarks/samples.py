@@ -7,8 +7,10 @@ The run is made up, and ended: most of its steps are in the archive, as in a rea
     prompt_s    a prompt over epochs
     response_s  one sample
     command_s   the whole command `refrain samples`, with the start of Python
+    command_cpu_s    its CPU seconds, on which other processes of the machine have little effect
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -81,6 +83,8 @@ def measure(args: Namespace, console: Console) -> Measured:
             name: median(_seconds(look) for _ in range(args.rounds))
             for name, look in _looks(run_dir).items()
         }
+        command = _command(run_dir)
+        figures["command_cpu_s"] = median(_cpu_seconds(command) for _ in range(args.rounds))
     return figures, [{"page": name, "seconds": value} for name, value in figures.items()]
 
 
@@ -125,18 +129,28 @@ def _looks(run_dir: Path) -> dict[str, Callable[[], object]]:
         return look
 
     one = SampleFilter(step=first.step, prompt=first.prompt_key, sample=first.sample_index)
-    command = [sys.executable, "-m", "refrain.flows.cli", "samples", str(run_dir)]
     return {
         **{f"{sort}_s": page(SampleFilter(sort=sort)) for sort in SORTS},
         "prompt_s": page(SampleFilter(prompt=first.prompt_key, sort="epoch")),
         "response_s": page(one),
-        "command_s": lambda: subprocess.run(
-            command, check=True, capture_output=True, timeout=_TIMEOUT_S
-        ),
+        "command_s": _command(run_dir),
     }
+
+
+def _command(run_dir: Path) -> Callable[[], object]:
+    command = [sys.executable, "-m", "refrain.flows.cli", "samples", str(run_dir)]
+    return lambda: subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
 
 
 def _seconds(look: Callable[[], object]) -> float:
     started_s = time.perf_counter()
     look()
     return time.perf_counter() - started_s
+
+
+def _cpu_seconds(look: Callable[[], object]) -> float:
+    """Return the CPU seconds of the processes that this starts."""
+    before = os.times()
+    look()
+    after = os.times()
+    return sum(after[2:4]) - sum(before[2:4])

@@ -5,14 +5,14 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import BaseModel, ValidationError
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from refrain.engines.paths import check_regular, explain
-from refrain.schemas.settings import meant_by
 
-Model = TypeVar("Model", bound=BaseModel)
+if TYPE_CHECKING:  # Most readers of a file need no pydantic, which takes 0.1 s to load.
+    from pydantic import BaseModel, ValidationError
+
+Model = TypeVar("Model", bound="BaseModel")
 
 
 MAX_TEXT_BYTES = 256 * 2**20
@@ -89,6 +89,8 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 def read_model(file: Path, kind: type[Model]) -> Model:
     """Return a run's record from its JSON file. Raise ValueError if the file is damaged."""
+    from pydantic import ValidationError
+
     content = read_bytes(file)
     try:
         return kind.model_validate_json(content)
@@ -104,6 +106,8 @@ def readable_lines(
     Return empty lists if the file is missing. `appended`: skip a last line without a line end; it
     is being written, or a crash cut it. Raise ValueError as `read_bytes` does.
     """
+    from pydantic import ValidationError
+
     *lines, last = read_bytes(file).split(b"\n") if file.exists() else [b""]
     if last and not appended:
         lines.append(last)
@@ -116,7 +120,7 @@ def readable_lines(
     return found, wrong
 
 
-def first_problem(error: ValidationError) -> str:
+def first_problem(error: "ValidationError") -> str:
     """Return the first problem of a validation error in one line."""
     problem = error.errors()[0]
     where = ".".join(str(part) for part in problem["loc"])
@@ -133,6 +137,8 @@ def first_line(error: BaseException, most: int = 300) -> str:
 
 def validated(values: object, source: str, kind: type[Model]) -> Model:
     """Return a config from plain values. Raise ValueError with a line for each refused value."""
+    from pydantic import ValidationError
+
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -145,9 +151,11 @@ def validated(values: object, source: str, kind: type[Model]) -> Model:
         raise ValueError(f"{source} is not a valid config:\n" + "\n".join(lines)) from error
 
 
-def _meant(problem: Any, kind: type[BaseModel]) -> str:
+def _meant(problem: Any, kind: "type[BaseModel]") -> str:
     """Return a hint for the message if an unknown setting resembles a known one, else ""."""
     if problem["type"] != "extra_forbidden":
         return ""
+    from refrain.schemas.settings import meant_by
+
     meant = meant_by(".".join(str(part) for part in problem["loc"]), kind)
     return f": did you mean {meant}?" if meant else ""

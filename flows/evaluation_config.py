@@ -13,7 +13,8 @@ from refrain.flows.config_file import read_values
 from refrain.schemas.config import TrainConfig
 from refrain.schemas.evaluation import EvaluateConfig
 from refrain.schemas.sampling import SamplingConfig
-from refrain.tasks.run.record import find_run, read_run
+from refrain.tasks.run.find import find_run
+from refrain.tasks.run.record import read_run
 from refrain.tasks.run.run_dir import CONFIG_FILE, is_run
 
 EVALUATIONS = "evaluations"

@@ -14,7 +14,7 @@ from refrain.flows.prepare import make_way, training_plan
 from refrain.schemas.config import TrainConfig
 from refrain.schemas.evaluation import EvaluateConfig, EvaluationReport
 from refrain.schemas.step import RunSummary
-from refrain.tasks.run.record import find_run
+from refrain.tasks.run.find import find_run
 from refrain.tasks.run.store_query import query_run
 
 RUNS = Path("runs")

@@ -22,7 +22,7 @@ from refrain.engines.accounting.epoch_similarity import (
 from refrain.engines.reports import similarity as similarity_report
 from refrain.flows.output_file import JSON, PNG, check_output, write_output, writing
 from refrain.schemas.bench import BenchReport
-from refrain.tasks.run.record import find_run
+from refrain.tasks.run.find import find_run
 from refrain.tasks.run.store_query import query_run
 
 RANKING_GROUPS = (8, 16)

@@ -16,7 +16,8 @@ from refrain.engines.reports.runs import (
     print_runs,
     rolling_text,
 )
-from refrain.tasks.run.record import find_run, list_runs, read_run
+from refrain.tasks.run.find import find_run
+from refrain.tasks.run.record import list_runs, read_run
 
 LOOK_EVERY_S = 1.0
 """Seconds between two reads. A run writes its progress as often."""

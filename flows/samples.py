@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,11 +10,10 @@ from rich.console import Console
 
 from refrain.engines.data.tokenizer import TokenDecoder
 from refrain.engines.reports.samples import print_sample, print_samples
-from refrain.engines.store.reader import answer
-from refrain.engines.store.samples import Ask, Page, SampleFilter, find, search
+from refrain.engines.store.reader import answer, answers, fetch_rows
+from refrain.engines.store.samples import Page, SampleFilter, find, search
 from refrain.engines.user_files import read_json_object
-from refrain.tasks.run.record import find_run
-from refrain.tasks.run.run_dir import CONFIG_FILE, STORE_FILE
+from refrain.tasks.run.find import CONFIG_FILE, STORE_FILE, find_run
 
 
 class Decoder(Protocol):
@@ -36,16 +36,17 @@ class RunSamples:
     """The rollouts of one run, live or ended."""
 
     def __init__(self, run_dir: Path, timeout_s: float) -> None:
-        path = (run_dir / STORE_FILE).absolute()
+        self._path = (run_dir / STORE_FILE).absolute()
+        self._ask = partial(answer, self._path, timeout_s=timeout_s)
         self.name = run_dir.name
         self.timeout_s = timeout_s
         self.decoder, self.warning = open_decoder(run_dir)
-        self._ask: Ask = lambda query: answer(path, query, timeout_s)
 
     def page(self, wanted: SampleFilter, grep: str, limit: int, offset: int = 0) -> Page:
         """Return one page of samples. `grep`: a text that their responses contain."""
         if not grep:
-            return find(self._ask, wanted, limit, offset)
+            with answers(self._path, self.timeout_s, fetch_rows) as read:
+                return find(read, wanted, limit, offset)
 
         def contains(responses: list[list[int]]) -> list[bool]:
             return [grep in text for text in self.decoder.decode(responses)]

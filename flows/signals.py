@@ -8,7 +8,6 @@ A run's flow has its own thread. Python handles signals in the main thread, and 
 be waiting in Ray or in Prefect when a signal comes.
 """
 
-import asyncio
 import atexit
 import contextvars
 import os
@@ -90,6 +89,8 @@ class _Running:
         # A signal interrupts a wait that has begun, not one that is about to begin.
         while not wait([self._outcome], timeout=CHECK_S).done:
             pass
+        import asyncio  # Most commands need no event loop.
+
         try:
             return self._outcome.result()
         except (asyncio.CancelledError, Exception) as error:
@@ -101,6 +102,8 @@ class _Running:
             raise KeyboardInterrupt from None
 
     def _run(self) -> None:
+        import asyncio
+
         # Processes started here inherit this mask. A closed terminal sends SIGHUP to its whole
         # process group, and a run cannot unwind when Ray's processes are dead.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
@@ -110,6 +113,8 @@ class _Running:
             self._outcome.set_exception(error)
 
     async def _cancellable(self) -> Any:
+        import asyncio
+
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)

@@ -27,7 +27,7 @@ from refrain.schemas.latency import PointKind
 from refrain.schemas.rollout import DraftSetting
 from refrain.schemas.scheduling import HistoPipeConfig
 from refrain.schemas.simulate import ClusterLayout
-from refrain.tasks.run.record import find_run
+from refrain.tasks.run.find import find_run
 from refrain.tasks.run.run_dir import STORE_FILE
 
 RUNS = Path("runs")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from refrain.engines.reports.tables import plain_table, printable
 from refrain.flows.output_file import CSV, check_output, writing
-from refrain.tasks.run.record import find_run
+from refrain.tasks.run.find import find_run
 from refrain.tasks.run.store_query import query_run
 
 MAX_SHOWN = 100

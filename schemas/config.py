@@ -27,7 +27,7 @@ from refrain.schemas.reward import BuiltinReward, RewardConfig
 from refrain.schemas.rollout import Split
 from refrain.schemas.sampling import SamplingConfig
 from refrain.schemas.scheduling import HistoPipeConfig, PatConfig
-from refrain.schemas.trainer import TrainerConfig
+from refrain.schemas.trainer import TraceConfig, TrainerConfig
 
 
 class RolloutConfig(Frozen):
@@ -148,6 +148,7 @@ class EngineConfig(Frozen):
     """Directory of the index files."""
     races_with_kv: bool = True
     """Whether requests can take their KV cache along to a race."""
+    trace: TraceConfig | None = None
 
     @property
     def speculates(self) -> bool:
@@ -326,6 +327,7 @@ class TrainConfig(Frozen):
             specactor=self.specactor,
             environment=self.environment,
             history_dir=self.history_dir,
+            trace=self.trainer.trace(self.run_dir),
         )
 
     @model_validator(mode="before")

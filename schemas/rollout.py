@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from refrain.schemas.environment import EnvironmentTask
+if TYPE_CHECKING:  # `refrain samples` needs these classes at once, without pydantic.
+    from refrain.schemas.environment import EnvironmentTask
 
 
 class Split(StrEnum):
@@ -179,7 +180,7 @@ class RolloutRequest:
     """Draft setting. None: the engine's default."""
     kv: SavedKV | None = None
     """KV cache of the generated tokens. None: it is computed again."""
-    task: EnvironmentTask | None = None
+    task: "EnvironmentTask | None" = None
     """What the sample's environment starts with. None: a single turn, without an environment."""
 
     @property

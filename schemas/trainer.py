@@ -1,5 +1,6 @@
 """Settings of the trainer."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -25,6 +26,13 @@ class LoraConfig(Frozen):
     """Layers that get an adapter, by the last part of their names in the model's files. For
     example, `[q_proj, v_proj]`: fewer adapters, less memory. `all-linear`: all layers that peft has
     adapters for, except the output layer."""
+
+
+class TraceConfig(Frozen):
+    """Where the profiler writes traces of a step."""
+
+    step: PositiveInt
+    directory: Path
 
 
 class TrainerConfig(Frozen):
@@ -118,6 +126,18 @@ class TrainerConfig(Frozen):
     timeout_s: Free[PositiveFloat] = 3600.0
     """Longest time in seconds for one training step or one checkpoint. For example, `7200`: two
     hours. Raise it if a large batch takes longer."""
+    trace_step: Free[PositiveInt | None] = None
+    """Step of which torch's profiler writes Chrome traces to `traces` in the run's directory: the
+    whole update of each trainer process, and the first forward passes of each engine. For example,
+    `3`, when the first steps have warmed up. Set it to see what takes the time; the traced step is
+    slower. Default: no trace."""
+
+    def trace(self, run_dir: Path) -> TraceConfig | None:
+        """Return which step to trace, and where to, in this run."""
+        if self.trace_step is None:
+            return None
+        directory = run_dir / "traces" / f"step_{self.trace_step}"
+        return TraceConfig(step=self.trace_step, directory=directory.absolute())
 
     @model_validator(mode="after")
     def _decays_to_its_end(self) -> "TrainerConfig":

@@ -6,8 +6,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from refrain.engines.data.template import templates
-
 _KEPT_PIECES = 2**16
 SETTING = "model.trust_remote_code"
 TOKENIZER_FILE = "tokenizer.json"
@@ -25,6 +23,8 @@ def open_tokenizer(path: Path, *, trust_remote_code: bool, try_first: bool = Tru
     """
     with naming_code(path):
         from transformers import AutoTokenizer
+
+        from refrain.engines.data.template import templates
 
         try:
             if try_first and (path / TOKENIZER_FILE).is_file():

@@ -58,6 +58,7 @@ class TrainerActor:
         self._world_size = config.trainer.num_processes
         self._timeout = timedelta(seconds=config.trainer.timeout_s)
         self._rendezvous = Rendezvous(self._world_size, self._timeout)
+        self._trace = config.trainer.trace(config.run_dir)
         with freeze_garbage():
             import torch
 
@@ -99,7 +100,10 @@ class TrainerActor:
         return self._learner.notes
 
     def train_step(self, batch: pa.Table) -> dict[str, float]:
-        return self._learner.train_step(batch)
+        from refrain.engines.learn.trace import traced
+
+        with traced(self._trace, self._learner.policy_version + 1, self._rank):
+            return self._learner.train_step(batch)
 
     def publish(
         self,

@@ -47,6 +47,7 @@ def step_page(
             "## What each technique did",
             _bullets(_techniques(config, plan, batch)),
             *_saved(savings),
+            *_traces(config, report.step),
         )
     )
 
@@ -63,6 +64,15 @@ def record_link(page: str | None, runs_dir: str, experiment_id: str, run_id: str
         f"The run in MLflow is `{run_id}`: `refrain ui --runs-dir {runs_dir}` shows it, at "
         "http://127.0.0.1:5000."
     )
+
+
+def _traces(config: TrainConfig, step: int) -> Iterable[str]:
+    trace = config.trainer.trace(config.run_dir)
+    if trace and trace.step == step:
+        yield (
+            f"Profiler traces of trainer and engines: [{trace.directory}]"
+            f"({trace.directory.as_uri()}). Open them in https://ui.perfetto.dev."
+        )
 
 
 def _planned(config: TrainConfig, plan: StepPlan, batch: RolloutBatch) -> Iterable[str]:

@@ -23,15 +23,17 @@ import shutil
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import duckdb
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from refrain.engines.durable import flush, set_aside
 from refrain.engines.store import queries
+from refrain.engines.store.ddl import ABSENT_ROLLOUTS
 from refrain.engines.store.open_database import RUN, connect, explain_damage
-from refrain.engines.store.tables import ABSENT_ROLLOUTS
+
+if TYPE_CHECKING:  # `refrain samples` answers before it could load pyarrow.
+    import pyarrow as pa
 
 _KEY = ("split", "step", "prompt_key", "sample_index")
 TABLES = ("rollouts", "rewards", "plans", "outcomes", "stages")
@@ -98,21 +100,19 @@ class Archive:
 
     def check(self, con: duckdb.DuckDBPyConnection) -> None:
         """Raise ValueError when a listed file is missing or truncated."""
-        for chunk in _chunks(con, ALL, self._directory):
-            for table in TABLES:
-                file = chunk / f"{table}.parquet"
-                if not file.is_file():
-                    raise ValueError(
-                        f"{file} is missing. It has old steps of this run. When you copy or move "
-                        f"the database, take the folder {self._directory.name} with it"
-                    )
-                try:
-                    pq.read_metadata(file)
-                except (pa.ArrowException, OSError) as error:
-                    raise ValueError(
-                        f"{file} is damaged: {error}. It has old steps of this run. Bring it back "
-                        "from a copy"
-                    ) from error
+        files = self._files(con)
+        for file in files:
+            if not file.is_file():
+                raise ValueError(
+                    f"{file} is missing. It has old steps of this run. When you copy or move "
+                    f"the database, take the folder {self._directory.name} with it"
+                )
+        try:
+            _read_footers(con, files)
+        except duckdb.Error:
+            for file in files:
+                _check_footer(con, file)
+            raise
 
     def due(self, con: duckdb.DuckDBPyConnection, last_step: int) -> bool:
         """Return whether there are enough steps up to this one to move them."""
@@ -203,10 +203,10 @@ class Archive:
             files = [chunk / f"{table}.parquet" for chunk in chunks]
             archived = f" UNION ALL BY NAME FROM {_read(files)}" if files else ""
             con.execute(f'CREATE TEMP VIEW {table} AS FROM "{catalog}".main.{table}{archived}')
-        return [chunk / f"{table}.parquet" for chunk in chunks for table in TABLES]
+        return self._files(con)
 
     def insert_new(
-        self, con: duckdb.DuckDBPyConnection, table: str, rows: pa.Table, **values: str | int
+        self, con: duckdb.DuckDBPyConnection, table: str, rows: "pa.Table", **values: str | int
     ) -> int:
         """Insert the rows whose primary key is new, in the archive too, and return how many.
 
@@ -226,6 +226,11 @@ class Archive:
     def _chunks_there(self) -> list[Path]:
         return sorted(self._directory.glob("[0-9]" * _DIGITS))
 
+    def _files(self, con: duckdb.DuckDBPyConnection) -> list[Path]:
+        """Return the archived files that the database lists."""
+        chunks = _chunks(con, ALL, self._directory)
+        return [chunk / f"{table}.parquet" for chunk in chunks for table in TABLES]
+
     def _ctes(self, con: duckdb.DuckDBPyConnection, steps: Steps, *, live: bool) -> str:
         chunks = _chunks(con, steps, self._directory)
         if not chunks and not self._read_only:
@@ -236,7 +241,7 @@ class Archive:
         return f"WITH {', '.join(ctes)}"
 
 
-def query_all(path: Path, query: str) -> pa.Table:
+def query_all(path: Path, query: str) -> "pa.Table":
     """Return the answer to a query over all steps of an ended run.
 
     Raise ValueError as `connect` does, and when archived files are missing.
@@ -277,6 +282,23 @@ def _united(table: str, chunks: Sequence[Path], *, live: bool) -> str:
     if table == "rollouts":
         sources.append(f"({ABSENT_ROLLOUTS})")
     return " UNION ALL BY NAME ".join(f"FROM {source}" for source in sources)
+
+
+def _read_footers(con: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> None:
+    if files:
+        # A cursor has a transaction of its own, which an error may end.
+        with closing(con.cursor()) as cursor:
+            paths = ", ".join(map(_quoted, files))
+            cursor.execute(f"FROM parquet_file_metadata([{paths}])").fetchall()
+
+
+def _check_footer(con: duckdb.DuckDBPyConnection, file: Path) -> None:
+    try:
+        _read_footers(con, [file])
+    except duckdb.Error as error:
+        raise ValueError(
+            f"{file} is damaged: {error}. It has old steps of this run. Bring it back from a copy"
+        ) from error
 
 
 def _copy(con: duckdb.DuckDBPyConnection, rows: str, file: Path) -> None:

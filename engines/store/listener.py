@@ -25,11 +25,14 @@ from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import BufferedReader, BufferedRWPair
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import duckdb
-import pyarrow as pa
 
 from refrain.engines.store.sandbox import MAX_TIMEOUT_S
+
+if TYPE_CHECKING:  # `refrain samples` answers before it could load pyarrow.
+    import pyarrow as pa
 
 NUM_NAMES = 8
 """Socket names that a store tries."""
@@ -65,8 +68,10 @@ class Snapshot:
         self.columns: dict[str, dict[str, str]] = _receive(stream)
         """SQL type of each column, by table."""
 
-    def read(self, needed: Mapping[str, Needed]) -> Iterator[pa.RecordBatchReader]:
+    def read(self, needed: Mapping[str, Needed]) -> "Iterator[pa.RecordBatchReader]":
         """Yield a reader of each table's rows. Read each to its end before you take the next."""
+        import pyarrow as pa
+
         self._asking.sendall(_line({table: asdict(one) for table, one in needed.items()}))
         for _ in needed:
             yield pa.ipc.open_stream(self._stream)
@@ -184,6 +189,8 @@ def _serve(
 def _give(
     asking: socket.socket, stream: BufferedRWPair, take_snapshot: TakeSnapshot, deadline_s: float
 ) -> None:
+    import pyarrow as pa
+
     with take_snapshot() as con:
         _bound(asking, deadline_s)
         stream.write(_line(_columns(con)))
@@ -214,7 +221,7 @@ def _columns(con: duckdb.DuckDBPyConnection) -> dict[str, dict[str, str]]:
     return found
 
 
-def _select(con: duckdb.DuckDBPyConnection, table: str, needed: Needed) -> pa.RecordBatchReader:
+def _select(con: duckdb.DuckDBPyConnection, table: str, needed: Needed) -> "pa.RecordBatchReader":
     query = f"SELECT {', '.join(map(quoted, needed.columns))} FROM main.{quoted(table)}"
     values: list[int | str] = []
     if needed.where:

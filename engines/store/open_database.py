@@ -10,7 +10,7 @@ from pathlib import Path
 import duckdb
 
 from refrain.engines.durable import is_disk_full
-from refrain.engines.store.tables import ADDED, CREATE, OPEN_TURNS, SCHEMA_VERSION
+from refrain.engines.store.ddl import ADDED, CREATE, OPEN_TURNS, SCHEMA_VERSION
 
 OPTIONS: dict[str, str | bool | int | float | list[str]] = {
     "autoinstall_known_extensions": False,

@@ -17,24 +17,31 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import duckdb
-import pyarrow as pa
 
 from refrain.engines.store.archive import Archive
 from refrain.engines.store.listener import Condition, Needed, Snapshot, live_snapshot, quoted
 from refrain.engines.store.open_database import OPTIONS, connect
 from refrain.engines.store.sandbox import REFUSED, limit_process
 
+if TYPE_CHECKING:  # `refrain samples` answers before it could load pyarrow.
+    import pyarrow as pa
+
 MAX_BYTES = 256 * 2**20
 """Size of the largest answer. The calling process holds the answer in memory."""
 _MAX_ERROR = 10_000
 """Characters of the longest error message. DuckDB may repeat data in it."""
+_ENDED = threading.Lock()
 _ROWS_AT_A_TIME = 1024
+_FEW_ROWS = 64
+_VALUE_BYTES = 8
+"""Size of a list's item in Python."""
 _READS_ONLY = "give one query that reads, for example SELECT .. or DESCRIBE rollouts"
 _TOO_LARGE = (
     f"the query needs more than {OPTIONS['memory_limit']} of memory: ask for fewer rows or "
@@ -92,6 +99,11 @@ VIEWS = {
 """
 
 
+Answer = TypeVar("Answer")
+Fetch = Callable[[duckdb.DuckDBPyConnection, str], Answer]
+"""Runs a query and reads its whole answer."""
+
+
 class Operator(NamedTuple):
     """An operator of a query's plan."""
 
@@ -113,21 +125,33 @@ class Operator(NamedTuple):
         )
 
 
-def answer(path: Path, query: str, timeout_s: float) -> pa.Table:
+def answer(path: Path, query: str, timeout_s: float) -> "pa.Table":
     """Return the answer to one query on the store at `path`.
 
     Raise ValueError when the query writes, when DuckDB refuses it, when its answer has more than
     `MAX_BYTES`, or when it takes longer than `timeout_s` seconds.
     """
+    with answers(path, timeout_s, fetch_table) as ask:
+        return ask(query)
+
+
+@contextmanager
+def answers(
+    path: Path, timeout_s: float, fetch: Fetch[Answer]
+) -> Generator[Callable[[str], Answer]]:
+    """Yield a function that answers queries as `answer` does, all on the data of one moment.
+
+    Keep the block short. A live store keeps this data until it ends, and an ended run cannot be
+    resumed during it.
+    """
+    run = partial(_read_only, fetch, timeout_s)
     try:
-        selects = _checked(query)
-        try:
-            return _collect(_prepare(path, selects, timeout_s), query, timeout_s)
-        except duckdb.InvalidInputException as error:
-            if _NOT_FETCHED not in str(error):
-                raise
-        # DuckDB may read a column that its plan does not list, as in EXISTS (FROM rollouts).
-        return _collect(_prepare(path, selects, timeout_s, all_columns=True), query, timeout_s)
+        with live_snapshot(path.parent, timeout_s) as live:
+            if live:
+                yield lambda query: _answer_live(path, live, query, run)
+            else:
+                with _alone(timeout_s), closing(_open_ended(path)) as con:
+                    yield lambda query: _answer_ended(con, query, run)
     except duckdb.OutOfMemoryException as error:
         raise ValueError(_TOO_LARGE) from error
     except duckdb.InterruptException as error:
@@ -136,47 +160,70 @@ def answer(path: Path, query: str, timeout_s: float) -> pa.Table:
         raise ValueError(str(error)) from error
 
 
-def _checked(query: str) -> str:
+def _answer_ended(con: duckdb.DuckDBPyConnection, query: str, run: Fetch[Answer]) -> Answer:
+    _plan(con, _checked(con, query))
+    return run(con, query)
+
+
+def _answer_live(path: Path, live: Snapshot, query: str, run: Fetch[Answer]) -> Answer:
+    with closing(_open_live(path, live)) as con:
+        plan = _plan(con, _checked(con, query))
+        needed = _needed(plan, live)
+        _load(con, live, needed, live.columns)
+        try:
+            return run(con, query)
+        except duckdb.InvalidInputException as error:
+            if _NOT_FETCHED not in str(error):
+                raise
+        # DuckDB may read a column that its plan does not list, as in EXISTS (FROM rollouts).
+        _load(con, live, {table: Needed(tuple(live.columns[table])) for table in needed}, needed)
+        return run(con, query)
+
+
+def _checked(con: duckdb.DuckDBPyConnection, query: str) -> str:
     """Return the query's statement without EXPLAIN.
 
     Raise ValueError unless the query is a single SELECT or a statement like it.
     """
-    statements = duckdb.extract_statements(query)
+    statements = con.extract_statements(query)
     if len(statements) != 1:
         raise ValueError(_READS_ONLY)
     (statement,) = statements
     if statement.type == duckdb.StatementType.EXPLAIN:
-        return _checked(_EXPLAIN.sub("", statement.query, count=1))
+        return _checked(con, _EXPLAIN.sub("", statement.query, count=1))
     if statement.type != duckdb.StatementType.SELECT:
         raise ValueError(_READS_ONLY)
     return statement.query
 
 
-def _prepare(
-    path: Path, selects: str, timeout_s: float, *, all_columns: bool = False
-) -> duckdb.DuckDBPyConnection:
-    """Return a connection that has the data of the query and reaches nothing else.
+@contextmanager
+def _alone(timeout_s: float) -> Generator[None]:
+    """Wait until no other thread has an ended run open. Raise ValueError after `timeout_s` seconds.
 
-    A live run's store sends the data first, so the query itself does not block the store.
+    All connections of a process to one file share their settings, which the first one locks.
     """
-    with live_snapshot(path.parent, timeout_s) as live:
-        con = _open(path, live)
-        _lock(con, Archive(path).show_all(con))
-        plan = _plan(con, selects)
-        if live:
-            needed = _needed(plan, live)
-            if all_columns:
-                needed = {table: Needed(tuple(live.columns[table])) for table in needed}
-            _load(con, live, needed, live.columns)
+    if not _ENDED.acquire(timeout=timeout_s):
+        raise ValueError(f"other queries took {timeout_s:g} s: ask again")
+    try:
+        yield
+    finally:
+        _ENDED.release()
+
+
+def _open_ended(path: Path) -> duckdb.DuckDBPyConnection:
+    """Open the database of an ended run. The connection reaches nothing else."""
+    con = connect(path, read_only=True, lock_timeout_s=0.0)
+    archive = Archive(path)
+    archive.check(con)
+    _lock(con, archive.show_all(con))
     return con
 
 
-def _open(path: Path, live: Snapshot | None) -> duckdb.DuckDBPyConnection:
-    """Open the database of an ended run, or an empty one with the tables of a live run."""
-    if not live:
-        con = connect(path, read_only=True, lock_timeout_s=0.0)
-        Archive(path).check(con)
-        return con
+def _open_live(path: Path, live: Snapshot) -> duckdb.DuckDBPyConnection:
+    """Open an empty database with the tables of a live run. It reaches the archive alone.
+
+    The store sends the data before the query runs, so the query does not block the store.
+    """
     con = duckdb.connect(config=OPTIONS)
     con.execute("CREATE SCHEMA live")
     for table, columns in live.columns.items():
@@ -184,6 +231,7 @@ def _open(path: Path, live: Snapshot | None) -> duckdb.DuckDBPyConnection:
         con.execute(f"CREATE TABLE live.{quoted(table)} ({typed})")
         con.execute(f"CREATE VIEW {quoted(table)} AS FROM live.{quoted(table)}")
     _load(con, live, {"archives": Needed(tuple(live.columns["archives"]))}, ["archives"])
+    _lock(con, Archive(path).show_all(con))
     return con
 
 
@@ -262,21 +310,49 @@ def _load(
         con.execute(f"CREATE OR REPLACE VIEW {view} AS SELECT {columns} FROM {rows}")
 
 
-def _collect(con: duckdb.DuckDBPyConnection, query: str, timeout_s: float) -> pa.Table:
-    batches, num_bytes = [], 0
-    with closing(con), _interrupted_after(timeout_s, con):
-        # DuckDB refuses any statement that would write.
+def _read_only(
+    fetch: Fetch[Answer], timeout_s: float, con: duckdb.DuckDBPyConnection, query: str
+) -> Answer:
+    """Fetch in a transaction in which DuckDB refuses any statement that would write."""
+    with _interrupted_after(timeout_s, con):
         con.execute("BEGIN TRANSACTION READ ONLY")
-        reader = con.sql(query).to_arrow_reader(_ROWS_AT_A_TIME)
+        try:
+            return fetch(con, query)
+        finally:
+            con.execute("ROLLBACK")
+
+
+def fetch_table(con: duckdb.DuckDBPyConnection, query: str) -> "pa.Table":
+    import pyarrow as pa
+
+    batches, num_bytes = [], 0
+    with con.sql(query).to_arrow_reader(_ROWS_AT_A_TIME) as reader:
         for batch in reader:
             batches.append(batch)
             num_bytes += batch.nbytes
-            if num_bytes > MAX_BYTES:
-                raise ValueError(
-                    f"the answer is larger than {MAX_BYTES // 2**20} MiB: leave out the token "
-                    "columns, or add a LIMIT"
-                )
+            _check_size(num_bytes)
         return pa.Table.from_batches(batches, reader.schema)
+
+
+def fetch_rows(con: duckdb.DuckDBPyConnection, query: str) -> list[dict[str, Any]]:
+    """Return a dict for each row. For few rows this is faster than Arrow, which takes 0.1 s to
+    load."""
+    con.execute(query)
+    names = [name for name, *_ in con.description or ()]
+    found, num_values = [], 0
+    while rows := con.fetchmany(_FEW_ROWS):
+        found += [dict(zip(names, row, strict=True)) for row in rows]
+        num_values += sum(len(value) for row in rows for value in row if isinstance(value, list))
+        _check_size(_VALUE_BYTES * num_values)
+    return found
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_BYTES:
+        raise ValueError(
+            f"the answer is larger than {MAX_BYTES // 2**20} MiB: leave out the token columns, or "
+            "add a LIMIT"
+        )
 
 
 @contextmanager
@@ -302,6 +378,8 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(str(error)[:_MAX_ERROR], file=sys.stderr)
         return REFUSED
+    import pyarrow as pa
+
     with pa.ipc.new_stream(sys.stdout.buffer, table.schema) as writer:
         writer.write_table(table)
     return 0

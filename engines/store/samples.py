@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import repeat
 from statistics import fmean
-from typing import Any, NamedTuple
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from refrain.schemas.rollout import FinishReason, Split
 
-Ask = Callable[[str], pa.Table]
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Row = dict[str, Any]
+Read = Callable[[str], list[Row]]
 """Answers a query in SQL, over archived steps too (`engines.store.reader`)."""
 Key = tuple[str, int, str, int]
 """Split, step, prompt key and sample index."""
@@ -170,19 +172,18 @@ class Page(NamedTuple):
     """Whether a search ran out of time."""
 
 
-def find(ask: Ask, wanted: SampleFilter, limit: int, offset: int = 0) -> Page:
+def find(read: Read, wanted: SampleFilter, limit: int, offset: int = 0) -> Page:
     """Return one page of the matching samples."""
-    keys = ask(
+    rows = read(
         f"SELECT {_KEY}, (SELECT count(*) FROM {wanted.source} WHERE {wanted.where}) AS num "
         f"FROM {wanted.source} WHERE {wanted.where} ORDER BY {wanted.order} "
         f"LIMIT {limit} OFFSET {offset}"
     )
-    num = keys["num"][0].as_py() if keys.num_rows else 0
-    return Page(_samples(ask, _keys(keys)), num)
+    return Page(_samples(read, [_key(row) for row in rows]), rows[0]["num"] if rows else 0)
 
 
 def search(
-    ask: Ask,
+    ask: "Callable[[str], pa.Table]",
     wanted: SampleFilter,
     contains: Callable[[list[list[int]]], list[bool]],
     limit: int,
@@ -197,17 +198,21 @@ def search(
     end_s = time.monotonic() + timeout_s
     table = ask(f"SELECT {_KEY} FROM {wanted.source} WHERE {wanted.where} ORDER BY {wanted.order}")
     hits: list[Key] = []
+
+    def read(query: str) -> list[Row]:
+        return ask(query).to_pylist()
+
     num_searched = 0
     while num_searched < table.num_rows and len(hits) < offset + limit:
         if time.monotonic() > end_s:
             break
-        keys = _keys(table.slice(num_searched, CHUNK))
-        found = _rows(ask, keys, ["response_token_ids"])
+        keys = [_key(row) for row in table.slice(num_searched, CHUNK).to_pylist()]
+        found = _rows(read, keys, ["response_token_ids"])
         responses = [row["response_token_ids"] for row in found]
         hits += [key for key, hit in zip(keys, contains(responses), strict=True) if hit]
         num_searched += len(keys)
     is_late = num_searched < table.num_rows and len(hits) < offset + limit
-    samples = _samples(ask, hits[offset : offset + limit])
+    samples = _samples(read, hits[offset : offset + limit])
     return Page(samples, table.num_rows, num_searched, is_late)
 
 
@@ -220,11 +225,11 @@ def quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def _samples(ask: Ask, keys: Sequence[Key]) -> list[Sample]:
-    return [Sample(**row) for row in _rows(ask, keys, _COLUMNS)]
+def _samples(read: Read, keys: Sequence[Key]) -> list[Sample]:
+    return [Sample(**row) for row in _rows(read, keys, _COLUMNS)]
 
 
-def _rows(ask: Ask, keys: Sequence[Key], columns: Sequence[str]) -> list[dict[str, Any]]:
+def _rows(read: Read, keys: Sequence[Key], columns: Sequence[str]) -> list[Row]:
     """Return these columns and the key of each rollout, in the order of the keys."""
     if not keys:
         return []
@@ -233,18 +238,18 @@ def _rows(ask: Ask, keys: Sequence[Key], columns: Sequence[str]) -> list[dict[st
     shown = [f"coalesce({name}, []) AS {name}" if name == "turns" else name for name in names]
     joined = f"LEFT JOIN prompts USING (prompt_key) {_REWARDS}" if len(columns) > 1 else ""
     # A live store sends only these steps (`engines.store.reader`).
-    rows = ask(
+    rows = read(
         f"SELECT {', '.join(shown)} FROM rollouts {joined} "
         f"WHERE split = {quoted(keys[0][0])} AND step >= {steps[0]} AND step <= {steps[-1]} "
         f"AND step IN ({', '.join(map(str, steps))}) "
         f"AND prompt_key IN ({', '.join(map(quoted, prompts))})"
     )
-    by_key = {key: index for index, key in enumerate(_keys(rows))}
-    return rows.take([by_key[key] for key in keys]).to_pylist()
+    by_key = {_key(row): row for row in rows}
+    return [by_key[key] for key in keys]
 
 
-def _keys(table: pa.Table) -> list[Key]:
-    return list(zip(*(table[name].to_pylist() for name in _KEY.split(", ")), strict=True))
+def _key(row: Row) -> Key:
+    return row["split"], row["step"], row["prompt_key"], row["sample_index"]
 
 
 def _spread(span: dict[str, int]) -> Iterator[int]:

@@ -19,8 +19,8 @@ from refrain.engines.durable import write_durably
 from refrain.engines.user_files import read_json_object
 from refrain.schemas.removed_settings import current_settings
 from refrain.schemas.secret import fill_in, redacted_settings, secrets_of
+from refrain.tasks.run.find import CONFIG_FILE
 
-CONFIG_FILE = "config.json"
 SECRETS_FILE = "secrets.json"
 
 

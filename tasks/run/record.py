@@ -1,6 +1,5 @@
 """Read runs from their directories, without contact to their processes."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -14,9 +13,8 @@ from refrain.schemas.config import TrainConfig
 from refrain.schemas.progress import RunProgress
 from refrain.schemas.step import RunSummary, StepReport
 from refrain.tasks.run.crashes import read_crashes
+from refrain.tasks.run.find import CONFIG_FILE, STORE_FILE, run_dirs
 from refrain.tasks.run.run_dir import (
-    CONFIG_FILE,
-    STORE_FILE,
     SUMMARY_FILE,
     is_live,
     read_changes,
@@ -30,30 +28,7 @@ def list_runs(runs_dir: Path) -> list[RunRecord]:
     """Return all runs, the oldest first. Raise ValueError when there is no such directory."""
     if not runs_dir.is_dir():
         raise ValueError(f"no directory {runs_dir}: give the directory of the runs as --runs-dir")
-    return sorted(map(read_run, _run_dirs(runs_dir)), key=lambda record: record.started_s)
-
-
-def find_run(name: str, runs_dir: Path, holding: str = CONFIG_FILE) -> Path:
-    """Return the directory of the run with this name or path. It must have the file `holding`.
-    Otherwise raise ValueError and list the existing runs."""
-    for run_dir in (runs_dir / name, Path(name)):
-        if (run_dir / holding).is_file():
-            return run_dir
-    if Path(name).is_dir():
-        raise ValueError(f"{name} is not a run's directory: it has no {holding}")
-    names = ", ".join(sorted(run_dir.name for run_dir in _run_dirs(runs_dir)))
-    there = f"known: {names}" if names else "there is none yet; `refrain train` starts one"
-    raise ValueError(f"no run {name!r} in {runs_dir}: give a run's name or its directory; {there}")
-
-
-def _run_dirs(runs_dir: Path) -> list[Path]:
-    """Return the directories of runs. Empty: `runs_dir` does not exist. Raise OSError when it
-    cannot be read."""
-    try:
-        names = [name for name in os.listdir(runs_dir) if not name.startswith(".")]
-    except FileNotFoundError:
-        return []
-    return [runs_dir / name for name in names if (runs_dir / name / CONFIG_FILE).is_file()]
+    return sorted(map(read_run, run_dirs(runs_dir)), key=lambda record: record.started_s)
 
 
 def read_run(run_dir: Path) -> RunRecord:

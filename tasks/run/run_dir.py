@@ -23,7 +23,9 @@ from refrain.schemas.removed_settings import removed_changes
 from refrain.schemas.resume import OnResume, SettingChange, changed_settings
 from refrain.schemas.run import RunRef
 from refrain.schemas.secret import fill_in, secrets_of
-from refrain.tasks.run.config_record import CONFIG_FILE, read_values, refuse_redacted, write_config
+from refrain.tasks.run.config_record import read_values, refuse_redacted, write_config
+from refrain.tasks.run.find import CONFIG_FILE
+from refrain.tasks.run.find import STORE_FILE as STORE_FILE
 
 Config = TrainConfig | ProfileConfig
 
@@ -31,7 +33,6 @@ DATE = "data.date"
 """Setting that a run fills in at its start (`tasks.run.start_date`)."""
 CHANGES_FILE = "changes.jsonl"
 """Settings that changed when the run was resumed, one `SettingChange` per line."""
-STORE_FILE = "refrain.duckdb"
 SUMMARY_FILE = "summary.json"
 REF_FILE = "live.json"
 """Address of the run while it is live: a `schemas.run.RunRef`."""

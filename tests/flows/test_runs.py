@@ -16,8 +16,9 @@ from refrain.engines.tracking.progress_file import STEPS_FILE, ProgressFile
 from refrain.flows.cli import main
 from refrain.schemas.progress import Ending
 from refrain.tasks.run.crashes import CRASHES_FILE, note_crash
+from refrain.tasks.run.find import find_run
 from refrain.tasks.run.ray_cluster import RayDied
-from refrain.tasks.run.record import find_run, list_runs, read_run
+from refrain.tasks.run.record import list_runs, read_run
 from refrain.tasks.run.run_dir import (
     CONFIG_FILE,
     LOCK_FILE,

@@ -4,6 +4,8 @@ out nothing of what a response says."""
 import http.client
 import json
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -240,6 +242,23 @@ def test_characters_of_several_tokens_are_whole(tmp_path: Path, text: str) -> No
     assert "".join(pieces) == text
     cut = TokenDecoder(tmp_path / "model").pieces(tokenizer.encode("a é").ids[:-1])
     assert "".join(cut) == "a \ufffd", "a response may be cut within a character"
+
+
+def test_the_command_loads_only_what_it_needs(run_dir: Path) -> None:
+    """Each of these takes longer to load than the answer."""
+    heavy = ("numpy", "pyarrow", "pandas", "pydantic", "asyncio", "torch", "ray", "prefect")
+    code = (
+        "import sys; from refrain.flows.cli import main; main(['samples', sys.argv[1]], "
+        f"standalone_mode=False); print([name for name in {heavy} if name in sys.modules])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, run_dir],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert ran.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_terminal_shows_prompt_response_and_reward(run_dir: Path) -> None:

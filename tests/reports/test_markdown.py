@@ -62,6 +62,13 @@ def page(plan=PLAN, batch=BATCH, config=CONFIG, savings=None):
     return step_page(config, plan, batch, REPORT, 32, "RECORD", savings)
 
 
+def test_page_links_to_the_traces_of_its_step():
+    for step, is_linked in ((7, True), (8, False)):
+        trainer = CONFIG.trainer.model_copy(update={"trace_step": step})
+        text = page(config=CONFIG.model_copy(update={"trainer": trainer}))
+        assert (f"traces/step_{step}](file:///" in text) == is_linked
+
+
 def test_page_shows_the_plan_and_its_result():
     text = page()
     for words in (

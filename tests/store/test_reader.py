@@ -2,6 +2,7 @@
 read."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 from shutil import copytree
@@ -13,7 +14,8 @@ import pytest
 from refrain.engines.store import archive, reader
 from refrain.engines.store.archive import Archive
 from refrain.engines.store.listener import Needed, Snapshot, listen
-from refrain.engines.store.reader import answer
+from refrain.engines.store.open_database import connect
+from refrain.engines.store.reader import answer, answers, fetch_rows
 from refrain.engines.store.store import Store
 from tests.store.test_archive import NUM_STEPS, add_step
 from tests.store.test_listener import all_served
@@ -210,7 +212,7 @@ def test_no_function_reaches_a_file(paths: dict[str, Path], tmp_path: Path) -> N
     secret.parent.mkdir()
     secret.write_text('{"hunter2": 1}\n')
     new = secret.with_name("new.json")
-    with closing(reader._open(paths["ended"], None)) as con:
+    with closing(connect(paths["ended"], read_only=True, lock_timeout_s=0.0)) as con:
         assert leaks(con, iter([f"FROM read_text('{secret}')"]), ["hunter2"])
         reader._lock(con, Archive(paths["ended"]).show_all(con))
         rows = con.execute("SELECT DISTINCT function_name, function_type FROM duckdb_functions()")
@@ -223,8 +225,7 @@ def test_no_function_reaches_a_file(paths: dict[str, Path], tmp_path: Path) -> N
 
 
 def test_no_setting_can_be_changed(paths: dict[str, Path]) -> None:
-    with closing(reader._open(paths["ended"], None)) as con:
-        reader._lock(con, Archive(paths["ended"]).show_all(con))
+    with closing(reader._open_ended(paths["ended"])) as con:
         for name, value in (
             ("enable_external_access", True),
             ("allowed_paths", ["/etc"]),
@@ -234,6 +235,19 @@ def test_no_setting_can_be_changed(paths: dict[str, Path]) -> None:
         ):
             with pytest.raises(duckdb.Error, match="locked"):
                 con.execute(f"SET {name} = ?", [value])
+
+
+def test_queries_of_two_threads_take_turns(paths: dict[str, Path]) -> None:
+    """A browser asks for several pages at once."""
+    path, count = paths["ended"], "SELECT count(*) AS num FROM rollouts"
+    with ThreadPoolExecutor(1) as other, answers(path, TIMEOUT_S, fetch_rows) as read:
+        (before,) = read(count)
+        with pytest.raises(ValueError, match="other queries took"):
+            answer(path, count, 0.1)
+        waiting = other.submit(answer, path, count, TIMEOUT_S)
+        assert wait([waiting], timeout=0.2).not_done
+        assert read(count) == [before]
+    assert waiting.result().to_pylist() == [before]
 
 
 def test_an_answer_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from refrain.engines.store.ddl import SCHEMA_VERSION
 from refrain.engines.store.store import Store, open_read_only
-from refrain.engines.store.tables import SCHEMA_VERSION
 from refrain.schemas.rollout import Split
 from tests.conftest import REPOSITORY
 from tests.store.test_store import add_rollouts, make_rollout

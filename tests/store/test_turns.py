@@ -16,11 +16,12 @@ from refrain.engines.learn.rollouts import read_rollouts
 from refrain.engines.store import archive
 from refrain.engines.store.actor import count_rows
 from refrain.engines.store.archive import query_all
+from refrain.engines.store.ddl import CREATE
 from refrain.engines.store.open_database import RUN, connect
 from refrain.engines.store.reader import answer
 from refrain.engines.store.rows import rollout_rows
 from refrain.engines.store.store import Store, open_read_only
-from refrain.engines.store.tables import CREATE, INDEXED, SCORING, TRAINING
+from refrain.engines.store.tables import INDEXED, SCORING, TRAINING
 from refrain.schemas.rollout import FinishReason, Rollout, Split, Turn, VersionSpan
 from tests.store.test_store import add_rollouts, make_report, make_rewards, make_rollout
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from refrain.engines.inference.engine.graphs import capture_sizes
 from refrain.engines.inference.engine.plugin import WEIGHT_TRANSFER_BACKEND
+from refrain.engines.inference.engine.trace import trace_args
 from refrain.schemas.config import EngineConfig, ModelConfig, RolloutConfig
 
 CPU_KV_CACHE_BYTES = 256 * 2**20
@@ -51,6 +52,7 @@ def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any
         **_speculation_args(config),
         **(drafting_graphs(config) if config.speculates and not on_cpu else {}),
         **_kv_args(config),
+        **trace_args(config.trace),
         **({"enable_sleep_mode": True} if not on_cpu and leaves_gpus(config) else {}),
     }
 

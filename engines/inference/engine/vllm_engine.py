@@ -24,6 +24,7 @@ from refrain.engines.inference.engine.metrics_export import stat_loggers
 from refrain.engines.inference.engine.parking import HostMemory, Memory, SleepMode
 from refrain.engines.inference.engine.process import prepare_process
 from refrain.engines.inference.engine.running import Running, num_new_of, states_of
+from refrain.engines.inference.engine.trace import EngineTrace
 from refrain.engines.inference.kv.saving import KVSaving
 from refrain.engines.inference.weights.canary import check_weights
 from refrain.engines.inference.weights.received_weights import HandedWeights
@@ -47,8 +48,7 @@ from refrain.schemas.weights import PolicyWeights
 POLL_S = 0.25
 """Longest time that `next_events` waits for an event."""
 GATHER_S = 0.25
-"""Seconds to wait for more finished rollouts while others run: each report costs the store a
-transaction."""
+"""Seconds to wait for more finished rollouts: each report costs the store a transaction."""
 
 
 class VLLMEngine:
@@ -111,12 +111,12 @@ class VLLMEngine:
             stat_loggers=stat_loggers(self._setup.exports_metrics),
         )
         self._drafting = DraftingCalls(self._llm, self._config)
+        self._trace = EngineTrace(self._llm, self.index, self._config.trace)
         await self._install()
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
         clear_dead()
         self._saving = KVSaving(self._llm, self.tp_degree)
-        memory = HostMemory if on_cpu else SleepMode
-        self._memory: Memory = memory(self._llm)
+        self._memory: Memory = (HostMemory if on_cpu else SleepMode)(self._llm)
         self._handed = HandedWeights(self._llm, self._memory)
 
     async def _install(self) -> None:
@@ -131,6 +131,7 @@ class VLLMEngine:
         assert not self._is_parked, "it is parked"
         if self._config.speculates:
             await self._drafting.expect(list({request.id.prompt_key for request in requests}))
+        await self._trace.begin(requests)
         began = self._begin(requests)
         self._saving.note(requests)
         await self._admit(self._llm, [self._admitted(r) for r in began if not self._waits(r)])
@@ -247,6 +248,7 @@ class VLLMEngine:
         assert not self._running, "weights change only between rollouts"
         assert not self._is_parked or self._setup.keeps_weights, "its weights would be lost"
         self._saving.clear()
+        await self._trace.end()
         await self._memory.take_weights()
         if not await self._handed.are_of(weights.policy_version):
             await self._sources.load(self._llm, weights)
