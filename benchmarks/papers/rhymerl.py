@@ -21,7 +21,7 @@ from functools import partial
 from refrain.benchmarks.papers.areal import Asynchronous, measured_steps, simulate_asynchronous
 from refrain.benchmarks.papers.generate import K
 from refrain.benchmarks.papers.history_drafting import drafted_levels
-from refrain.benchmarks.papers.one_queue import queued
+from refrain.benchmarks.papers.one_queue import KnownLengths, as_groups, queued
 from refrain.benchmarks.papers.pipeline import Configuration, Planner, simulate_pipeline
 from refrain.benchmarks.papers.real_run import step_plan, throttled
 from refrain.benchmarks.papers.script import StepScript, read_script
@@ -65,6 +65,8 @@ class PipelineVariant:
     """The part of RhymeRL that it adds."""
     system: str | None = None
     """Name among the figures, for a system beside RhymeRL."""
+    hindsight: bool = False
+    """Whether it knows every length before the step."""
 
     @property
     def name(self) -> str:
@@ -161,7 +163,8 @@ def _simulate_maximum(
             measured = measured_steps(script)
             result = simulate_asynchronous(longer, *cluster, way, measured=measured, **times)
         else:
-            result = simulate_pipeline(script, *cluster, way, **times)
+            of = as_groups(script) if variant.hindsight else script
+            result = simulate_pipeline(of, *cluster, way, **times)
         rates[variant.name] = result.samples_per_s
         speedup = rates[variant.name] / rates[variant.over or variant.name]
         total = rates[variant.name] / rates[BASELINE]
@@ -218,6 +221,14 @@ def _queues(
             f"queue, {staleness} stale", staleness=staleness, drafting=drafting, oversample=closes
         )
         yield PipelineVariant(way, BASELINE, system=system)
+    known = of(
+        "queue, 1 stale, in hindsight",
+        staleness=1,
+        drafting=drafting,
+        oversample=OVERSAMPLE,
+        lengths=KnownLengths,
+    )
+    yield PipelineVariant(known, BASELINE, system="queue_hindsight", hindsight=True)
     plain = of("queue, 2 stale, no drafts", staleness=2, in_flight=True, oversample=OVERSAMPLE)
     yield PipelineVariant(plain, BASELINE, system="queue_2_plain")
 

@@ -124,12 +124,13 @@ class EngineLoad:
         self._add(self.step, id, 0)
 
     def _add(self, step: StepLoad, id: RequestId, num_tokens: int) -> None:
-        known = (id.sample_index < 0 and step.carried) or step
+        deferred = id.sample_index < 0
+        known = (deferred and step.carried) or step
         self.remaining.append(known.lengths.remaining(id.prompt_key, num_tokens))
         rate = known.lengths.context_per_token(id.prompt_key)
         self.context.append(known.prompts.get(id.prompt_key, 0) + rate * num_tokens)
         self.rates.append(rate)
-        most = known.lengths.most_remaining(id.prompt_key, num_tokens)
+        most = known.lengths.most_remaining(id.prompt_key, num_tokens, deferred=deferred)
         step.longest = max(step.longest, most)
         step.wait_s = max(step.wait_s, known.lengths.wait_s(id.prompt_key))
 

@@ -22,6 +22,12 @@ LEAST_SPREAD = 0.05
 MARGIN_SPREADS = 0.5
 """Standard deviations within a group by which an engine's longest sample may exceed the
 expectation. Few samples of a batch are so long, and the others end before them."""
+OUTGROWN_MEDIANS = 2.0
+"""Tokens in which an engine's longest sample should end once it has outgrown the expectation, in
+times what half of such samples need. Without memory, three in four end in two medians."""
+DEFERRED_MEDIANS = 9.0
+"""The same for deferred samples: all but one in 500 end in nine medians. They are few, but a step
+cannot defer them again, so it waits for the last one."""
 UNKNOWN_SPREAD = 0.5
 """Standard deviations of log lengths where the history has none."""
 
@@ -122,10 +128,13 @@ class GroupLengths:
         to_come = max(group.tokens - num_tokens, spread * num_tokens, 1.0)
         return max(1.0, min(to_come, self._max_tokens - num_tokens))
 
-    def most_remaining(self, prompt_key: str, num_tokens: int) -> float:
+    def most_remaining(self, prompt_key: str, num_tokens: int, *, deferred: bool = False) -> float:
         """Return the tokens to come of a sample if it is rather long for its group."""
+        outgrown = num_tokens > self._groups.get(prompt_key, self._unknown).tokens
+        margin = OUTGROWN_MEDIANS if outgrown else self.margin
+        margin *= DEFERRED_MEDIANS if deferred else 1.0
         expected = self.remaining(prompt_key, num_tokens)
-        return min(self.margin * expected, max(1.0, self._max_tokens - num_tokens))
+        return min(margin * expected, max(1.0, self._max_tokens - num_tokens))
 
 
 def _spread(values: list[float]) -> float:

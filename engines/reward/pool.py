@@ -1,5 +1,6 @@
 """Ray actor that decodes and scores responses, and the driver's handle to it."""
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -145,6 +146,12 @@ class RewardActor:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
+async def import_pandas() -> None:
+    """Make pyarrow import pandas, in a thread. Otherwise the first rewards that Ray sends do, and
+    hold up the event loop for 0.2 s."""
+    await asyncio.to_thread(pa.array, [0])
+
+
 class ScorerPool:
     """Driver's handle to a `RewardActor` and its scorer processes. Needs Ray."""
 
@@ -176,7 +183,10 @@ class ScorerPool:
             found_by=self._name,
             watched=True,
         )
-        await self._actor.call("__ray_ready__", timeout_s=START_TIMEOUT_S)
+        await asyncio.gather(
+            self._actor.call("__ray_ready__", timeout_s=START_TIMEOUT_S),
+            import_pandas(),
+        )
 
     def adopt(self, actor: Any) -> None:
         """Use an actor that another process has started."""

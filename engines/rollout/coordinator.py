@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from refrain.engines.bounded import cancel
-from refrain.engines.rollout import gpu_handover, orders, slow_policy
+from refrain.engines.rollout import gpu_handover, mover, orders, reassign, slow_policy
 from refrain.engines.rollout.deaths import MAX_RESTARTS
 from refrain.engines.rollout.engine_reports import (
     Copied,
@@ -41,9 +41,8 @@ from refrain.engines.rollout.engine_reports import (
 )
 from refrain.engines.rollout.fleet import Fleet
 from refrain.engines.rollout.interface import Engine, EngineDied, EngineEvents, EngineGone, Finished
-from refrain.engines.rollout.mover import Mover
 from refrain.engines.rollout.moves import MovesKV, Policy, moves_long
-from refrain.engines.rollout.reassign import Reassigner
+from refrain.engines.rollout.preparations import Preparation
 from refrain.engines.rollout.reshape import Reshaper
 from refrain.engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome
 from refrain.engines.rollout.storing import Storing
@@ -77,12 +76,10 @@ class Coordinator:
         self._fleet = Fleet(engines, max_restarts, pools, keep_parked_current, log)
         self._engines = self._fleet.engines
         self._reshaper = Reshaper(self._fleet, pools)
-        self._mover = Mover(self._fleet, self._reshaper)
         self._storing = Storing(self._fleet)
         self._policies = tuple(policies)
         self._stages: list[GenerationStage] = []
         self._numbers = count()
-        self._reassigner = Reassigner(self._fleet, self._reshaper, self._stages)
         self._weights: PolicyWeights | None = None
         self._on_gpus = True
         self._decide_in_thread = decide_in_thread
@@ -221,8 +218,10 @@ class Coordinator:
             case Synced():
                 self._on_refreshed(self._engines[index], report)
                 await self._on_awake(self._engines[index])
+            case Copied(of=Preparation() as preparation):
+                await mover.note_copied(self._fleet, preparation, report.copies)
             case Copied():
-                await self._mover.note_copied(self._engines[index], report)
+                await self._reshaper.note_copied(self._engines[index], report)
             case Signal.WOKEN:
                 self._reshaper.note_woken(self._engines[index])
                 await self._on_awake(self._engines[index])
@@ -231,9 +230,9 @@ class Coordinator:
             case Fatal():
                 raise report.error
             case EngineGone():
-                await self._reassigner.on_gone(self._engines[index], report)
+                await reassign.on_gone(self._fleet, self._stages, self._engines[index], report)
             case EngineDied():
-                await self._reassigner.on_death(self._engines[index], report)
+                await self._on_death(self._engines[index], report)
             case Exception():
                 raise report
 
@@ -350,7 +349,7 @@ class Coordinator:
                 tracked.expect((r for _, r in pairs), None if of is stage else of)
                 lost = death
         if lost:
-            await self._reassigner.on_death(tracked, lost)
+            await self._on_death(tracked, lost)
         for of in finished:
             if of in self._stages:
                 await self._decide(of, of.on_progress)
@@ -365,10 +364,10 @@ class Coordinator:
             for policy in stage.policies:
                 moves = await slow_policy.decide(policy, view, in_thread=self._decide_in_thread)
                 if moves:
-                    await self._mover.make(stage, self._after(stage), moves)
+                    await mover.make(self._fleet, self._reshaper, stage, self._after(stage), moves)
                     view = stage_view(self._fleet, stage, self._after(stage))
         if stage.waiting:
-            await self._mover.occupy(stage)
+            await mover.occupy(self._fleet, stage)
         if waited and not stage.waiting:  # Its engines may begin the next stage in flight.
             self._fleet.changed.update(tracked.index for tracked in self._fleet.at(stage))
 
@@ -385,14 +384,17 @@ class Coordinator:
         tally.num_tokens += sum(rollout.num_tokens for rollout in finished)
         stage.num_finished += len(finished)
         stage.finished.update((rollout.id, rollout.num_tokens) for rollout in finished)
-        await self._mover.end_races(stage, finished)
+        await mover.end_races(self._fleet, stage, finished)
 
     def _after(self, stage: GenerationStage) -> GenerationStage | None:
         """Return the next stage, if it is queued."""
         at = self._stages.index(stage) + 1
         return self._stages[at] if at < len(self._stages) else None
 
-    # Restarts
+    # Deaths
+
+    async def _on_death(self, tracked: TrackedEngine, death: EngineDied) -> None:
+        await reassign.on_death(self._fleet, self._reshaper, self._stages, tracked, death)
 
     def _on_restarted(self, tracked: TrackedEngine) -> None:
         self._fleet.revive(tracked)

@@ -18,94 +18,102 @@ from refrain.engines.rollout.tracked_engine import TrackedEngine
 from refrain.schemas.rollout import RolloutRequest
 
 
-class Reassigner:
-    """Finder of other engines for the requests of dead engines."""
+async def on_death(
+    fleet: Fleet,
+    reshaper: Reshaper,
+    stages: Sequence[GenerationStage],
+    tracked: TrackedEngine,
+    death: EngineDied,
+) -> None:
+    """Handle a death. `stages`: those under way."""
+    if not tracked.alive:
+        return  # Already handled: the pump and an order may report the same death.
+    await fleet.on_death(tracked, death)
+    reshaper.drop_precopy(tracked)
+    if (stage := tracked.stage) and stage in stages:
+        await _move_requests(fleet, reshaper, tracked, stage)
+    if not tracked.standby:
+        fleet.restart(tracked)
 
-    def __init__(self, fleet: Fleet, reshaper: Reshaper, stages: Sequence[GenerationStage]) -> None:
-        """`stages`: live list of the stages under way; the coordinator updates it."""
-        self._fleet = fleet
-        self._reshaper = reshaper
-        self._stages = stages
 
-    async def on_death(self, tracked: TrackedEngine, death: EngineDied) -> None:
-        if not tracked.alive:
-            return  # Already handled: the pump and an order may report the same death.
-        await self._fleet.on_death(tracked, death)
-        self._reshaper.drop_precopy(tracked)
-        if (stage := tracked.stage) and stage in self._stages:
-            await self._move_requests(tracked, stage)
-        if not tracked.standby:
-            self._fleet.restart(tracked)
+async def _move_requests(
+    fleet: Fleet, reshaper: Reshaper, tracked: TrackedEngine, stage: GenerationStage
+) -> None:
+    tracked.tally.num_restarts += 1
+    _drop_copies(fleet, tracked, stage)
+    if not await reshaper.retreat(tracked, stage):
+        await _spread_unfinished(fleet, tracked, stage)
+    for one in fleet.engines.values():
+        if one.gone and one.unfinished:
+            # The retreat put requests on an engine that is gone.
+            await _reassign(fleet, one, stage)
 
-    async def _move_requests(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
-        tracked.tally.num_restarts += 1
-        self._drop_copies(tracked, stage)
-        if not await self._reshaper.retreat(tracked, stage):
-            await self._spread_unfinished(tracked, stage)
-        for one in self._fleet.engines.values():
-            if one.gone and one.unfinished:
-                # The retreat put requests on an engine that is gone.
-                await self._reassign(one, stage)
 
-    async def on_gone(self, tracked: TrackedEngine, gone: EngineGone) -> None:
-        self._fleet.remove(tracked, gone)
-        for stage in self._stages:
-            await self._reassign(tracked, stage)
-        if self._stages:
-            for index in self._fleet.take_lost():
-                self._stages[0].tallies[index].gone = True
-        # References to stages would keep their weights in the object store.
-        tracked.stage = None
-        tracked.waiting.clear()
+async def on_gone(
+    fleet: Fleet, stages: Sequence[GenerationStage], tracked: TrackedEngine, gone: EngineGone
+) -> None:
+    """Continue without an engine. `stages`: those under way."""
+    fleet.remove(tracked, gone)
+    for stage in stages:
+        await _reassign(fleet, tracked, stage)
+    if stages:
+        for index in fleet.take_lost():
+            stages[0].tallies[index].gone = True
+    # References to stages would keep their weights in the object store.
+    tracked.stage = None
+    tracked.waiting.clear()
 
-    def _drop_copies(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
-        """Remove the dead engine's copies of raced requests. The other copies go on."""
-        for id in list(tracked.unfinished):
-            of = tracked.stage_of(id) or stage
-            if len(self._fleet.holders(of, id)) > 1:
-                of.races.drop(id, tracked.index)
-                tracked.forget(id)
 
-    async def _spread_unfinished(self, tracked: TrackedEngine, stage: GenerationStage) -> None:
-        """Spread the requests over live engines that serve this stage now or later. If there is
-        none, the requests wait for the restart. If another layout has the GPUs, they move to its
-        engines."""
-        others = [o for o in self._fleet.engines.values() if o.alive and o.may_serve(stage)]
-        if not others and tracked.standby:
-            others = [sharer for sharer in tracked.gpu_sharers if sharer.may_serve(stage)]
-        if others:
-            await self._spread(stage, tracked.leave_unfinished(), others)
+def _drop_copies(fleet: Fleet, tracked: TrackedEngine, stage: GenerationStage) -> None:
+    """Remove the dead engine's copies of raced requests. The other copies go on."""
+    for id in list(tracked.unfinished):
+        of = tracked.stage_of(id) or stage
+        if len(fleet.holders(of, id)) > 1:
+            of.races.drop(id, tracked.index)
+            tracked.forget(id)
 
-    async def _reassign(self, gone: TrackedEngine, stage: GenerationStage) -> None:
-        """Spread a lost engine's current and queued requests of a stage over other engines. If no
-        engine serves the stage any more, all engines that are left come back to it."""
-        orphans = [(r, gone.earlier.pop(r.id, stage)) for r in stage.queues.pop(gone.index, [])]
-        if gone.stage is stage:
-            orphans += gone.leave_unfinished()
-        if not orphans:
-            return
-        targets = [one for one in self._fleet.engines.values() if one.may_serve(stage)]
-        if not targets:
-            targets = self._fleet.remaining()
-            for tracked in targets:
-                stage.queues[tracked.index] = []
-                tracked.waiting.appendleft(stage)
-                self._fleet.changed.add(tracked.index)
-        await self._spread(stage, orphans, [one for one in targets if one.alive] or targets)
 
-    async def _spread(
-        self,
-        stage: GenerationStage,
-        orphans: Sequence[tuple[RolloutRequest, GenerationStage]],
-        others: Sequence[TrackedEngine],
-    ) -> None:
-        for i, other in enumerate(others):
-            share = orphans[i :: len(others)]
-            requests = [request for request, _ in share]
-            begins_later = other.index in stage.queues
-            theirs = stage if begins_later else other.stage
-            other.earlier |= {r.id: of for r, of in share if of is not theirs}
-            if begins_later:
-                stage.queues[other.index].extend(requests)
-            else:
-                await other.add(requests)
+async def _spread_unfinished(fleet: Fleet, tracked: TrackedEngine, stage: GenerationStage) -> None:
+    """Spread the requests over live engines that serve this stage now or later. If there is
+    none, the requests wait for the restart. If another layout has the GPUs, they move to its
+    engines."""
+    others = [o for o in fleet.engines.values() if o.alive and o.may_serve(stage)]
+    if not others and tracked.standby:
+        others = [sharer for sharer in tracked.gpu_sharers if sharer.may_serve(stage)]
+    if others:
+        await _spread(stage, tracked.leave_unfinished(), others)
+
+
+async def _reassign(fleet: Fleet, gone: TrackedEngine, stage: GenerationStage) -> None:
+    """Spread a lost engine's current and queued requests of a stage over other engines. If no
+    engine serves the stage any more, all engines that are left come back to it."""
+    orphans = [(r, gone.earlier.pop(r.id, stage)) for r in stage.queues.pop(gone.index, [])]
+    if gone.stage is stage:
+        orphans += gone.leave_unfinished()
+    if not orphans:
+        return
+    targets = [one for one in fleet.engines.values() if one.may_serve(stage)]
+    if not targets:
+        targets = fleet.remaining()
+        for tracked in targets:
+            stage.queues[tracked.index] = []
+            tracked.waiting.appendleft(stage)
+            fleet.changed.add(tracked.index)
+    await _spread(stage, orphans, [one for one in targets if one.alive] or targets)
+
+
+async def _spread(
+    stage: GenerationStage,
+    orphans: Sequence[tuple[RolloutRequest, GenerationStage]],
+    others: Sequence[TrackedEngine],
+) -> None:
+    for i, other in enumerate(others):
+        share = orphans[i :: len(others)]
+        requests = [request for request, _ in share]
+        begins_later = other.index in stage.queues
+        theirs = stage if begins_later else other.stage
+        other.earlier |= {r.id: of for r, of in share if of is not theirs}
+        if begins_later:
+            stage.queues[other.index].extend(requests)
+        else:
+            await other.add(requests)

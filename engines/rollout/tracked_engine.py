@@ -1,7 +1,7 @@
 """The coordinator's record of one engine: its requests, its stage and its activities over time.
 
 Methods here suppress `EngineDied`, because the engine's pump meets the same death and reports it.
-Until then the requests stay in `unfinished`. The `Reassigner` takes them from there.
+Until then the requests stay in `unfinished`. `reassign.py` takes them from there.
 
 The coordinator's copy of a request is authoritative. An engine adds only the generated tokens and
 the place of saved keys and values. So a request keeps its drafting setting on every engine. Saved

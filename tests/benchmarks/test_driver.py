@@ -1,6 +1,8 @@
 """The bench of the driver notices when something blocks the event loop."""
 
 import asyncio
+import subprocess
+import sys
 import time
 from argparse import Namespace
 
@@ -29,6 +31,17 @@ async def test_computing_takes_both():
         await asyncio.sleep(0.01)
     assert watch.longest_s > 0.04
     assert watch.longest_cpu_s > 0.04
+
+
+def test_pandas_is_there_before_the_first_rewards() -> None:
+    code = (
+        "import asyncio, sys\n"
+        "from refrain.engines.reward.pool import import_pandas\n"
+        "assert 'pandas' not in sys.modules\n"
+        "asyncio.run(import_pandas())\n"
+        "assert 'pandas' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from refrain.engines.histopipe.engine_load import peak_tokens
-from refrain.engines.histopipe.group_lengths import GroupLengths
+from refrain.engines.histopipe.group_lengths import DEFERRED_MEDIANS, GroupLengths
 from refrain.engines.histopipe.sample_queue import EngineLimits, SampleQueue
 from refrain.engines.histopipe.step_end import StepPace, TokenTimes
 from refrain.engines.rollout.moves import Close, EngineView, Migrate, RolloutView, Start
@@ -177,6 +177,32 @@ def test_nothing_is_expected_beyond_the_maximum():
     assert lengths.most_remaining("a", 990) == 10
     assert lengths.remaining("a", 995) == 5
     assert lengths.remaining("b", 500) > 1
+
+
+def test_samples_that_have_outgrown_their_group_or_are_deferred_may_go_on_for_long():
+    lengths = lengths_of({"a": 1000, "b": 1200}, limit=100_000)
+
+    def medians(num_tokens, **deferred):
+        most = lengths.most_remaining("a", num_tokens, **deferred)
+        return most / lengths.remaining("a", num_tokens)
+
+    assert medians(100) == pytest.approx(lengths.margin)
+    # Without memory, half of the others end within each median.
+    assert 0.5 ** medians(3000) == 0.25
+    assert medians(100, deferred=True) == pytest.approx(DEFERRED_MEDIANS * lengths.margin)
+    assert 0.5**DEFERRED_MEDIANS < 1 / 500
+
+
+def test_an_engine_with_a_deferred_sample_takes_fewer_others():
+    known = {"a": 1000, "b": 1000}
+
+    def num_taken(sample_index):
+        before, queue = queue_of(known, num_engines=1), None
+        queue = SampleQueue(lengths_of(known), before._limits, before._pace, before)
+        running = {RequestId(Split.TRAIN, 1, "a", sample_index): 1500}
+        return len(started(queue.decide(view_of(requests(b=60), running)), 0))
+
+    assert 0 < num_taken(-1) < num_taken(0)
 
 
 def test_requests_that_end_last_move_to_an_empty_engine():
