@@ -1,4 +1,4 @@
-.PHONY: help setup demo demo-tools check engines test docs plots next chaos gpu ui format
+.PHONY: help setup demo demo-tools check engines test docs plots next chaos gpu ui images pictures release-check format
 .DEFAULT_GOAL := help
 VARIANT ?= cpu
 BIN := .venv/bin
@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest -q --durations=40 --durations-min=5 --dist loadgroup --n
 with_retry = $(PYTEST) -n 2 -m "$(1)" || { [ $$? = 1 ] && $(PYTEST) -n 1 --lf -m "$(1)"; }
 
 help: ## Show this list
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 15
 
 setup: ## Install everything into .venv (VARIANT=gpu for CUDA)
 	@bash infra/setup.sh $(VARIANT)
@@ -51,6 +51,15 @@ gpu: ## refrain beside stock vLLM on GPUs, up to 8 minutes (REHEARSAL=1: on a CP
 
 ui: setup ## Prefect's UI, a worker and MLflow's UI on this machine
 	@$(BIN)/refrain ui
+
+images: ## Container images refrain:cpu and refrain:gpu (NAME=registry.example.org/refrain)
+	@bash infra/cluster/images.sh $(NAME)
+
+pictures: setup ## The screenshots in docs/, of this version
+	@$(BIN)/python -m tests.browser.pictures
+
+release-check: setup ## Whether this version can be released (FULL=1 installs every package anew)
+	@$(BIN)/python -m infra.release_check $(if $(FULL),--full)
 
 format: setup ## Format the code
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix .

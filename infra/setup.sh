@@ -47,13 +47,14 @@ else
     { cat .venv/setup.log >&2; exit 1; }
   rm -f .venv/setup.log
 fi
-if [ "${2:-}" = packages ]; then exit 0; fi
-uv pip uninstall --quiet refrain 2>/dev/null  # as it was called in 0.1
-uv pip install --quiet --no-deps --editable .
 # Else every process of the first run compiles the same thousands of modules, and of each run where
 # bytecode is not kept. Templates among them are no Python.
-.venv/bin/python -W ignore -m compileall -qq -j 0 -x '/(tests?|rllib|transformers/models)/' \
-  .venv/lib/python3.*/site-packages flows tasks engines schemas || true
+compile_bytecode() { .venv/bin/python -W ignore -m compileall -qq -j 0 "$@" || true; }
+compile_bytecode -x '/(tests?|rllib|transformers/models)/' .venv/lib/python3.*/site-packages
+if [ "${2:-}" = packages ]; then exit 0; fi
+uv pip uninstall --quiet refrain 2>/dev/null || true  # as it was called in 0.1
+uv pip install --quiet --no-deps --editable .
+compile_bytecode flows tasks engines schemas
 .venv/bin/python -c 'from refrain.engines.histospec import drafting, siblings, suffixes; from refrain.engines.inference.sampling import cpu'
 echo "$want" >"$stamp"
 echo "setup: done"

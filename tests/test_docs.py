@@ -1,16 +1,15 @@
-"""Links, settings and commands in the README, docs/ and examples/ exist, and versions agree."""
+"""Links, settings and commands in the README, docs/ and examples/ exist, versions agree, and
+screenshots are not old."""
 
+import json
 import re
 import shlex
-import subprocess
-import sys
-import tomllib
 from pathlib import Path
 
 import click
 import pytest
-import yaml
 
+from infra.release_check import check_text, read_project, tracked_files
 from refrain.flows.cli import main
 from refrain.schemas.config import TrainConfig
 from refrain.schemas.removed_settings import RENAMED
@@ -24,6 +23,7 @@ PAGES = [
     *sorted((REPOSITORY / "examples").rglob("*.md")),
 ]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+PICTURE = re.compile(r"!\[[^]]*\]\(([\w.]+\.png)\)")
 SETTINGS = {setting.name for setting in declared_settings(TrainConfig)}
 SECTIONS = sorted({name.partition(".")[0] for name in SETTINGS if "." in name})
 NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})\.[a-z_.]*[a-z_]\b(?![\w/(])")
@@ -78,18 +78,40 @@ def test_a_page_is_read_in_some_minutes(page: Path) -> None:
     assert num_words <= MAX_WORDS or page.name in UNREAD, f"{num_words} words: split the page"
 
 
-def test_the_package_and_its_citation_agree() -> None:
-    file = REPOSITORY / "CITATION.cff"
-    schema = "--builtin-schema=vendor.citation-file-format"
-    command = [sys.executable, "-m", "check_jsonschema", schema, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60.0)
-    assert done.returncode == 0, done.stdout + done.stderr
-    citation = yaml.safe_load(file.read_text())
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    assert [citation[name] for name in ("version", "license")] == [
-        project[name] for name in ("version", "license")
-    ]
-    assert citation["authors"] == project["authors"]
-    assert project["version"] == VERSION
+def test_the_package_its_citation_its_licences_and_the_changelog_agree() -> None:
+    assert list(check_text(REPOSITORY, tracked_files(REPOSITORY))) == []
+    assert read_project(REPOSITORY)["version"] == VERSION
     assert "Apache License" in (REPOSITORY / "LICENSE").read_text()
-    assert f"## [{project['version']}]" in (REPOSITORY / "CHANGELOG.md").read_text()
+
+
+def test_screenshots_are_of_this_version_or_the_one_before() -> None:
+    taken = json.loads((REPOSITORY / "docs" / "pictures.json").read_text())
+    shown = {(page.name, link) for page in PAGES for link in PICTURE.findall(page.read_text())}
+    screenshots = {(one["page"], one["picture"]) for one in taken}
+    assert screenshots <= shown, "a picture that no page shows"
+    assert {one for one in shown if one[0] == "ui.md"} <= screenshots
+    version = read_project(REPOSITORY)["version"]
+    old = [one["picture"] for one in taken if is_old(one["version"], version)]
+    assert old == [], "take them anew: make pictures"
+
+
+def is_old(taken: str, current: str) -> bool:
+    """Return whether a picture is of another major version, or of more than one minor before."""
+    (major, minor, *_), (now, minor_now, *_) = (
+        [int(part) for part in version.split(".")[:2]] for version in (taken, current)
+    )
+    return major != now or minor_now - minor > 1
+
+
+@pytest.mark.parametrize(
+    ("taken", "current", "old"),
+    [
+        ("0.2.0", "0.2.0", False),
+        ("0.2.9", "0.3.0", False),
+        ("0.2.9", "0.4.0", True),
+        ("0.9.0", "0.10.1", False),
+        ("0.9.0", "1.0.0", True),
+    ],
+)
+def test_a_picture_is_old_after_two_minor_versions(taken: str, current: str, old: bool) -> None:
+    assert is_old(taken, current) == old

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+MISSING = "no chromium and chromedriver here: apt-get install chromium chromium-driver"
 PATIENCE_S = 120.0
 """Time limit for a page, on a machine that is busy with a training run."""
 _OPTIONS = (
@@ -115,6 +117,20 @@ class Browser:
     def type_in(self, element: WebElement, text: str) -> None:
         """Set the text at once: key by key, a long text takes minutes."""
         self.driver.execute_script(_TYPE_IN, element, text)
+
+    def scroll_to(self, xpath: str) -> None:
+        """Scroll until the element is at the top of the window."""
+        self.driver.execute_script("arguments[0].scrollIntoView(true);", self.find(xpath))
+
+    def picture(self, file: Path) -> None:
+        """Write what the window shows, as a PNG, once the page stands still."""
+
+        def still() -> bytes:
+            before = self.driver.get_screenshot_as_png()
+            time.sleep(1.0)
+            return before if self.driver.get_screenshot_as_png() == before else b""
+
+        file.write_bytes(self.until(still, "a page that stands still"))
 
     def go_to_newest_tab(self) -> None:
         self.until(lambda: len(self.driver.window_handles) > 1, "a new tab")

@@ -14,8 +14,8 @@ from refrain.schemas.latency import Profile
 from refrain.schemas.profile import PROFILE_FILE, ProfileConfig
 from refrain.tasks.profile_inputs import beside
 from refrain.tasks.run.run_dir import CONFIG_FILE
-from tests.browser.conftest import Ui
 from tests.browser.test_ui import RUN_TIMEOUT_S, drives, state_of, wait_until
+from tests.browser.ui import Ui
 from tests.conftest import DEMO
 from tests.flows.commands import Command
 from tests.flows.test_train import processes

@@ -19,8 +19,8 @@ from refrain.flows.config_file import load_config
 from refrain.flows.deployments import deploy
 from refrain.schemas.evaluation import EvaluateConfig
 from refrain.schemas.profile import ProfileConfig
-from tests.browser.conftest import Ui
 from tests.browser.pages import Browser, PrefectPages
+from tests.browser.ui import Ui
 from tests.conftest import DEMO, REPOSITORY
 from tests.flows.test_train import processes, query
 from tests.sockets import assert_on_loopback, family

@@ -28,8 +28,9 @@ async def run_cells(notebook: Path, overrides: list[str]) -> None:
             awaited = eval(compile(source, str(notebook), "exec", flags), scope)
             if inspect.iscoroutine(awaited):
                 await awaited
-    lengths, medians = scope["lengths"].to_pylist(), scope["medians"]
-    print("seen:", json.dumps([scope["summary"].steps, lengths, len(medians)]))
+    seen = {name: scope[name].to_pylist() for name in ("steps", "lengths")}
+    seen |= {"num_prompts": len(scope["medians"]), "samples": scope["samples"]}
+    print("seen:", json.dumps(seen))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,13 @@ def test_notebook_cells_run(tmp_path: Path) -> None:
     finally:
         cells.close()
     (seen,) = [line for line in cells.lines if line.startswith("seen:")]
-    steps, lengths, num_prompts = json.loads(seen.removeprefix("seen:"))
-    assert (steps, num_prompts) == (3, 8)
-    assert [row["epoch"] for row in lengths] == [0, 1, 2]
-    assert all(0 < row["median_tokens"] <= row["max_tokens"] for row in lengths)
+    seen = json.loads(seen.removeprefix("seen:"))
+    assert [(row["step"], row["epoch"]) for row in seen["steps"]] == [(1, 0), (2, 1), (3, 2)]
+    assert all(row["tokens"] > 0 and row["tokens_per_s"] > 0 for row in seen["steps"])
+    assert [row["epoch"] for row in seen["lengths"]] == [0, 1, 2]
+    assert all(0 < row["median_tokens"] <= row["max_tokens"] for row in seen["lengths"])
+    assert seen["num_prompts"] == 8
+    rewards = [sample["reward"] for sample in seen["samples"]]
+    assert len(rewards) == 8
+    assert rewards == sorted(rewards, reverse=True), "the responses to one prompt, best first"
+    assert all(sample["response_token_ids"] for sample in seen["samples"])
