@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from infra.pretrained import CACHE, build_once
 from refrain.engines.failures import Failures
+from refrain.engines.garbage import freeze_garbage
 from refrain.engines.private import private_dir
 from refrain.flows.environment import quieten
 
@@ -33,11 +34,19 @@ LONGEST = ("test_ui.py", *SHARED)
 """Name endings of the groups that begin first, so that no process ends up alone with one."""
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without scans for garbage: they are a quarter of the time, and modules stay."""
+    with freeze_garbage():
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group engine tests that share a fixture or a file, and put the longest groups first.
+    """Group tests that share a file or an expensive fixture, and put the longest groups first.
 
-    With two processes (`-n 2 --dist loadgroup`), one process runs all tests of a group.
+    With two processes (`-n 2 --dist loadgroup`), one process runs all tests of a group. So each
+    file's fixtures are made once, and its functions are compiled once.
     """
 
     def group(item: pytest.Item) -> str:
@@ -45,8 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return shared[0] if shared else str(item.path)
 
     for item in items:
-        if item.get_closest_marker("engine"):
-            item.add_marker(pytest.mark.xdist_group(group(item)))
+        item.add_marker(pytest.mark.xdist_group(group(item)))
     items.sort(key=lambda item: not group(item).endswith(LONGEST))
 
 
@@ -66,6 +74,17 @@ def record_failures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str,
     if found:
         what, error = found[0]
         raise AssertionError(f"{len(found)} failures of the record, the first: {what}") from error
+
+
+@pytest.fixture(scope="session", autouse=True)
+def template_process() -> Iterator[None]:
+    """Keep the process of chat templates between checks of configs: a start takes a second."""
+    from refrain.engines.data.template import templates
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(templates, "close", lambda: None)
+        yield
+    templates.close()
 
 
 REASONING_GYM = (

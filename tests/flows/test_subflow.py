@@ -19,7 +19,6 @@ from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter  # noqa:
 from prefect.flow_engine import run_flow_async  # noqa: E402
 from prefect.runtime import flow_run as this_flow_run  # noqa: E402
 from prefect.states import Pending  # noqa: E402
-from prefect.testing.utilities import prefect_test_harness  # noqa: E402
 
 from refrain.flows.subflow import call_numbered, is_retried, this_call, tried_again  # noqa: E402
 from refrain.tasks.run.advice import run_task  # noqa: E402
@@ -32,6 +31,9 @@ the last checkpoint is older."""
 
 @pytest.fixture(scope="module", autouse=True)
 def server() -> Iterator[None]:
+    # It takes two seconds, which tests without engines would spend too.
+    from prefect.testing.utilities import prefect_test_harness
+
     before = dict(os.environ)
     with prefect_test_harness(server_startup_timeout=120):
         yield

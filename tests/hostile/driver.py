@@ -36,11 +36,8 @@ HEAVY = (
         "refrain.flows.doctor",
         "refrain.flows.evaluation_config",
     ),
-    *(
-        "refrain.tasks.run.machine",
-        "refrain.engines.learn.head",
-        "refrain.benchmarks.papers.settings",
-    ),
+    *("refrain.tasks.run.machine", "refrain.engines.learn.head", "refrain.engines.learn.export"),
+    "refrain.benchmarks.papers.settings",
 )
 """Packages to import first: their import takes longer than a command."""
 FAULT = "HOSTILE_FAULT"
@@ -114,6 +111,13 @@ def remember_answers() -> None:
     refrain.flows.sql.query_run = refrain.flows.report.query_run = ask
 
 
+def keep_template_process() -> None:
+    """Let the commands share one process, because its start takes a second."""
+    from refrain.engines.data.template import templates
+
+    templates.close = lambda: None
+
+
 def forget() -> None:
     """Clear the caches of what was read."""
     preflight = sys.modules.get("refrain.tasks.run.preflight")
@@ -165,6 +169,7 @@ def main_loop() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     replace_what_starts()
     remember_answers()
+    keep_template_process()
     for name in HEAVY:
         importlib.import_module(name)
 
