@@ -138,7 +138,7 @@ def rooms_imported(file: Path) -> Iterator[str]:
     """Yield the folders of `engines` that a file imports from."""
     for node in nodes(file):
         if isinstance(node, ast.ImportFrom):
-            parts = (node.module or "").split(".")
+            parts = (node.module or "").removeprefix("refrain.").split(".")
             if parts[0] == "engines" and len(parts) > 1 and (ROOT / "engines" / parts[1]).is_dir():
                 yield parts[1]
 

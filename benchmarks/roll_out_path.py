@@ -22,7 +22,7 @@ from refrain.schemas.rollout import FinishedRollout, RequestId, RolloutRequest, 
 from refrain.schemas.weights import PolicyWeights
 from refrain.tasks.run.ray_cluster import ray_cluster
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).parents[1]
 FOLDERS = ("engines", "tasks", "flows", "schemas")
 STAGE_S = 60.0
 """Longest time for the rollout."""

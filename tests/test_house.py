@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import REPOSITORY
 
 FOLDERS = ("schemas", "engines", "tasks", "flows", "benchmarks", "infra")
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 410
 MAX_FUNCTION_LINES = 60
 Rule = Callable[[Sequence[Path]], Iterator[str]]
 
@@ -77,7 +77,7 @@ def test_the_source_obeys(rule: Rule, folders: Sequence[str]) -> None:
 @pytest.mark.parametrize(
     ("rule", "one", "other"),
     [
-        (long_files, "\n" * 401, ""),
+        (long_files, "\n" * 411, ""),
         (long_functions, "def f():\n" + "    pass\n" * 60, "async def g():\n" + "    pass\n" * 59),
         (shared_class_names, "class A: ...", "class B:\n    class A: ..."),
         (imports_past_refrain, "import flows.cli", "import refrain.flows.cli"),

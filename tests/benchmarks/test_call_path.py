@@ -87,7 +87,7 @@ async def test_each_function_on_the_path_counts_once(
 
 
 async def test_other_folders_do_not_count_and_nothing_is_followed_afterwards() -> None:
-    tracer = CallTracer(REPOSITORY, ["engines"])
+    tracer = CallTracer(REPOSITORY / "refrain", ["engines"])
     queue_class = asyncio.Queue
     with tracer.following():
         chain = Chain(tracer)
