@@ -47,7 +47,7 @@ from refrain.engines.learn.row_mask import RowMask
 from refrain.engines.reports.tables import plain_table
 from refrain.schemas.bench import BenchReport
 
-PACKAGES = ("refrain", "torch", "transformers")
+PACKAGES = ("refrain-rl", "torch", "transformers")
 MODELS = {"1_7b": "Qwen3-1.7B", "8b": "Qwen3-8B"}
 """Models by their names in the figures."""
 NUM_SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 1024, 3072
