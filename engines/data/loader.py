@@ -10,13 +10,12 @@ function of the same. They take no prompts away from other steps, and leave the 
 an epoch unchanged.
 """
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from refrain.engines.data.mixture import Mixture, Portion, skipped
+from refrain.engines.data.mixture import Mixture, Portion, skipped, stable_hash
 from refrain.schemas.data import PassRate
 from refrain.schemas.inputs import CurriculumConfig
 
@@ -132,7 +131,7 @@ class PromptLoader:
             "shuffle": self.shuffle,
             "prompts_per_step": self.prompts_per_step,
             "num_prompts": len(self._keys),
-            "prompts_hash": _hash("/".join(self._keys)),
+            "prompts_hash": stable_hash("/".join(self._keys)),
         }
 
     def _order_of(self, step: int, rates: Rates) -> tuple[str, ...]:
@@ -144,7 +143,3 @@ class PromptLoader:
             )
             self._last_order = ((epoch, skips), order)
         return self._last_order[1]
-
-
-def _hash(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

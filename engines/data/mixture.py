@@ -118,14 +118,16 @@ def order_of(
     others have come `max_repeats` times.
     """
     passes, rest = divmod(num, len(keys))
-    fixed = sorted(keys, key=lambda key: _hash(f"{seed}/{key}")) if shuffle and rest else [*keys]
+    fixed = (
+        sorted(keys, key=lambda key: stable_hash(f"{seed}/{key}")) if shuffle and rest else [*keys]
+    )
     begin = epoch * num % len(keys)
     place = {key: at for at, key in enumerate(fixed[begin:] + fixed[:begin])}
 
     def rank(key: str, times: int) -> Any:
         again = f"/{times}" if times else ""
         # Sort by a hash, because random.shuffle may differ between Python versions.
-        order = _hash(f"{seed}/{epoch}{again}/{key}") if shuffle else place[key]
+        order = stable_hash(f"{seed}/{epoch}{again}/{key}") if shuffle else place[key]
         left_out = times == passes and place[key] >= rest
         skips = key in skipped
         return times + max_repeats * skips, not skips, left_out, order
@@ -187,5 +189,6 @@ def _check(portion: Portion, most: int, prompts_per_step: int) -> None:
         )
 
 
-def _hash(text: str) -> str:
+def stable_hash(text: str) -> str:
+    """Return a hash that is the same in every process and release."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -10,6 +10,7 @@ import yaml
 from refrain.flows.evaluation_config import find_checkpoint, find_subject
 from refrain.flows.launch import read_evaluate_config
 from refrain.schemas.evaluation import EvaluateConfig
+from refrain.schemas.inputs import sources_of
 from refrain.schemas.rollout import Split
 from tests.conftest import DEMO
 from tests.flows.run_dirs import make_checkpoint, make_run
@@ -169,3 +170,16 @@ def test_a_run_without_a_checkpoint(runs: Path) -> None:
     make_run(runs, "young")
     with pytest.raises(ValueError, match="no checkpoint yet"):
         subject(runs, "young")
+
+
+def test_sources_keep_their_rewards(runs: Path) -> None:
+    file = runs / "mine" / "config.json"
+    config = json.loads(file.read_text())
+    reward = {"type": "function", "path": "code.py"}
+    sources = [{"name": "math", "files": DATA}, {"name": "code", "files": DATA, "reward": reward}]
+    config["data"]["validation"] = sources
+    file.write_text(json.dumps(config))
+    found = subject(runs, "mine").config
+    assert [one.name for one in sources_of(found.data.validation)] == ["math", "code"]
+    assert (list(found.data.own_rewards), found.data.train_files) == (["code"], (Path(DATA),))
+    assert found.name.endswith("-math-code")
