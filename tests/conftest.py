@@ -30,7 +30,7 @@ collect_ignore = ["gpu"]
 
 SHARED = ("whole_run", "engines")
 """Fixtures that several files use and that take a minute or more."""
-LONGEST = ("test_ui.py", *SHARED)
+LONGEST = ("test_ui.py", *SHARED, "test_change_page.py")
 """Name endings of the groups that begin first, so that no process ends up alone with one."""
 
 

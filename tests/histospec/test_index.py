@@ -98,7 +98,7 @@ def slow_draft(prompt, responses, context, window, min_match, max_match, is_draf
     return []
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(
     prompt=TOKENS,
     responses=RESPONSES,
