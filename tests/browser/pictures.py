@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from prefect.client.orchestration import SyncPrefectClient
 
+from refrain.engines.tracking.mlflow_run import RUN_FILE
 from tests.browser.pages import CHROMIUM, DRIVER, MISSING, Browser, PrefectPages, chromium
 from tests.browser.test_ui import log_in_to_mlflow, newest_run, start, watch
 from tests.browser.ui import Ui, served_ui
@@ -61,12 +62,14 @@ def show_run(browser: Browser) -> None:
     browser.see("step 1", f"step {LAST_STEP}")
 
 
-def show_mlflow(browser: Browser, ui: Ui) -> None:
+def show_mlflow(browser: Browser, ui: Ui, run_dir: Path) -> None:
     log_in_to_mlflow(browser, ui)
-    browser.follow(NAME)
-    browser.see("Finished")
-    browser.click("//*[@role='tab'][normalize-space()='Model metrics']")
-    browser.see("critic/score/mean")
+    ids = json.loads((run_dir / RUN_FILE).read_text())
+    address = f"{ui.mlflow}/#/experiments/{ids['experiment_id']}/runs/{ids['run_id']}"
+    browser.open(f"{address}/model-metrics?workflowType=machine_learning")
+    browser.click("//button[@aria-label='Close']")
+    browser.find("//input[@placeholder='Search metric charts']").send_keys("critic/score")
+    browser.see_no("//*[starts-with(normalize-space(text()), 'actor (')]")
 
 
 def show_timeline(browser: Browser, run_dir: Path, directory: Path) -> None:
@@ -95,7 +98,7 @@ def main() -> None:
             take(browser, "ui_form.png", show_form, pages)
             train(ui, pages, directory)
             take(browser, "ui_run.png", show_run)
-            take(browser, "ui_mlflow.png", show_mlflow, ui)
+            take(browser, "ui_mlflow.png", show_mlflow, ui, ui.runs_dir / NAME)
             take(browser, "timeline_page.png", show_timeline, ui.runs_dir / NAME, directory)
     names = ("ui_form.png", "ui_run.png", "ui_mlflow.png", "timeline_page.png")
     taken = [{"page": "ui.md", "picture": name, "version": version()} for name in names]

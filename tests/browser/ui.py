@@ -3,7 +3,7 @@
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,7 @@ class Ui:
 
 
 @contextlib.contextmanager
-def served_ui(runs_dir: Path) -> Iterator[Ui]:
+def served_ui(runs_dir: Path) -> Generator[Ui]:
     """Serve until the block ends, then kill what is left."""
     prefect, mlflow = free_port(), free_port()
     ports = ("--prefect-port", prefect, "--mlflow-port", mlflow)
