@@ -161,7 +161,8 @@ def _on_the_hub(
 ) -> PublicSet:
     """Return the set of the Hub, or of a local directory, with this name. Raise ValueError for
     another name."""
-    if not (is_hub_name(name) or Path(name).is_dir()):
+    path = Path(name)
+    if not (is_hub_name(name) or (path.name and path.is_dir())):
         raise ValueError(
             f"{name} is neither a file nor one of {', '.join(PUBLIC)}: give one of these names, a "
             "Parquet, JSON or JSONL file, or OWNER/NAME of a data set on the Hub"

@@ -10,6 +10,7 @@ from pydantic import (
     Discriminator,
     Field,
     JsonValue,
+    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     Tag,
@@ -172,7 +173,7 @@ class DataConfig(Frozen):
     curriculum: CurriculumConfig | None = None
     """Skips prompts by their pass rates, for example `{max_pass_rate: 0.9}`. Default: every epoch
     draws every prompt."""
-    pass_score: float = 1.0
+    pass_score: NonNegativeFloat = 1.0
     """Least score of a response that passes, for `curriculum` and the pass rates of sources. For
     example, `0.5`. Change it if your scorer gives other scores than 0 and 1."""
     max_prompt_tokens: PositiveInt = 1024

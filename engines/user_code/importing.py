@@ -52,7 +52,7 @@ def ordered_path(directory: Path, entries: Sequence[str]) -> list[str]:
     """Return the import path: standard library, directory of the user's file, other entries,
     refrain. So the user's files hide no standard module, and refrain's hide none of the user's."""
     standard_library = sysconfig.get_path("stdlib")
-    refrain = str(Path(__file__).parents[3])
+    refrain = str(Path(__file__).resolve().parents[2])
     ranks = {standard_library: 0, f"{standard_library}/lib-dynload": 0, str(directory): 1}
     distinct = dict.fromkeys(filter(None, [str(directory), *entries]))
     return sorted(distinct, key=lambda entry: ranks.get(entry, 3 if entry == refrain else 2))

@@ -102,6 +102,8 @@ DECLARED: dict[tuple[str, str], tuple[Kind, str]] = {
     ("data", "files"): (Kind.FILE, "rows.jsonl"),
     ("data", "out"): (Kind.MADE, "made"),
     ("data", "revision"): (Kind.WORD, ""),
+    ("data", "split"): (Kind.WORD, ""),
+    ("data", "subset"): (Kind.WORD, ""),
     ("data", "question"): (Kind.WORD, ""),
     ("data", "answer"): (Kind.WORD, ""),
     ("data", "data_source"): (Kind.WORD, ""),

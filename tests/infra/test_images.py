@@ -203,7 +203,7 @@ def test_the_command_runs_as_a_plain_process_on_the_copied_files_alone(tmp_path:
     for source in last.sources:
         for name in files_of(source):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(REPOSITORY / name, root / name)
+            shutil.copy(REPOSITORY / name, root / name, follow_symlinks=False)
     (line,) = last.of("ENV")
     given = dict(item.split("=", 1) for item in shlex.split(line))
     bin_dir = str(Path(sys.executable).parent)

@@ -28,21 +28,21 @@ def trace_args(config: TraceConfig | None) -> dict[str, Any]:
 class EngineTrace:
     """The trace of the first forward passes of one step's rollouts, a file for each worker."""
 
-    def __init__(self, llm: Any, index: int, config: TraceConfig | None) -> None:
-        """`llm`: vLLM's `AsyncLLM`, started with `trace_args`."""
-        self._llm, self._index = llm, index
+    def __init__(self, index: int, config: TraceConfig | None) -> None:
+        self._index = index
         self._step = config.step if config else None
         self._is_open = False
 
-    async def begin(self, requests: Iterable[RolloutRequest]) -> None:
-        """Start the profiler with the first request of the step. It stops after `NUM_PASSES`."""
+    async def begin(self, llm: Any, requests: Iterable[RolloutRequest]) -> None:
+        """Start the profiler with the first request of the step. It stops after `NUM_PASSES`.
+        `llm`: vLLM's `AsyncLLM`, started with `trace_args`."""
         ids = (request.id for request in requests)
         if any(id.step == self._step and id.split == Split.TRAIN for id in ids):
             self._step, self._is_open = None, True
-            await self._llm.start_profile(f"engine-{self._index}")
+            await llm.start_profile(f"engine-{self._index}")
 
-    async def end(self) -> None:
+    async def end(self, llm: Any) -> None:
         """Write a trace of fewer passes."""
         if self._is_open:
             self._is_open = False
-            await self._llm.stop_profile()
+            await llm.stop_profile()

@@ -75,6 +75,7 @@ class VLLMEngine:
         """Weights that were loaded without a KV cache, so the canary has not checked them yet."""
         self._sources = WeightSources(index, config.rollout.stall_timeout_s)
         self._conversations = self._converse()
+        self._trace = EngineTrace(index, config.trace)
 
     def _converse(self) -> Conversations | None:
         """Return the conversations with the run's environments, or None without environments."""
@@ -111,7 +112,6 @@ class VLLMEngine:
             stat_loggers=stat_loggers(self._setup.exports_metrics),
         )
         self._drafting = DraftingCalls(self._llm, self._config)
-        self._trace = EngineTrace(self._llm, self.index, self._config.trace)
         await self._install()
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
         clear_dead()
@@ -131,7 +131,7 @@ class VLLMEngine:
         assert not self._is_parked, "it is parked"
         if self._config.speculates:
             await self._drafting.expect(list({request.id.prompt_key for request in requests}))
-        await self._trace.begin(requests)
+        await self._trace.begin(self._llm, requests)
         began = self._begin(requests)
         self._saving.note(requests)
         await self._admit(self._llm, [self._admitted(r) for r in began if not self._waits(r)])
@@ -248,7 +248,7 @@ class VLLMEngine:
         assert not self._running, "weights change only between rollouts"
         assert not self._is_parked or self._setup.keeps_weights, "its weights would be lost"
         self._saving.clear()
-        await self._trace.end()
+        await self._trace.end(self._llm)
         await self._memory.take_weights()
         if not await self._handed.are_of(weights.policy_version):
             await self._sources.load(self._llm, weights)
