@@ -290,7 +290,9 @@ def test_prefect_reads_all_of_prefect_yaml() -> None:
     }
     assert {deployment.name for deployment in read.deployments} == flows.keys()
     for deployment in read.deployments:
-        flow = load_flow_arguments_from_entrypoint(deployment.entrypoint or "", {"name"})
+        # `prefect deploy` wants the colon.
+        module, _, function = (deployment.entrypoint or "").partition(":")
+        flow = load_flow_arguments_from_entrypoint(f"{module}.{function}", {"name"})
         assert flow["name"] == flows[deployment.name or ""]
 
 
