@@ -169,7 +169,7 @@ def tracked_files(root: Path) -> list[str]:
 def copy_tracked(root: Path, files: Sequence[str], target: Path) -> None:
     for name in files:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(root / name, target / name)
+        shutil.copy2(root / name, target / name, follow_symlinks=False)
 
 
 def uv(*args: str | Path, cwd: Path, timeout_s: float = INSTALL_S) -> str:

@@ -13,6 +13,7 @@ from infra.release_check import (
     citation_problems,
     commands_of,
     content_problems,
+    copy_tracked,
     demo_command,
     licence_problems,
     metadata_problems,
@@ -142,3 +143,10 @@ def test_a_command_that_fails_or_hangs_ends_the_check(
     env = bare_environment(Path(sys.executable).parent, tmp_path)
     with pytest.raises(NotReleasable, match=message):
         run(sys.executable, "-c", code, cwd=tmp_path, env=env, timeout_s=0.5)
+
+
+def test_links_are_copied_as_links(tmp_path: Path) -> None:
+    (tmp_path / "from" / "engines").mkdir(parents=True)
+    (tmp_path / "from" / "link").symlink_to("engines")
+    copy_tracked(tmp_path / "from", ["link"], tmp_path / "to")
+    assert (tmp_path / "to" / "link").readlink() == Path("engines")
