@@ -18,6 +18,7 @@ update. FLOPs are those of matrix products and attention, as the eager pass has 
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,13 +38,11 @@ from refrain.benchmarks.memory import qwen3_config
 from refrain.benchmarks.operations import Traffic
 from refrain.benchmarks.tracked_memory import flash_attention, policy_of
 from refrain.engines.latency.model_shape import SHAPES, ModelShape
-from refrain.engines.learn.attention import by_bounds
 from refrain.engines.learn.bounds import SampleBounds
 from refrain.engines.learn.compiled import compile_layers
 from refrain.engines.learn.loading import Loading
 from refrain.engines.learn.packing import TokenSequence, pack
 from refrain.engines.learn.policy import PolicyModel
-from refrain.engines.learn.row_mask import RowMask
 from refrain.engines.reports.tables import plain_table
 from refrain.schemas.bench import BenchReport
 
@@ -125,7 +124,8 @@ def count_update(shape: ModelShape, *, compiled: bool) -> dict[str, Counts]:
 
 def count_passes(shape: ModelShape, *, compiled: bool) -> tuple[Counts, Counts]:
     """Count a forward and a backward pass of a model with one layer, and with two."""
-    attention = torch.compiler.disable(flash_attention) if compiled else copying_attention
+    copying = partial(flash_attention, rows=copied_rows)
+    attention = torch.compiler.disable(flash_attention) if compiled else copying
     policy = policy_of(_config(shape, 2), RECOMPUTED, attention)
     policy.to(torch.bfloat16)
     traffic = Traffic()
@@ -192,20 +192,10 @@ def _config(shape: ModelShape, num_layers: int) -> dict[str, Any]:
     return qwen3_config(shape) | {"num_hidden_layers": num_layers}
 
 
-def copying_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: RowMask,
-    *,
-    scaling: float,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention as the trainer did: its inputs are selected and padded by copies."""
-    del module
-    rows = [F.pad(one[0].transpose(0, 1), (0, 0)) for one in (query, key, value)]
-    return by_bounds(rows, mask, scaling)[None], None
+def copied_rows(*tensors: Tensor) -> list[Tensor]:
+    """Return query, key and value as rows of tokens as the trainer did: selected and padded by
+    copies."""
+    return [F.pad(one[0].transpose(0, 1), (0, 0)) for one in tensors]
 
 
 def _inputs(mode: FakeTensorMode) -> tuple[Any, ...]:
