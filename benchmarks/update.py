@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._inductor.config
 import torch.nn.attention.varlen  # Registers its operations.
 import torch.nn.functional as F
 from rich.console import Console
@@ -129,7 +130,9 @@ def count_passes(shape: ModelShape, *, compiled: bool) -> tuple[Counts, Counts]:
     policy = policy_of(_config(shape, 2), RECOMPUTED, attention)
     policy.to(torch.bfloat16)
     traffic = Traffic()
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    # What Inductor fuses for a CPU depends on its number of threads.
+    one_thread = torch._inductor.config.patch({"cpp.threads": 1})
+    with one_thread, FakeTensorMode(allow_non_fake_inputs=True) as mode:
         policy.to_empty(device="cpu")
         inputs = _inputs(mode)
         if compiled:
