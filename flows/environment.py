@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from refrain.engines.machine.cuda import device_files, torch_build
+from refrain.engines.machine.cuda import cuda_build, device_files
 from refrain.engines.private import tighten, use_private_kernels, use_private_umask
 from refrain.flows.auth import ORIGINS, use_password
 
@@ -91,7 +91,7 @@ def set_services(runs_dir: Path) -> None:
         # The run's own server is back within seconds, or not before a resume.
         os.environ.setdefault(_RETRIES, "5")
     quieten()
-    if os.environ.get("RAY_ADDRESS", "local") == "local" and device_files() and not torch_build():
+    if os.environ.get("RAY_ADDRESS", "local") == "local" and device_files() and not cuda_build():
         # Otherwise a local Ray would reserve GPUs that the CPU build cannot use.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     home = (runs_dir / ".prefect").absolute()

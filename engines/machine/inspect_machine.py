@@ -8,13 +8,13 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import psutil
 from packaging.requirements import Requirement
 
-from refrain.engines.machine.cuda import see_cuda, torch_build
+from refrain.engines.machine.cuda import installed_version, installed_vllm, see_cuda, torch_build
 from refrain.engines.machine.memory import host_memory
 from refrain.engines.machine.parse_nvidia import GPU_FIELDS, parse_gpus, parse_links
 from refrain.engines.machine.subprocess_call import CommandTimeout, ask
@@ -31,7 +31,7 @@ def inspect_machine(runs_dir: Path, ports: Mapping[str, int]) -> MachineInfo:
     """Return this machine's hardware and software. `ports`: ports of refrain's services by name."""
     total, free = host_memory()
     gpus = _gpus()
-    builds = tuple(build for build in _BUILDS.values() if _version(build))
+    builds = installed_vllm()
     cluster = os.environ.get("RAY_ADDRESS", "local")
     return MachineInfo(
         python=platform.python_version(),
@@ -127,17 +127,10 @@ def _packages(builds: tuple[str, ...]) -> Iterator[PackageInfo]:
         wanted = Requirement(line)
         if wanted.marker and not any(wanted.marker.evaluate({"extra": e}) for e in extras):
             continue
-        installed = _version(wanted.name)
+        installed = installed_version(wanted.name)
         yield PackageInfo(
             name=wanted.name,
             required=str(wanted.specifier),
             installed=installed,
             fits=bool(installed) and wanted.specifier.contains(installed, prereleases=True),
         )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

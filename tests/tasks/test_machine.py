@@ -130,7 +130,7 @@ def test_the_cpu_build_leaves_gpus_out(
 ) -> None:
     environment = {"RAY_ADDRESS": address}
     alone.setattr(refrain.flows.environment.os, "environ", environment)
-    alone.setattr(refrain.flows.environment, "torch_build", lambda: build)
+    alone.setattr(refrain.flows.environment, "cuda_build", lambda: build)
     alone.setattr(refrain.flows.environment, "device_files", lambda: files)
     refrain.flows.environment.use_embedded_services(tmp_path)
     assert (environment.get("CUDA_VISIBLE_DEVICES") == "") is hidden
