@@ -5,14 +5,16 @@ A drafter of P parameters on one Hopper GPU takes for every token that it drafts
     overhead + 2 P bytes / bandwidth + batch (2 P FLOP / compute + KV of the context / bandwidth)
 
 The paper prints none of it. Assumed: 1/6 ms of launches for each layer, so 4 ms for 0.5B and 4.7 ms
-for 1.5B; 4,096 tokens of context each; 5 us to look up an n-gram.
+for 1.5B; 4,096 tokens of context each; 5 us to look up an n-gram. A draft head is one layer of the
+policy and its output layer, on the policy's own 4 GPUs.
 
 Assumed too: the probability p that a draft token is right is constant in a response, and
 
     logit p = mean of the drafter + s_request N(request) + s_own N(request, drafter)
 
 So a hard request is hard for all drafters, and the best drafter differs (Fig. 7). With these values
-coupled drafting and the last rollouts' acceptance are near what the paper prints.
+coupled drafting and the last rollouts' acceptance are near what the paper prints. The head's p is
+what gives 2.5 tokens a step with 3 drafts, which published EAGLE-3 heads keep up in RL.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +24,7 @@ import numpy as np
 from scipy.special import expit, logit
 
 from refrain.benchmarks.papers.settings import SPECACTOR_32B_TP4, LinearLatency
-from refrain.schemas.drafting import NGRAM
+from refrain.schemas.drafting import HEAD, NGRAM
 from refrain.schemas.rollout import RequestId
 
 BYTES_PER_S = 3.35e12
@@ -48,14 +50,21 @@ class AssumedDrafter:
 
     @classmethod
     def of_model(
-        cls, params: float, layers: int, kv_heads: int, head_dim: int, **acceptance: float
+        cls,
+        params: float,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        num_gpus: int = 1,
+        **acceptance: float,
     ) -> "AssumedDrafter":
-        weights_s = 2 * params / BYTES_PER_S
-        kv_s = CONTEXT_TOKENS * layers * 2 * kv_heads * head_dim * 2 / BYTES_PER_S
+        bytes_per_s, flops_per_s = num_gpus * BYTES_PER_S, num_gpus * FLOPS_PER_S
+        weights_s = 2 * params / bytes_per_s
+        kv_s = CONTEXT_TOKENS * layers * 2 * kv_heads * head_dim * 2 / bytes_per_s
         return cls(
             weights_s=weights_s,
             launches_s=layers * LAUNCHES_S,
-            sequence_s=2 * params / FLOPS_PER_S + kv_s,
+            sequence_s=2 * params / flops_per_s + kv_s,
             **acceptance,
         )
 
@@ -65,8 +74,18 @@ DRAFTERS: Mapping[str, AssumedDrafter] = {
     SMALL: AssumedDrafter.of_model(0.49e9, 24, 2, 64, mean_acceptance=0.78, own_spread=0.5),
     LARGE: AssumedDrafter.of_model(1.54e9, 28, 2, 128, mean_acceptance=0.82, own_spread=0.5),
     NGRAM: AssumedDrafter(0.0, 0.0, sequence_s=5e-6, mean_acceptance=0.17, own_spread=1.5),
+    HEAD: AssumedDrafter.of_model(
+        # A layer of 0.49B parameters, and 5,120 x 152,064 of the output.
+        1.27e9,
+        1,
+        8,
+        128,
+        num_gpus=4,
+        mean_acceptance=0.69,
+        own_spread=0.5,
+    ),
 }
-"""Drafters by name (5.1)."""
+"""Drafters by name (5.1), and refrain's draft head."""
 REQUEST_SPREAD = 0.5
 """s_request."""
 
@@ -94,16 +113,17 @@ LATENCY = SpeculativeLatency(**asdict(SPECACTOR_32B_TP4) | {"verifies": True})
 
 
 def draw_acceptances(
-    ids: Iterable[RequestId], seed: int, spread: float = 1.0
+    ids: Iterable[RequestId], seed: int, spread: float = 1.0, head: float | None = None
 ) -> dict[RequestId, dict[str, float]]:
     """Draw p of each request with each drafter, to three digits so that equal ones are cached.
-    `spread`: s_request and s_own, over those assumed."""
+    `spread`: s_request and s_own, over those assumed. `head`: p of a draft head, if not the one
+    assumed."""
     ids = list(ids)
     rng = np.random.default_rng([seed, 4])
     request = spread * REQUEST_SPREAD * rng.standard_normal(len(ids))
     columns = {
         name: expit(
-            logit(one.mean_acceptance)
+            logit(head if head and name == HEAD else one.mean_acceptance)
             + request
             + spread * one.own_spread * rng.standard_normal(len(ids))
         )

@@ -6,6 +6,8 @@
     decoupled         Algorithm 1: drafters on GPUs out of the same 256, which do not wait (4.1)
     reconfiguration   Algorithm 2: window by request (4.1)
     best-of-N         Algorithm 3: freed engines race the slowest requests (4.2)
+    draft heads       refrain's: a head in each engine drafts in turn, with the best window for the
+                      batch; no drafter has a GPU, and samples are dealt one by one
     even ends         refrain's: best-of-N, with prompts placed so that engines end together
                       (`engines.histopipe.even_ends`), by their lengths in the epoch before
 
@@ -14,7 +16,8 @@ longer than others. Dealt one by one, they spread over all engines: a fair veRL.
 
 Deviations: naive disaggregation takes the plan's layout. An engine freed with drafter GPUs runs any
 drafter at once, as models wait in host memory (4.3). A race prefills again, where the paper sends a
-part of the KV cache.
+part of the KV cache. Draft heads are simulated with engines of TP 4; refrain runs them with TP 1 so
+far.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +47,7 @@ DISAGGREGATED = "disaggregated"
 PARTS = ("decoupled", "reconfiguration", "best-of-N")
 """Parts of SpecActor. Each adds to those before it."""
 WHOLE = PARTS[-1]
+HEADS = "draft heads"
 ENDS = f"even ends, {WHOLE}"
 WINDOW = 3
 """Window without a plan: that of Fig. 4 and 9."""
@@ -54,8 +58,10 @@ GRID = (
     Assumptions(spread=2.0),
     Assumptions(launches=0.25),
     Assumptions(launches=2.0),
+    Assumptions(head=0.5),
+    Assumptions(head=0.8),
 )
-"""Assumptions under which the whole is simulated too."""
+"""Other assumptions: under those about heads `HEADS` is simulated too, under others `WHOLE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +98,7 @@ class SpeculationAblation:
 
     rows: tuple[SpeculationRow, ...]
     grid: Mapping[Assumptions, SpeculationRow]
-    """The whole by assumptions."""
+    """`HEADS` or `WHOLE` by assumptions."""
     plan: GpuSplit
     coupled_at_256: float
     """Speed-up of coupled drafting over decoding with 256 requests. Below 1 it costs."""
@@ -106,10 +112,11 @@ def simulate_speculation(
     rows = tuple(_ablate(case, progress))
     grid = {}
     for assumed in GRID:
-        progress(f"{WHOLE}, {assumed}")
+        name = WHOLE if assumed.head == Assumptions().head else HEADS
+        progress(f"{name}, {assumed}")
         at = Case.draw(setting.spec, setting.layout, step, seed, assumed)
-        (whole,) = (variant for variant in variants(at) if variant.name == WHOLE)
-        grid[assumed] = _row(whole, at.simulate(whole), rows, None)
+        (variant,) = (variant for variant in variants(at) if variant.name == name)
+        grid[assumed] = _row(variant, at.simulate(variant), rows, None)
     return SpeculationAblation(rows, grid, case.plan(), coupled_speedup(case, 256))
 
 
@@ -146,8 +153,8 @@ def _row(
 
 
 def variants(case: Case) -> list[SpeculationVariant]:
-    """Return the baselines, veRL and fair veRL and coupled drafting first, the paper's parts, and
-    even ends."""
+    """Return the baselines, veRL and fair veRL and coupled drafting first, the paper's parts, draft
+    heads, and even ends."""
     plan, num = case.plan(), case.layout.num_engines
     apart = partial(_apart, plan)
     decoupled, reconfiguration, best_of_n = PARTS
@@ -164,6 +171,7 @@ def variants(case: Case) -> list[SpeculationVariant]:
         apart(decoupled, drafting=ahead),
         apart(reconfiguration, drafting=ahead, policies=partial(policies, race=False)),
         whole,
+        SpeculationVariant(HEADS, num, choose_drafting=case.head_drafting(), apart=True),
         _ended(case, plan, whole),
     ]
 

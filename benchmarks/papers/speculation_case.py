@@ -6,6 +6,7 @@ fastest for a drafter's mean acceptance.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import fmean
 
 from refrain.benchmarks.papers.drafters import (
@@ -20,6 +21,7 @@ from refrain.benchmarks.papers.generate import TraceSpec, generate
 from refrain.benchmarks.papers.real_run import bare_plan, throttled
 from refrain.engines.control.techniques import StepInputs, plan_policies, tokens_to_come
 from refrain.engines.rollout.moves import Policy
+from refrain.engines.simulate.batching import ChooseDrafting
 from refrain.engines.simulate.cluster import (
     Placement,
     PolicySet,
@@ -33,7 +35,9 @@ from refrain.engines.simulate.run_config import run_config
 from refrain.engines.simulate.trace import Trace
 from refrain.engines.specactor.ladder import Ladder
 from refrain.engines.specactor.planner import Cluster, GpuSplit, split_gpus
+from refrain.engines.specactor.reconfigure import near
 from refrain.schemas.config import TrainConfig
+from refrain.schemas.drafting import HEAD
 from refrain.schemas.rollout import DraftSetting, LengthHistory, RequestId
 from refrain.schemas.simulate import ClusterLayout
 
@@ -54,18 +58,23 @@ class SpeculationVariant:
     engines_per_drafter: int = 1
     policies: Callable[[], tuple[Policy, ...]] = tuple
     placement: Placement = even
+    choose_drafting: ChooseDrafting | None = None
+    """Chooses the draft setting of an engine by its batch, instead of `drafting`."""
     apart: bool = False
     """Whether samples are dealt one by one, and not with their prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What the paper does not print, over what is assumed (`benchmarks.papers.drafters`)."""
+    """What the paper does not print (`benchmarks.papers.drafters`); spread and launches over what
+    is assumed."""
 
     spread: float = 1.0
     """Spread of the acceptance between requests and between drafters."""
     launches: float = 1.0
     """Seconds of launches of a drafter for each token."""
+    head: float = DRAFTERS[HEAD].mean_acceptance
+    """p of a draft head, for the median request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +104,7 @@ class Case:
         rows = generate(spec, seed, [step])
         groups, ids = step_requests(rows, step)
         lengths = TraceLengths(generate(spec, seed, [*before, step])).before(step, groups)
-        acceptances = draw_acceptances(ids, seed, assumed.spread)
+        acceptances = draw_acceptances(ids, seed, assumed.spread, assumed.head)
         latency = replace(LATENCY, launches=assumed.launches)
         return cls(rows, layout, acceptances, lengths, latency)
 
@@ -149,6 +158,21 @@ class Case:
         shape = self.layout.tp_degree, tuple(DRAFTERS), CONTEXT_TOKENS, MAX_WINDOW
         return Ladder(self.latency, *shape, ahead)
 
+    def head_drafting(self) -> ChooseDrafting:
+        """Return the choice of an engine with a draft head: the best window for its batch."""
+        shape = self.layout.tp_degree, (HEAD,), CONTEXT_TOKENS, MAX_WINDOW
+        ladder, p = Ladder(self.latency, *shape), round(self.mean_acceptance(HEAD), 2)
+        best, pace = cache(ladder.best_setting), cache(ladder.pace)
+
+        def choose(batch: int, context_tokens: float) -> DraftSetting | None:
+            at = p, near(batch), near(context_tokens / batch)
+            setting = best(HEAD, *at)
+            return (
+                setting if pace(setting, *at).tokens_per_s > pace(None, *at).tokens_per_s else None
+            )
+
+        return choose
+
     def policies(self, plan: GpuSplit, *, race: bool = True) -> tuple[Policy, ...]:
         """Return the policies of a real run. Each decides for itself."""
         policies = plan_policies(self.config(plan, race=race), self.inputs(plan))
@@ -164,6 +188,7 @@ class Case:
             report_s=REPORT_S if policies else None,
             drafting=variant.drafting,
             placement=variant.placement,
+            choose_drafting=variant.choose_drafting,
             apart=variant.apart,
         )
         latency = replace(self.latency, engines_per_drafter=variant.engines_per_drafter)

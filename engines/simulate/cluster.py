@@ -12,6 +12,7 @@ from refrain.engines.latency.interface import Latency
 from refrain.engines.rollout.coordinator import Coordinator
 from refrain.engines.rollout.moves import Policy
 from refrain.engines.rollout.stage import Outcome
+from refrain.engines.simulate.batching import ChooseDrafting
 from refrain.engines.simulate.clock import run_virtual
 from refrain.engines.simulate.engine import VirtualEngine
 from refrain.engines.simulate.history import replay_step
@@ -70,6 +71,8 @@ class PolicySet:
     """Settings of drafting from history (`engines.simulate.history`); None: no such drafting."""
     histopipe: HistoPipeConfig | None = None
     """Settings of a pipelined run, whose placement and policies are used; None: no such run."""
+    choose_drafting: ChooseDrafting | None = None
+    """Chooses the draft setting of an engine by its batch, instead of `drafting`."""
     apart: bool = False
     """Whether samples go to engines round-robin, one by one, and not with their prompt."""
 
@@ -134,6 +137,7 @@ def simulate_step(
             max_num_seqs=cluster.max_num_seqs,
             max_context_tokens=cluster.max_context_tokens,
             report_s=policy_set.report_s,
+            choose_drafting=policy_set.choose_drafting,
         )
         for index in range(cluster.num_engines)
     ]
@@ -322,8 +326,9 @@ async def roll_out(
     coordinator = Coordinator(engines, policy_set.policies, pools=pools)
     await coordinator.start()
     await coordinator.load_weights(PolicyWeights(0, b"", ()))
-    for engine in engines:
-        await engine.set_drafting(policy_set.setting)
+    if policy_set.choose_drafting is None:
+        for engine in engines:
+            await engine.set_drafting(policy_set.setting)
     outcome = await coordinator.roll_out(placed, note)
     await coordinator.shutdown()
     return sorted(finished, key=lambda rollout: rollout.finished_s), outcome

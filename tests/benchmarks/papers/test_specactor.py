@@ -11,13 +11,14 @@ from refrain.benchmarks.papers.specactor import (
     COUPLED,
     ENDS,
     FAIR,
+    HEADS,
     PARTS,
     WHOLE,
     SpeculationRow,
     simulate_speculation,
     variants,
 )
-from refrain.benchmarks.papers.speculation_case import Case
+from refrain.benchmarks.papers.speculation_case import Assumptions, Case
 from refrain.schemas.rollout import DraftSetting
 from refrain.schemas.simulate import ClusterLayout
 
@@ -80,6 +81,18 @@ def test_only_best_of_n_races_with_another_drafter(simulated):
     drafters = {r.request.drafting.drafter for r in won}
     assert drafters - {SMALL}
     assert drafters <= set(DRAFTERS)
+
+
+def test_heads_draft_more_the_fewer_requests_run_and_only_where_it_pays(case, simulated):
+    choose = case.head_drafting()
+    windows = [choose(batch, 2048.0 * batch).window for batch in (256, 64, 16, 1)]
+    assert windows == sorted(windows)
+    assert windows[0] < windows[-1]
+    assert simulated[HEADS].step.step_s < simulated[FAIR].step.step_s
+    wrong = Case.draw(SPEC, LAYOUT, 8, 0, Assumptions(head=1e-9))
+    assert wrong.head_drafting()(1, 2048.0) is None
+    variant = next(v for v in variants(wrong) if v.name == HEADS)
+    assert wrong.simulate(variant).step.step_s == simulated[FAIR].step.step_s
 
 
 def test_freed_engine_works_again_with_another_drafter(simulated):
