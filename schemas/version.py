@@ -1,6 +1,6 @@
 """The version of refrain, and the warning about names that the next one refuses."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 """As in pyproject.toml."""
 
 

@@ -134,6 +134,7 @@ def test_the_drafter_drafts_what_followed_the_last_token(tmp_path: Path) -> None
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_drafter_changes_no_token(tmp_path: Path) -> None:
     copy = patched(diffs()[DRAFTER], tmp_path)

@@ -45,6 +45,7 @@ def test_a_single_prompt_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_a_head_learns_to_draft(tmp_path: Path) -> None:
     sizes = "--prompts 30 --samples 4 --tokens 64 --prompt-tokens 128 --steps 100 --dtype float32"
     out = tmp_path / "heads" / "demo"
