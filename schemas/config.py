@@ -363,11 +363,10 @@ class TrainConfig(Frozen):
                 "rollout.model_runner: v2 drafts from history only: remove specactor.draft_models, "
                 "specactor.drafter and specactor.head, or set model_runner: v1"
             )
-        if specactor.head and self.tp_degrees != (1,):
+        if specactor.head and self.pat.tp_degrees:
             raise ValueError(
-                "specactor.head drafts on one rank, but rollout.tp_degree and pat.tp_degrees are "
-                f"{', '.join(map(str, self.tp_degrees))}: set tp_degree to 1 and pat.tp_degrees to "
-                "[], or remove specactor.head"
+                "specactor.head drafts in one layout of the engines, and pat.tp_degrees switches "
+                "between several: set pat.tp_degrees to [], or remove specactor.head"
             )
         queued = self.staleness and self.sample_placement == "queue" and not self.pat.tp_degrees
         if self.rollout.weight_update == "in_flight" and not queued:

@@ -86,6 +86,8 @@ DRAFTERS: Mapping[str, AssumedDrafter] = {
     ),
 }
 """Drafters by name (5.1), and refrain's draft head."""
+OF_PAPER = (SMALL, LARGE, NGRAM)
+"""The paper's drafters."""
 REQUEST_SPREAD = 0.5
 """s_request."""
 

@@ -16,8 +16,7 @@ longer than others. Dealt one by one, they spread over all engines: a fair veRL.
 
 Deviations: naive disaggregation takes the plan's layout. An engine freed with drafter GPUs runs any
 drafter at once, as models wait in host memory (4.3). A race prefills again, where the paper sends a
-part of the KV cache. Draft heads are simulated with engines of TP 4; refrain runs them with TP 1 so
-far.
+part of the KV cache.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -13,6 +13,7 @@ from refrain.benchmarks.papers.drafters import (
     DRAFTERS,
     LARGE,
     LATENCY,
+    OF_PAPER,
     SMALL,
     SpeculativeLatency,
     draw_acceptances,
@@ -148,14 +149,14 @@ class Case:
         return StepInputs(
             plan=bare_plan(self.rows.steps[0], keys, len(self.rows) // len(keys), drafting),
             ladder=self.ladder(plan),
-            acceptances={name: self.mean_acceptance(name) for name in DRAFTERS},
+            acceptances={name: self.mean_acceptance(name) for name in OF_PAPER},
             to_come=tokens_to_come(self.config(plan), self.lengths),
         )
 
     def ladder(self, plan: GpuSplit) -> Ladder:
         """Return the ladder of a real run with this plan. N-grams are looked up in turn."""
         ahead = dict.fromkeys((SMALL, LARGE), plan.engines_per_drafter)
-        shape = self.layout.tp_degree, tuple(DRAFTERS), CONTEXT_TOKENS, MAX_WINDOW
+        shape = self.layout.tp_degree, OF_PAPER, CONTEXT_TOKENS, MAX_WINDOW
         return Ladder(self.latency, *shape, ahead)
 
     def head_drafting(self) -> ChooseDrafting:

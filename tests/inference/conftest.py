@@ -42,6 +42,10 @@ def head_dir(tmp_path_factory) -> Path:
     return random_head(tmp_path_factory.mktemp("head"))
 
 
+def with_head(directory: Path) -> SpecActorConfig:
+    return CONFIG.specactor.model_copy(update={"head": directory})
+
+
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def engines(ray_cluster, history_dir, head_dir):
     """Engine 0 never drafts. Engine 1 drafts from history (empty at first), or as the request asks.
@@ -50,11 +54,10 @@ async def engines(ray_cluster, history_dir, head_dir):
     """
     assert ray_cluster.is_initialized()
     off = {"drafting": DraftingConfig(enabled=False), "specactor": SpecActorConfig()}
-    with_head = CONFIG.specactor.model_copy(update={"head": head_dir})
     pooled = CONFIG.engine.model_copy(update={"pooled": True})
     configs = [
         pooled.model_copy(update=off),
-        pooled.model_copy(update={"history_dir": history_dir, "specactor": with_head}),
+        pooled.model_copy(update={"history_dir": history_dir, "specactor": with_head(head_dir)}),
     ]
     engines = [
         RayEngine(i, config, num_gpus=0, engine_class=PacedEngine)
@@ -76,10 +79,10 @@ async def on_one_engine(engines, learner, prompts):
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
-async def tp2(ray_cluster, history_dir):
-    """Engine 2, with TP 2."""
+async def tp2(ray_cluster, history_dir, head_dir):
+    """Engine 2, with TP 2. It drafts as engine 1 does."""
     assert ray_cluster.is_initialized()
-    engine = engine_of(2, 2, history_dir=history_dir)
+    engine = engine_of(2, 2, history_dir=history_dir, specactor=with_head(head_dir))
     await engine.start()
     yield engine
     await engine.shutdown()

@@ -1,6 +1,6 @@
 """A draft head in a real engine changes no token, and drafts right where it knows the policy."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def drafted(todo: list[RolloutRequest]) -> list[RolloutRequest]:
     return [replace(request, drafting=DRAFTING) for request in todo]
 
 
-async def dial(engines: list[RayEngine], temperature: float, *, gate: bool = False) -> None:
+async def dial(engines: Sequence[RayEngine], temperature: float, *, gate: bool = False) -> None:
     for engine in engines:
         await engine.actor.dial.remote(temperature, gate)
 
@@ -41,34 +41,35 @@ def accepted_share(finished: Mapping[RequestId, Rollout]) -> float:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
-async def forgetful(engines, learner, prompts, tmp_path_factory):
-    """Give both engines a policy that sees the last token alone, and yield a right head for it."""
+async def forgetful(engines, tp2, learner, prompts, tmp_path_factory):
+    """Give all engines a policy that sees the last token alone, and yield a right head for it."""
     policy, scale = memoryless()
-    for engine in engines:
+    for engine in (*engines, tp2):
         await engine.load_weights(weights_of(policy, prompts))
     yield right_head(tmp_path_factory.mktemp("right"), scale)
-    for engine in engines:
+    for engine in (*engines, tp2):
         await engine.load_weights(weights_of(learner, prompts))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+@pytest.mark.parametrize(("temperature", "tp_degree"), [(1.0, 1), (0.6, 1), (0.0, 1), (1.0, 2)])
 async def test_right_and_wrong_heads_change_no_token(
-    engines: list[RayEngine], forgetful: Path, head_dir: Path, prompts, temperature: float
+    engines, tp2, forgetful: Path, head_dir: Path, prompts, temperature: float, tp_degree: int
 ):
     """Negative control: the right head drafts wrong tokens with the noise of other positions."""
     todo = [replace(one, max_response_tokens=64) for one in requests(prompts[:4])]
-    await dial(engines, temperature)
-    expected = await generate(engines[0], todo)
+    reference, drafting = engines[0], engines[1] if tp_degree == 1 else tp2
+    await dial((reference, drafting), temperature)
+    expected = await generate(reference, todo)
     shares = {}
     for name, head, is_own in [("right", forgetful, True), ("wrong", head_dir, True),
                                ("other noise", forgetful, False)]:  # fmt: skip
-        await engines[1].load_draft_head(head)
-        await engines[1].actor.call_drafting.remote("set_draft_noise", is_own)
-        finished = await generate(engines[1], drafted(todo))
+        await drafting.load_draft_head(head)
+        await drafting.actor.call_drafting.remote("set_draft_noise", is_own)
+        finished = await generate(drafting, drafted(todo))
         assert_as_before(finished, expected)
         shares[name] = accepted_share(finished)
-    await engines[1].actor.call_drafting.remote("set_draft_noise", True)
-    await dial(engines, 1.0, gate=True)
+    await drafting.actor.call_drafting.remote("set_draft_noise", True)
+    await dial((reference, drafting), 1.0, gate=True)
     assert shares["right"] > 0.75  # An end of a response wastes the rest of a draft.
     assert shares["wrong"] < 0.5
     if temperature:

@@ -55,7 +55,7 @@ Last rate: accepted of the drafts for the last hundredth of the rollouts. The pa
 to 72.3 % with all its parts, and almost 0 with n-gram (5.2). Over coupled it prints 1.7 to 2.0.
 Over fair: over veRL whose samples are dealt to the engines one by one.
 Draft heads: one layer and the output layer on the engine's GPUs, which draft in turn; p is 0.69
-for a typical response (2.5 tokens a step with 3 drafts). refrain runs heads with TP 1 so far.
+for a typical response (2.5 tokens a step with 3 drafts).
 Even ends: refrain places prompts by their lengths in the epoch before, so that engines end
 together."""
 

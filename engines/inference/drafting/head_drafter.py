@@ -7,8 +7,12 @@ The head draws with the noise that the sample itself has at each position, its t
 and top-p (`engines.inference.sampling`). So a draft token is right if both argmaxes agree, which is
 likelier than that two independent draws agree. Verification stays as it is: no draft can change a
 token. Embedding and `lm_head` are the policy's, so they follow its weights at once.
+
+With TP, each rank has a share of both. The first rank decides which rows draft and tells the
+others, which then draft the same tokens with it (`HeadFollower`).
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import MethodType
@@ -16,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from vllm.distributed.parallel_state import get_tp_group
 
 from refrain.engines.draft_head.files import load
 from refrain.engines.histospec.gate import Gate
@@ -40,12 +45,12 @@ class HiddenStates(NamedTuple):
         return firsts[requests] + num_sampled - 1
 
 
-class HeadDrafter:
-    """Drafter of one engine, on its only rank."""
+class RankHead:
+    """The head on one rank of an engine."""
 
-    def __init__(self, runner: Any, directory: Path, gate: Gate) -> None:
-        """`directory`: the head's files. `gate`: decides when drafting pays."""
-        self.gate = gate
+    def __init__(self, runner: Any, directory: Path) -> None:
+        """`directory`: the head's files."""
+        self._ranks = get_tp_group()
         self._runner, self._policy = runner, runner.get_model()
         self._device = torch.device(runner.device)
         self._of_step: HiddenStates | None = None
@@ -62,31 +67,31 @@ class HeadDrafter:
         sizes = {"hidden_size": config.get_hidden_size(), "vocab_size": config.get_vocab_size()}
         self._head = load(directory, **sizes).to(self._device, config.dtype)
 
-    @torch.inference_mode()
-    def propose(self, rows: Sequence[DraftedRow], windows: Sequence[int]) -> list[list[int]]:
-        """See `RowDrafter`."""
+    @property
+    def of_step(self) -> HiddenStates:
         assert self._of_step is not None, "called outside of a step"
-        drafted = [row for row, window in zip(rows, windows, strict=True) if window]
-        places = np.array([(row.row, row.num_sampled) for row in drafted]).T
-        last = [(row.text[-1], len(row.text) - 1) for row in drafted]
-        of_rows = np.vstack([places[0], self._of_step.rows_after(*places), np.array(last).T])
-        on_device = torch.from_numpy(of_rows.astype(np.int64)).to(self._device)
-        drawn = iter(self._draw(*on_device, max(windows)).tolist())
-        return [next(drawn)[:window] if window else [] for window in windows]
+        return self._of_step
 
-    def _draw(
-        self, rows: Tensor, hidden_rows: Tensor, tokens: Tensor, positions: Tensor, window: int
-    ) -> Tensor:
-        """Return drafts of `window` tokens, int32 [rows, window]. All other arguments are int64
-        [rows]; `positions`: those of `tokens`."""
-        assert self._of_step is not None
-        state, drawn = self._head.begin(self._of_step.hidden[hidden_rows]), []
+    def draw(self, of_rows: Tensor, window: int) -> Tensor:
+        """Return drafts of `window` tokens, int32 [rows, window]. All ranks call this alike.
+
+        `of_rows`: int64 [4, rows], for each request its row, the row of its hidden state, and its
+        last token with the position.
+        """
+        rows, hidden_rows, tokens, positions = of_rows.to(self._device)
+        state, drawn = self._head.begin(self.of_step.hidden[hidden_rows]), []
         for ahead in range(window):
             state = self._head.step(state, self._policy.embed_input_ids(tokens))
             logits = self._policy.compute_logits(self._head.output(state))
             tokens = self._runner.sampler.foresee(logits, rows, positions + ahead)
             drawn.append(tokens)
         return torch.stack(drawn, dim=1)
+
+    def share(self, values: Tensor) -> Tensor:
+        """Return the first rank's values on all ranks, int64."""
+        if self._ranks.world_size > 1:
+            distributed.broadcast(values, self._ranks.first_rank, group=self._ranks.cpu_group)
+        return values
 
     def _noting(self, propose: Any) -> Any:
         """Return vLLM's method `propose`, but note the step's hidden states first."""
@@ -101,3 +106,57 @@ class HeadDrafter:
                 self._of_step = None
 
         return MethodType(noting, self._runner)
+
+
+class HeadDrafter(RankHead):
+    """Drafter of one engine, on its first rank."""
+
+    def __init__(self, runner: Any, directory: Path, gate: Gate) -> None:
+        """`directory`: the head's files. `gate`: decides when drafting pays."""
+        super().__init__(runner, directory)
+        self.gate = gate
+        self._has_drafted = False
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[DraftedRow], windows: Sequence[int]) -> list[list[int]]:
+        """See `RowDrafter`. Call it once a step at most."""
+        assert not self._has_drafted
+        drafted = [row for row, window in zip(rows, windows, strict=True) if window]
+        places = np.array([(row.row, row.num_sampled) for row in drafted]).T
+        last = [(row.text[-1], len(row.text) - 1) for row in drafted]
+        of_rows = np.vstack([places[0], self.of_step.rows_after(*places), np.array(last).T])
+        # Ranks send memory as it lies.
+        of_rows = np.ascontiguousarray(of_rows, np.int64)
+        self.share(torch.tensor([len(drafted), max(windows)]))
+        self._has_drafted = True
+        drawn = iter(self.draw(self.share(torch.from_numpy(of_rows)), max(windows)).tolist())
+        return [next(drawn)[:window] if window else [] for window in windows]
+
+    def end_step(self) -> None:
+        """Let the other ranks go on if nothing was drafted. Call it in each step."""
+        if not self._has_drafted:
+            self.share(torch.zeros(2, dtype=torch.int64))
+        self._has_drafted = False
+
+
+class HeadFollower(RankHead):
+    """Speculator of another rank: it drafts along with the first one, and hands nothing in."""
+
+    def __init__(self, runner: Any, directory: Path) -> None:
+        super().__init__(runner, directory)
+        never_skip(runner)
+
+    @torch.inference_mode()
+    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        """vLLM calls this after each step, as it calls `Proposer.propose` on the first rank."""
+        del args, kwargs
+        num_rows, window = self.share(torch.zeros(2, dtype=torch.int64)).tolist()
+        if num_rows:
+            self.draw(self.share(torch.zeros((4, num_rows), dtype=torch.int64)), window)
+        return []
+
+
+def never_skip(runner: Any) -> None:
+    """Let vLLM call the speculator in each step. Else it skips all drafts while one request nears
+    the end of its context."""
+    runner.effective_drafter_max_model_len = sys.maxsize

@@ -10,7 +10,6 @@ started, because it uses numba (see `NoDrafts`).
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -27,7 +26,7 @@ from refrain.engines.histospec.siblings import SiblingIndex
 from refrain.engines.histospec.step_times import pass_content
 from refrain.engines.histospec.window import window_policy
 from refrain.engines.inference.drafting.gating import max_step_tokens, times_and_gate
-from refrain.engines.inference.drafting.head_drafter import HeadDrafter
+from refrain.engines.inference.drafting.head_drafter import HeadDrafter, never_skip
 from refrain.engines.inference.drafting.request_drafting import DraftedRow, RequestDrafting
 from refrain.engines.inference.engine.extra_args import DRAFTING, PROMPT_KEY, SAMPLE_KEY, TURN_START
 from refrain.engines.inference.engine.process import submitted_as
@@ -46,8 +45,7 @@ class Proposer:
     def __init__(self, runner: Any, config: EngineConfig, setup: EngineSetup, engine: int) -> None:
         drafting = config.drafting
         self._runner = runner
-        # Otherwise vLLM skips all drafts while one request nears the end of its context.
-        runner.effective_drafter_max_model_len = sys.maxsize
+        never_skip(runner)
         self._max_step_tokens = max_step_tokens(runner.vllm_config)
         self._measured, gate = times_and_gate(config, setup)
         self._history_is_on, self._foresees = drafting.enabled, drafting.look_ahead
@@ -131,6 +129,8 @@ class Proposer:
             for row, id in self._own_rows
         ]
         others = self._own.propose(own, num_rows) if own else None
+        if self._head is not None:
+            self._head.end_step()
         looks_s = time.perf_counter()
         drafts = self._history.propose(
             self._places, num_sampled, token_ids_cpu[:num_rows], num_tokens, budget, others

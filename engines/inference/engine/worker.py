@@ -50,10 +50,15 @@ class WorkerExtension:
 
     def begin_drafting(self, config_json: str, setup_json: str, engine: int) -> None:
         """Draft with a new proposer. Call between two stages."""
+        config = EngineConfig.model_validate_json(config_json)
+        head = config.specactor.head
+        if not self._drafts and head is not None:
+            from refrain.engines.inference.drafting.head_drafter import HeadFollower
+
+            self.model_runner.drafter = HeadFollower(self.model_runner, head)
         if self._drafts:
             from refrain.engines.inference.drafting.proposer import Proposer
 
-            config = EngineConfig.model_validate_json(config_json)
             setup = EngineSetup.model_validate_json(setup_json)
             self.model_runner.drafter = Proposer(self.model_runner, config, setup, engine)
 
@@ -107,8 +112,9 @@ class WorkerExtension:
 
     def load_draft_head(self, directory: str) -> None:
         """Draft with the head in this directory from now on."""
-        if self._drafts:
-            self.model_runner.drafter.load_head(Path(directory))
+        drafter = self.model_runner.drafter
+        load = drafter.load_head if self._drafts else drafter.load
+        load(Path(directory))
 
     def expect_requests(self, prompt_keys: list[str]) -> None:
         """Prepare for requests for these prompts, which are on their way."""
