@@ -142,12 +142,11 @@ def simulate_step(
         for index in range(cluster.num_engines)
     ]
     about = (step, requests, history or {}, known or {})
-    groups, policies = _decide(policy_set, cluster, latency, *about)
+    groups, policy_set = _decide(policy_set, cluster, latency, *about)
     placed = [(g.engine, request) for g in groups for request in requests[g.prompt_key]]
     if policy_set.apart:
         placed = [(i % cluster.num_engines, request) for i, (_, request) in enumerate(placed)]
-    decided = replace(policy_set, policies=policies)
-    rollouts, outcome = run_virtual(roll_out(engines, decided, placed))
+    rollouts, outcome = run_virtual(roll_out(engines, policy_set, placed))
     ends_s = [rollout.finished_s for rollout in rollouts]
     return Simulation(
         step=_measure(policy_set.name, step, engines, ends_s, sum(lengths.values())),
@@ -197,16 +196,16 @@ def _decide(
     requests: Mapping[str, Sequence[RolloutRequest]],
     history: Mapping[str, float],
     known: Mapping[str, LengthHistory],
-) -> tuple[Sequence[PromptGroup], tuple[Policy, ...]]:
-    """Return the placement and the policies of a step. With `histopipe`, call the functions that a
-    run calls.
+) -> tuple[Sequence[PromptGroup], PolicySet]:
+    """Return the placement of a step, and the set with its policies. With `histopipe`, call the
+    functions that a run calls.
 
     Deviations: the gain of drafts from history in earlier steps is unknown, so a response takes a
     forward pass per token. Steps are simulated one by one, so no sample is deferred to the next.
     """
     if policy_set.histopipe is None:
         groups = policy_set.placement(list(requests), history, cluster.num_engines)
-        return groups, policy_set.policies
+        return groups, policy_set
     group_size = max(map(len, requests.values()))
     config = run_config(
         max(request.max_response_tokens for group in requests.values() for request in group),
@@ -237,7 +236,8 @@ def _decide(
         length_growth=growth,
         drafting=drafting,
     )
-    return plan.groups, plan_policies(config, StepInputs(plan=plan))
+    policies = plan_policies(config, StepInputs(plan=plan))
+    return plan.groups, replace(policy_set, policies=policies)
 
 
 def summarise(results: Sequence[SimulatedStep]) -> list[PolicySetSummary]:
