@@ -320,22 +320,20 @@ class AlgorithmConfig(Frozen):
         """Whether a step draws other prompts in place of groups that are left out."""
         return self.dynamic_sampling and self.max_num_gen_batches > 1
 
-    def check_temperature(self, temperature: float) -> None:
-        """Raise ValueError if a server's teacher cannot score tokens of this temperature."""
-        if self.teacher_server and temperature != 1.0:
-            raise ValueError(
-                f"algorithm.teacher_server: servers score tokens at temperature 1, and "
-                f"rollout.temperature is {temperature:g}: set it to 1, or algorithm.teacher to the "
-                "directory of a model, which the trainer scores at any temperature"
-            )
-
-    def check_groups(self, *, defers: bool) -> None:
-        """Raise ValueError if rewards need whole groups in a step that may defer some samples."""
+    def check_rollouts(self, *, defers: bool, temperature: float) -> None:
+        """Raise ValueError if rewards need whole groups in a step that may defer some samples, or
+        if a server's teacher cannot score tokens of this temperature."""
         if defers and self.reward_kl_coefficient > 0.0:
             raise ValueError(
                 "algorithm.reward_kl_coefficient needs whole groups, and with staleness a step may "
                 "leave samples to the next one: set staleness=0, or algorithm.kl_coefficient "
                 "instead"
+            )
+        if self.teacher_server and temperature != 1.0:
+            raise ValueError(
+                f"algorithm.teacher_server: servers score tokens at temperature 1, and "
+                f"rollout.temperature is {temperature:g}: set it to 1, or algorithm.teacher to the "
+                "directory of a model, which the trainer scores at any temperature"
             )
 
 

@@ -46,7 +46,7 @@ class TeacherServerConfig(Frozen):
                     f"{SETTING}.urls: {url.rpartition('@')[2]!r} {why}. Give an address such as "
                     "http://host:8000/v1"
                 )
-        key = self.api_key.get_secret_value() if self.api_key else "-"
+        key = self.api_key.get_secret_value() if self.api_key is not None else "-"
         if not (key and all("!" <= one <= "~" for one in key)):
             raise ValueError(
                 f"{SETTING}.api_key is empty, or has characters that a key cannot have: correct it"
