@@ -76,8 +76,8 @@ def teaching_conflicts(algorithm: "AlgorithmConfig") -> Iterator[tuple[bool, str
     name = "algorithm.teacher" if teacher else SETTING
     yield (
         teacher is not None and str(teacher).startswith(("http:", "https:")),
-        f"algorithm.teacher is the directory of a model, and {teacher} is an address: set "
-        f"{SETTING}.urls and {SETTING}.model instead",
+        "algorithm.teacher is the directory of a model, and this is an address: set "
+        f"{SETTING}.urls to it, and {SETTING}.model to the model's name there",
     )
     yield (
         teacher is not None and algorithm.teacher_server is not None,

@@ -160,7 +160,10 @@ def test_another_algorithm_is_refused(type_: object) -> None:
         ({"type": "opo", "scale_rewards": "group"}, "opo has no deviation of the group"),
         ({"reward_weight": 1.0}, "reward_weight does nothing without a teacher"),
         ({"teacher": "t", "kl_coefficient": 0.1}, "holds one model beside the policy"),
-        ({"teacher": "http://host:8000/v1"}, "is an address: set algorithm.teacher_server.urls"),
+        (
+            {"teacher": "http://host:8000/v1"},
+            "is an address: set algorithm.teacher_server.urls to it",
+        ),
         ({"teacher": "t", "type": "gmpo"}, "gmpo has one ratio for a response"),
         (
             {"teacher": "t", "type": "dapo"},

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from refrain.engines.learn.teacher.client import TeacherClient, TeacherError
+from refrain.engines.learn.teacher.client import TeacherBusy, TeacherClient, TeacherError
 from refrain.schemas.teacher import SETTING, TeacherServerConfig
 
 _SENTENCE = "Naïve 3.14 × 2: def f(x): return x[1:] # 日本語, Ответ\n\n\t"
@@ -27,6 +27,9 @@ def check_teacher(
     last = max(id for id in tokenizer.get_vocab().values() if id < num_rows)
     try:
         asyncio.run(_check_all(config, text, ids, last, max_tokens))
+    except TeacherBusy as error:
+        fix = f"Start the server, or correct {SETTING}.urls"
+        raise ValueError(f"{SETTING}: {error}. {fix}") from error
     except TeacherError as error:
         raise ValueError(f"{SETTING}: {error}") from error
 
