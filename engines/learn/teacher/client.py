@@ -79,11 +79,12 @@ class TeacherClient:
 
     def connect(self) -> httpx.AsyncClient:
         """Return an open client for `ask` and `call`. The caller closes it."""
-        key, num = self._config.api_key, self._config.at_once
+        key = self._config.api_key
         return httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key.get_secret_value()}"} if key else None,
             timeout=self._config.timeout_s,
-            limits=httpx.Limits(max_connections=num, max_keepalive_connections=num),
+            # A request that waited for a connection would be late before it is sent.
+            limits=httpx.Limits(max_keepalive_connections=self._config.at_once),
         )
 
     async def ask(
