@@ -26,10 +26,12 @@ from refrain.engines.learn.teacher.client import (
     pause_s,
 )
 from refrain.engines.learn.teacher.start_check import check_teacher, common_text
+from refrain.engines.learn.trainer import TrainerError, TrainerGroup
 from refrain.engines.learn.training_samples import read_training_samples
 from refrain.schemas.algorithm import AlgorithmConfig
 from refrain.schemas.config import RolloutConfig, TrainConfig
 from refrain.schemas.teacher import TeacherServerConfig
+from refrain.tasks.run.crashes import is_crash
 from tests.learn.conftest import (
     VOCAB_SIZE,
     make_batch,
@@ -148,6 +150,32 @@ def test_a_resumed_run_learns_the_same(make_config: MakeConfig, small: SmallServ
     resumed = started(config, saved)
     resumed.train_step(make_batch(1, policy_version=1))
     assert resumed.weights_buffer() == learner.weights_buffer()
+
+
+@pytest.mark.engine
+@pytest.mark.usefixtures("ray_cluster")
+async def test_trainer_processes_ask_the_server(
+    make_config: MakeConfig, teacher_dir: Path, small: SmallServer
+) -> None:
+    config = of_teacher(make_config, teacher_server=small.config(retries=0))
+    ranks = {"num_processes": 2, "timeout_s": 120.0}
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update=ranks)})
+    local = started(of_teacher(make_config, teacher=teacher_dir))
+    batch = on_policy(make_batch(), local, temperature=1.0)
+    group = TrainerGroup(config)
+    try:
+        await group.start(None)
+        metrics = await group.train_step(batch)
+        assert metrics == pytest.approx(local.train_step(batch), abs=1e-4)
+        assert len(small.prompts) == batch.num_rows
+        small.always = drop
+        with pytest.raises(
+            TrainerError, match=f"TeacherError: the teacher at {small.url}"
+        ) as ended:
+            await group.train_step(make_batch(1, policy_version=1))
+        assert not is_crash(ended.value)
+    finally:
+        await group.shutdown()
 
 
 def drop(reply: Reply) -> None:
