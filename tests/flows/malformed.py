@@ -188,7 +188,7 @@ def settings_at_odds(place: Workplace) -> Malformed:
             ("algorithm.teacher_server={model: big}", "algorithm.teacher_server.urls"),
             (f"algorithm.teacher_server={{{NO_SERVER}}}", "algorithm.teacher_server"),
             (
-                f"algorithm.teacher_server={{{NO_SERVER}, urls: 'ftp://host/v1'}}",
+                "algorithm.teacher_server={urls: 'ftp://host/v1', model: big}",
                 "algorithm.teacher_server.urls",
             ),
             (
