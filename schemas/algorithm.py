@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from refrain.schemas.base import Frozen
+from refrain.schemas.teacher import TeacherServerConfig, teaching_conflicts
 
 AlgorithmType = Literal[
     "grpo",
@@ -203,6 +204,11 @@ class AlgorithmConfig(Frozen):
     Each token's advantage is then log pi_teacher - log pi, on the policy's own responses (on-policy
     distillation). Set it if a better model exists: it teaches every token, where a reward teaches a
     response. The trainer holds it beside the policy, and it costs a forward pass. Default: none."""
+    teacher_server: TeacherServerConfig | None = None
+    """Teacher that a server holds, in place of `teacher`. For example, `{urls:
+    http://host:8000/v1, model: Qwen/Qwen3-32B}`. Set it for a teacher that is too large for the
+    trainer's GPUs. It needs `rollout.temperature` 1: servers score tokens at that temperature.
+    Default: none."""
     reward_weight: float = Field(default=0.0, ge=0.0)
     """Weight of the rewards' advantages beside a teacher, for example `1.0`. Raise it to get better
     than the teacher. 0 learns from the teacher alone; rewards are then only shown. Without a
@@ -272,7 +278,7 @@ class AlgorithmConfig(Frozen):
                     f"algorithm.{name} does nothing with algorithm.type={self.type}: leave it out, "
                     f"or set a type that reads it ({', '.join(users)})"
                 )
-        for is_wrong, message in (*_conflicts(self), *_teaching_conflicts(self)):
+        for is_wrong, message in (*_conflicts(self), *teaching_conflicts(self)):
             if is_wrong:
                 raise ValueError(message)
         return self
@@ -291,12 +297,12 @@ class AlgorithmConfig(Frozen):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss needs the log-probabilities of the starting policy or a teacher."""
+        """Whether the trainer holds the starting policy or a teacher beside the policy."""
         return self.penalises_kl or self.teacher is not None
 
     @property
     def scores_tokens(self) -> bool:
-        """Whether each pass of the loss needs these. Rewards need them before."""
+        """Whether each pass of the loss runs that model. Rewards run it before."""
         return self.kl_coefficient > 0.0 or self.teacher is not None
 
     @property
@@ -305,43 +311,30 @@ class AlgorithmConfig(Frozen):
         return self.kl_coefficient > 0.0 or self.reward_kl_coefficient > 0.0
 
     @property
+    def is_taught(self) -> bool:
+        """Whether tokens are learnt from a teacher, in the trainer or on a server."""
+        return self.teacher is not None or self.teacher_server is not None
+
+    @property
     def refills(self) -> bool:
         """Whether a step draws other prompts in place of groups that are left out."""
         return self.dynamic_sampling and self.max_num_gen_batches > 1
 
-    def check_groups(self, *, defers: bool) -> None:
-        """Raise ValueError if rewards need whole groups in a step that may defer some samples."""
+    def check_rollouts(self, *, defers: bool, temperature: float) -> None:
+        """Raise ValueError if rewards need whole groups in a step that may defer some samples, or
+        if a server's teacher cannot score tokens of this temperature."""
         if defers and self.reward_kl_coefficient > 0.0:
             raise ValueError(
                 "algorithm.reward_kl_coefficient needs whole groups, and with staleness a step may "
                 "leave samples to the next one: set staleness=0, or algorithm.kl_coefficient "
                 "instead"
             )
-
-
-def _teaching_conflicts(algorithm: AlgorithmConfig) -> Iterator[tuple[bool, str]]:
-    """Yield whether settings contradict a teacher, and what to do then."""
-    taught = algorithm.teacher is not None
-    yield (
-        algorithm.reward_weight > 0.0 and not taught,
-        "algorithm.reward_weight does nothing without a teacher: leave it out, or set "
-        "algorithm.teacher",
-    )
-    yield (
-        taught and algorithm.penalises_kl,
-        "algorithm.teacher: the trainer holds one model beside the policy, and kl_coefficient and "
-        "reward_kl_coefficient need its start: set both to 0, or leave the teacher out",
-    )
-    yield (
-        taught and algorithm.policy_loss in ("gspo", "gmpo"),
-        f"algorithm.teacher gives each token an advantage of its own, and {algorithm.type} has one "
-        "ratio for a response: set another type, for example grpo",
-    )
-    yield (
-        taught and algorithm.dynamic_sampling,
-        "algorithm.teacher also learns from groups of equal rewards, which dynamic_sampling leaves "
-        "out: set dynamic_sampling=false",
-    )
+        if self.teacher_server and temperature != 1.0:
+            raise ValueError(
+                f"algorithm.teacher_server: servers score tokens at temperature 1, and "
+                f"rollout.temperature is {temperature:g}: set it to 1, or algorithm.teacher to the "
+                "directory of a model, which the trainer scores at any temperature"
+            )
 
 
 def _loss_of(kind: str) -> str:

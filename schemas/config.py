@@ -338,7 +338,7 @@ class TrainConfig(Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
         refuse_unusable(self.model_dump())
-        self.algorithm.check_groups(defers=self.defers)
+        self.algorithm.check_rollouts(defers=self.defers, temperature=self.rollout.temperature)
         if self.algorithm.overlong_buffer_tokens >= self.data.max_response_tokens:
             raise ValueError(
                 f"algorithm.overlong_buffer_tokens ({self.algorithm.overlong_buffer_tokens}) is "

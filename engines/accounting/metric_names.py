@@ -79,7 +79,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "actor/teacher_kl",
             "nats",
-            "mean of log pi - log pi_teacher over tokens (with `teacher`)",
+            "mean of log pi - log pi_teacher over tokens (with a teacher)",
         ),
         Metric(
             "actor/entropy",

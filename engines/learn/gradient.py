@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -19,7 +20,9 @@ from refrain.engines.learn.objectives.kl import kl_penalties
 from refrain.engines.learn.packing import MicroBatch, pack, plan_micro_batches
 from refrain.engines.learn.policy import PolicyModel, score_sequences
 from refrain.engines.learn.rollouts import ScoredRollout
+from refrain.engines.learn.teacher.client import TeacherClient
 from refrain.schemas.config import TrainConfig
+from refrain.schemas.teacher import TeacherServerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,16 @@ def with_old_logprobs(
     num_current = 1 if config.trainer.passes_per_step == 1 else 0
     later = [with_logprobs(policy, share, config) for share in shares[num_current:]]
     return [*shares[:num_current], *later]
+
+
+def with_teacher_logprobs(config: TeacherServerConfig | None, shares: list[Share]) -> list[Share]:
+    """Return a rank's shares with the log-probabilities that its teacher's servers give, all asked
+    for at once. Without servers, return the shares as they are. Raise TeacherError as
+    `TeacherClient.score` does."""
+    if config is None:
+        return shares
+    scored = iter(TeacherClient(config).score([one for own in shares for one in own.sequences]))
+    return [replace(own, teacher_logprobs=list(islice(scored, len(own.samples)))) for own in shares]
 
 
 def with_logprobs(policy: PolicyModel, share: Share, config: TrainConfig) -> Share:
@@ -141,11 +154,12 @@ def _loss(
     if reference is not None and algorithm.scores_tokens:
         scored = reference.score(batch, temperature)
     taught: Sums = {}
-    if scored is not None and algorithm.teacher:
+    teacher = scored if algorithm.teacher else tokens.teacher_logprobs
+    if teacher is not None:
         advantages, taught["actor/teacher_kl"] = taught_advantages(
             tokens.advantages,
             tokens.inference_logprobs,
-            scored,
+            teacher,
             tokens.counted,
             algorithm.reward_weight,
         )

@@ -28,6 +28,7 @@ from refrain.engines.learn.gradient import (
     accumulate_gradient,
     reference_kl,
     with_old_logprobs,
+    with_teacher_logprobs,
 )
 from refrain.engines.learn.host_copies import HostCopies
 from refrain.engines.learn.loading import Loading, load_policy
@@ -211,12 +212,14 @@ class Learner:
         return self._summarise(updates, shares) | metrics
 
     def _assign_shares(self, minibatches: Sequence[Sequence[TrainingSample]]) -> list[Share]:
-        """Return this rank's shares, with the old policy's log-probabilities where needed."""
+        """Return this rank's shares, with the log-probabilities of the teacher on a server and of
+        the old policy where needed."""
         alone = self._policy.alone
         shares = [
             assign_share(own, self._config, self._rank, self._world_size, alone=alone)
             for own in minibatches
         ]
+        shares = with_teacher_logprobs(self._config.algorithm.teacher_server, shares)
         if self._config.algorithm.tis_cap is None:
             return shares
         return with_old_logprobs(self._policy, shares, self._config)

@@ -32,6 +32,9 @@ class Share:
     old_logprobs: list[NDArray[np.float32]] | None = None
     """Log-probability of each sampled token of `samples` under the policy before the step; None if
     the current policy or the engine's serves instead."""
+    teacher_logprobs: list[NDArray[np.float32]] | None = None
+    """Log-probability of each sampled token of `samples` under a teacher on a server; None without
+    one."""
 
     @property
     def sequences(self) -> list[TokenSequence]:

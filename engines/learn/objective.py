@@ -53,13 +53,16 @@ class LossTokens:
     staleness: Int[Tensor, "tokens"]
     max_staleness: int
     """Largest staleness for which the metrics have figures of their own."""
+    teacher_logprobs: Float[Tensor, "tokens"] | None = None
+    """Of a teacher on a server; None without one."""
 
     @classmethod
     def none(cls, num_tokens: int, share: Share, device: torch.device) -> "LossTokens":
         """Return tokens that do not count, for a pass of this share."""
         zeros = torch.zeros(num_tokens, device=device)
         arrays = (zeros, zeros, zeros, zeros, zeros.bool(), zeros.int())
-        return cls([num_tokens], *arrays, share.max_staleness)
+        taught = None if share.teacher_logprobs is None else zeros
+        return cls([num_tokens], *arrays, share.max_staleness, taught)
 
     @classmethod
     def gather(cls, samples: tuple[int, ...], share: Share, device: torch.device) -> "LossTokens":
@@ -74,15 +77,19 @@ class LossTokens:
         def gather_own(values: list[NDArray]) -> Tensor:
             return gather([values[at] for at in samples])
 
+        def gather_known(values: list[NDArray] | None) -> Tensor | None:
+            return None if values is None else gather_own(values)
+
         return cls(
             num_tokens=num_tokens,
             inference_logprobs=gather([sample.rollout.inference_logprobs for sample in chosen]),
-            old_logprobs=None if share.old_logprobs is None else gather_own(share.old_logprobs),
+            old_logprobs=gather_known(share.old_logprobs),
             advantages=torch.from_numpy(np.repeat(advantages, num_tokens)).to(device),
             weights=gather_own(share.weights),
             counted=gather([sample.counted for sample in chosen]),
             staleness=gather([sample.staleness for sample in chosen]),
             max_staleness=share.max_staleness,
+            teacher_logprobs=gather_known(share.teacher_logprobs),
         )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from refrain.engines.actors import ActorError, ActorGone, NoAnswer
 from refrain.engines.durable import causes, is_disk_full, write_durably
+from refrain.engines.learn.teacher.client import TeacherError
 from refrain.engines.rollout.interface import EngineDied, EngineFails, WeightsLost, WeightSyncError
 from refrain.engines.store.actor import StoreTimeout
 from refrain.engines.tracking.progress_file import readable_steps
@@ -33,6 +34,8 @@ _OF_ANOTHER_RANK = re.compile(r"gloo/transport|NCCL|DistBackendError|[Cc]onnecti
 def is_crash(error: BaseException) -> bool:
     """Return whether to resume from the last checkpoint. Go through the causes of the error, from
     the outermost to the innermost. The first one of a known kind decides."""
+    if any(isinstance(one, TeacherError) for one in _all(error)):
+        return False  # It has been waited for, and its message may be like that of a lost rank.
     if is_disk_full(error) or any(map(_interrupts, causes(error))):
         return False
     return next((decided for decided in map(_decides, _all(error)) if decided is not None), False)

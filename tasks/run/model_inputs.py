@@ -143,6 +143,15 @@ def check_beside(
             )
 
 
+def check_teacher_server(config: TrainConfig, tokenizer: Any) -> None:
+    """Raise ValueError when a teacher's server does not answer or cannot teach the policy, whose
+    tokenizer is given."""
+    if server := config.algorithm.teacher_server:
+        from refrain.engines.learn.teacher.start_check import check_teacher
+
+        check_teacher(server, tokenizer, text_config(config.model).vocab_size, config.max_model_len)
+
+
 def check_draft_head(directory: Path | None, policy: ModelConfig) -> None:
     """Raise ValueError when the draft head in a directory does not fit the policy."""
     if directory is None:

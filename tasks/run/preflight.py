@@ -45,6 +45,7 @@ from refrain.tasks.run.model_inputs import (
     check_lora,
     check_model,
     check_prompts_have_rows,
+    check_teacher_server,
     model_shape,
     read_tokenizer,
     text_config,
@@ -191,6 +192,7 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     latency = read_latency(config)
     for dataset in datasets.values():
         check_prompts_have_rows(dataset, config.model)
+    check_teacher_server(config, tokenizer)
     warnings = (*unseen, *unsaid, *_warnings(datasets), *setting_warnings(config))
     ladder = _ladder(config, latency)
     return Inputs(datasets, prompts, loader, tokenizer, latency, ladder, environment, warnings)

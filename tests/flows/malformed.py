@@ -22,6 +22,8 @@ from tests.conftest import DEMO, REPOSITORY
 from tests.flows.commands import write_config
 
 HUGE = 10**400
+NO_SERVER = "urls: 'http://127.0.0.1:9/v1', model: big"
+"""A teacher's server at a port where none listens."""
 TORN = "half \udcff"
 """A command-line argument with a byte that is not UTF-8, as Python decodes it."""
 
@@ -85,7 +87,7 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any
     """Yield the dotted name and the type of each setting that holds a value."""
     for name, field in model.model_fields.items():
         kind = _given(field.annotation)
-        if name == "environment":
+        if name in ("environment", "teacher_server"):
             continue  # It has a required setting, which the error would name first.
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _leaves(kind, f"{prefix}{name}.")
@@ -183,6 +185,17 @@ def settings_at_odds(place: Workplace) -> Malformed:
             ("specactor.head=nowhere", "specactor.head"),
             ("specactor.draft_models=[{name: ngram, path: x}]", "specactor.draft_models"),
             ("specactor.draft_models=[{name: small, path: nowhere}]", "specactor.draft_models"),
+            ("algorithm.teacher_server={model: big}", "algorithm.teacher_server.urls"),
+            (f"algorithm.teacher_server={{{NO_SERVER}}}", "algorithm.teacher_server"),
+            (
+                "algorithm.teacher_server={urls: 'ftp://host/v1', model: big}",
+                "algorithm.teacher_server.urls",
+            ),
+            (
+                f"algorithm.teacher_server={{{NO_SERVER}, at_once: 0}}",
+                "algorithm.teacher_server.at_once",
+            ),
+            ("algorithm.teacher=http://host:8000/v1", "algorithm.teacher_server.urls"),
             ("{validate_every_steps: 1, data.validation: []}", "has no '='"),
         ]
     )

@@ -7,7 +7,9 @@ from pydantic import ValidationError
 
 from refrain.schemas.algorithm import SETTINGS, AlgorithmConfig
 from refrain.schemas.config import TrainConfig
+from refrain.schemas.resume import OnResume, changed_settings
 from refrain.schemas.rollout import Split
+from refrain.schemas.secret import fill_in, secrets_of
 from refrain.schemas.trainer import TrainerConfig
 
 
@@ -158,6 +160,10 @@ def test_another_algorithm_is_refused(type_: object) -> None:
         ({"type": "opo", "scale_rewards": "group"}, "opo has no deviation of the group"),
         ({"reward_weight": 1.0}, "reward_weight does nothing without a teacher"),
         ({"teacher": "t", "kl_coefficient": 0.1}, "holds one model beside the policy"),
+        (
+            {"teacher": "http://host:8000/v1"},
+            "is an address: set algorithm.teacher_server.urls to it",
+        ),
         ({"teacher": "t", "type": "gmpo"}, "gmpo has one ratio for a response"),
         (
             {"teacher": "t", "type": "dapo"},
@@ -168,6 +174,65 @@ def test_another_algorithm_is_refused(type_: object) -> None:
 def test_settings_that_cannot_act_together_are_refused(given: dict, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         AlgorithmConfig.model_validate(given)
+
+
+SERVER = {"urls": "http://host:8000/v1", "model": "big"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"teacher": "t"}, "teacher and algorithm.teacher_server are two teachers"),
+        ({"type": "gspo"}, "teacher_server gives each token an advantage .* gspo has one ratio"),
+        ({"type": "dapo"}, "teacher_server also learns from groups of equal rewards"),
+        ({"teacher_server": SERVER | {"urls": []}}, "teacher_server.urls"),
+        ({"teacher_server": SERVER | {"urls": "host:8000"}}, "'host:8000' is no address of a serv"),
+        ({"teacher_server": SERVER | {"urls": "ftp://host/v1"}}, "is no address of a server"),
+        ({"teacher_server": SERVER | {"urls": "http:///v1"}}, "is no address of a server"),
+        ({"teacher_server": SERVER | {"urls": "http://a b/v1"}}, "is no address of a server"),
+        ({"teacher_server": SERVER | {"urls": "http://host:port"}}, "is no address \\("),
+        ({"teacher_server": SERVER | {"urls": "http://[host/v1"}}, "is no address \\("),
+        ({"teacher_server": SERVER | {"urls": "http://host/v1?a=1"}}, "goes on after its path"),
+        ({"teacher_server": SERVER | {"api_key": ""}}, "api_key is empty"),
+        ({"teacher_server": SERVER | {"api_key": "two\nlines"}}, "api_key is empty, or has"),
+        ({"teacher_server": SERVER | {"model": ""}}, "teacher_server.model"),
+        ({"teacher_server": SERVER | {"retries": -1}}, "teacher_server.retries"),
+        ({"teacher_server": SERVER | {"timeout_s": 0}}, "teacher_server.timeout_s"),
+    ],
+)
+def test_a_teacher_on_a_server_that_cannot_be_asked_is_refused(given: dict, message: str) -> None:
+    AlgorithmConfig.model_validate({"teacher_server": SERVER, "kl_coefficient": 0.1})
+    with pytest.raises(ValidationError, match=message):
+        AlgorithmConfig.model_validate({"teacher_server": SERVER} | given)
+
+
+def test_an_address_keeps_its_secrets() -> None:
+    secret = SERVER | {"urls": "http://me:hush@host:8000/v1"}
+    with pytest.raises(ValidationError, match="'host:8000/v1' has credentials") as error:
+        AlgorithmConfig.model_validate({"teacher_server": secret})
+    assert "hush" not in error.value.errors()[0]["msg"]
+    config = train_config(algorithm={"teacher_server": SERVER | {"api_key": "hush"}})
+    assert "hush" not in config.model_dump_json()
+    stored = fill_in(config.model_dump(mode="json"), secrets_of(config))
+    assert TrainConfig.model_validate(stored) == config
+
+
+def test_a_server_scores_at_temperature_1() -> None:
+    algorithm = {"teacher_server": SERVER}
+    assert not train_config(algorithm=algorithm).algorithm.needs_reference
+    with pytest.raises(ValidationError, match=r"temperature 1, and rollout.temperature is 0.7"):
+        train_config(algorithm=algorithm, rollout={"temperature": 0.7})
+    train_config(algorithm={"teacher": "t"}, rollout={"temperature": 0.7})
+
+
+def test_a_resumed_run_may_find_its_teacher_elsewhere() -> None:
+    moved = SERVER | {"urls": ["http://other:8000/v1"], "api_key": "k", "retries": 2, "at_once": 1}
+    before, after, other = (
+        train_config(algorithm={"teacher_server": one}) if one else train_config()
+        for one in (SERVER, moved, None)
+    )
+    assert {one.on_resume for one in changed_settings(before, after)} == {OnResume.FREE}
+    assert OnResume.KEPT in {one.on_resume for one in changed_settings(before, other)}
 
 
 def test_a_kl_in_the_rewards_needs_whole_groups() -> None:

@@ -10,6 +10,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from refrain.engines.actors import ActorError, ActorGone, NoAnswer
+from refrain.engines.learn.teacher.client import TeacherError
 from refrain.engines.learn.trainer import TrainerError
 from refrain.engines.learn.training_samples import StalenessError
 from refrain.engines.reward import ScorerHangs
@@ -40,6 +41,7 @@ def caused(error: Exception, *causes: BaseException) -> Exception:
 
 GONE = ActorGone("trainer rank 0", "failed in train_step: ActorDiedError")
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]")
+TEACHER = TeacherError("the teacher at http://host:8000/v1 gave no answer (Connection reset)")
 CANCELLED = asyncio.CancelledError()
 CRASHES = {
     "ray": RayDied("Ray has died under the run: its raylet was killed or crashed"),
@@ -71,6 +73,9 @@ RAISED = {
     ),
     "raised in an actor": caused(
         TrainerError("x"), ActorError("trainer rank 0", "failed", cause=KeyError("loss"))
+    ),
+    "silent teacher": caused(
+        TrainerError("x"), ActorError("trainer rank 0", f"failed: {TEACHER}", cause=TEACHER)
     ),
     "raised by ray's task": RayTaskError("f", "traceback", KeyError("x")),
     "disk": OSError(errno.ENOSPC, "No space left on device"),
