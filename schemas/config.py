@@ -149,6 +149,8 @@ class EngineConfig(Frozen):
     races_with_kv: bool = True
     """Whether requests can take their KV cache along to a race."""
     trace: TraceConfig | None = None
+    record_experts: bool = False
+    """Whether rollouts bring the experts of their tokens (`trainer.routing_replay`)."""
 
     @property
     def speculates(self) -> bool:
@@ -328,6 +330,7 @@ class TrainConfig(Frozen):
             environment=self.environment,
             history_dir=self.history_dir,
             trace=self.trainer.trace(self.run_dir),
+            record_experts=self.trainer.routing_replay,
         )
 
     @model_validator(mode="before")
@@ -356,6 +359,11 @@ class TrainConfig(Frozen):
                 f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) is below "
                 f"data.max_prompt_tokens + data.max_response_tokens ({self.max_model_len}): one "
                 "sample must fit; raise the first or lower the others"
+            )
+        if self.trainer.routing_replay and self.rollout.model_runner == "v2":
+            raise ValueError(
+                "trainer.routing_replay records experts on rollout.model_runner: v1 only: set "
+                "model_runner: v1, or routing_replay: false"
             )
         specactor = self.specactor
         if self.rollout.model_runner == "v2" and specactor.drafts:
