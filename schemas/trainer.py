@@ -161,6 +161,16 @@ class TrainerConfig(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _routers_are_not_compiled(self) -> "TrainerConfig":
+        if self.routing_replay and self.compile is True:
+            raise ValueError(
+                "trainer.routing_replay changes what routers choose, which compiled layers "
+                "(trainer.compile: true) do not follow: set compile: false, or routing_replay: "
+                "false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _replicas_are_whole(self) -> "TrainerConfig":
         if self.num_processes % self.num_replicas:
             raise ValueError(

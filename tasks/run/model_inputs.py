@@ -97,6 +97,15 @@ def check_lora(model: ModelConfig, lora: LoraConfig | None) -> tuple[str, ...]:
     return check_adapters(hf_config(model), lora, trust_remote_code=model.trust_remote_code)
 
 
+def check_routing_replay(config: TrainConfig) -> None:
+    """Raise ValueError when the experts of a rollout cannot be replayed in this model."""
+    if not config.trainer.routing_replay:
+        return
+    from refrain.engines.learn.routing_replay import check_replay
+
+    check_replay(hf_config(config.model), trust_remote_code=config.model.trust_remote_code)
+
+
 def model_shape(config: TrainConfig) -> ModelShape:
     """Return the shape of the policy in the engines' dtype."""
     return _shape_of(config.model)

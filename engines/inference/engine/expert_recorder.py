@@ -88,7 +88,9 @@ class ExpertRecorder:
         request."""
         self._runner, self._step = runner, step
         groups = runner.kv_cache_config.kv_cache_groups
-        full = [i for i, one in enumerate(groups) if isinstance(one.kv_cache_spec, FullAttentionSpec)]
+        full = [
+            i for i, one in enumerate(groups) if isinstance(one.kv_cache_spec, FullAttentionSpec)
+        ]
         if not full:
             raise ValueError(
                 "experts are recorded by slot of the KV cache, and this model has no full "
