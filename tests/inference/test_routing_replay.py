@@ -22,7 +22,7 @@ from refrain.engines.learn.policy import score_sequences
 from refrain.engines.learn.routing_replay import replayed_share
 from refrain.engines.store.rows import rollout_rows
 from refrain.schemas.config import EngineConfig, TrainConfig
-from refrain.schemas.rollout import Rollout, RolloutRequest
+from refrain.schemas.rollout import RequestId, Rollout, RolloutRequest
 from refrain.schemas.weights import PolicyWeights
 from tests.inference.real import key, requests, tokens_of
 from tests.inference.test_experts import SHAPE, VOCAB_SIZE, config_of, weights_of
@@ -194,22 +194,24 @@ async def test_experts_are_complete_with_drafts_preemptions_and_moves(
 async def moved(
     one: InProcessEngine, two: InProcessEngine, todo: list[RolloutRequest]
 ) -> list[Rollout]:
-    """Generate on one engine, and move half of what is running to the other one twice: once with
-    keys and values and once without."""
+    """Generate on one engine, and move half of what is running to the other one: a part with keys
+    and values, and a part without."""
     await one.submit(todo)
-    finished: list[Rollout] = []
-    for keep_kv in (True, False):
-        while not (going := await running(one)):
-            await asyncio.sleep(0.02)
-        leaving = await one.withdraw(going[::2], keep_kv=keep_kv)
-        assert leaving
-        assert all(request.generated and request.generated.experts for request in leaving)
-        assert any(request.kv for request in leaving) == keep_kv
-        finished += await two.generate(leaving)
+    going = await asyncio.wait_for(running(one), 60.0)
+    leaving: list[RolloutRequest] = []
+    for ids, keep_kv in ((going[::4], True), (going[1::4], False)):
+        part = await one.withdraw(ids, keep_kv=keep_kv)
+        assert all(request.generated and request.generated.experts for request in part)
+        assert any(request.kv for request in part) == keep_kv
+        leaving += part
+    finished = await two.generate(leaving)
     await asyncio.wait_for(one._drained.wait(), 120.0)
     return finished + one._finished
 
 
-async def running(engine: InProcessEngine) -> list:
-    """Return the requests of which the front end knows some tokens."""
-    return [id for id, num in (await engine._num_tokens()).items() if num > 4]
+async def running(engine: InProcessEngine) -> list[RequestId]:
+    """Return requests of which the front end knows some tokens, as soon as there are four."""
+    while len(known := [id for id, num in (await engine._num_tokens()).items() if num > 4]) < 4:
+        assert engine._failure is None and not engine._finished[12:], "too late to move requests"
+        await asyncio.sleep(0.02)
+    return known
