@@ -360,17 +360,7 @@ class TrainConfig(Frozen):
                 f"data.max_prompt_tokens + data.max_response_tokens ({self.max_model_len}): one "
                 "sample must fit; raise the first or lower the others"
             )
-        if self.trainer.routing_replay and self.rollout.model_runner == "v2":
-            raise ValueError(
-                "trainer.routing_replay records experts on rollout.model_runner: v1 only: set "
-                "model_runner: v1, or routing_replay: false"
-            )
         specactor = self.specactor
-        if self.rollout.model_runner == "v2" and specactor.drafts:
-            raise ValueError(
-                "rollout.model_runner: v2 drafts from history only: remove specactor.draft_models, "
-                "specactor.drafter and specactor.head, or set model_runner: v1"
-            )
         if specactor.head and self.tp_degrees != (1,):
             raise ValueError(
                 "specactor.head drafts on one rank, but rollout.tp_degree and pat.tp_degrees are "
@@ -402,5 +392,18 @@ class TrainConfig(Frozen):
             raise ValueError(
                 "rollout.temperature is 0: every response of a group would be the same, and every "
                 "advantage 0. Set it above 0, for example to 1.0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _runner_can(self) -> "TrainConfig":
+        if self.rollout.model_runner == "v1":
+            return self
+        if self.trainer.routing_replay:
+            raise ValueError("trainer.routing_replay needs rollout.model_runner: v1. Set v1 there")
+        if self.specactor.drafts:
+            raise ValueError(
+                "rollout.model_runner: v2 drafts from history only: remove specactor.draft_models, "
+                "specactor.drafter and specactor.head, or set model_runner: v1"
             )
         return self

@@ -224,6 +224,6 @@ def test_settings_that_it_cannot_work_with_are_refused(make_config: MakeConfig) 
     with pytest.raises(ValueError, match=r"trainer.routing_replay.*set compile: false"):
         make_config(routing_replay=True, compile=True)
     values = make_config(routing_replay=True).model_dump(mode="json", exclude_unset=True)
-    with pytest.raises(ValueError, match=r"routing_replay records.*set model_runner: v1"):
+    with pytest.raises(ValueError, match=r"routing_replay needs rollout.model_runner: v1. Set v1"):
         TrainConfig.model_validate(values | {"rollout": {"model_runner": "v2"}})
     assert TrainConfig.model_validate(values).engine.record_experts

@@ -309,7 +309,7 @@ class DecodeSteps(_Base):
             report = buffer.report_of(id)
             report.tokens += tokens
             if (recorded := self.aux_output_connector) is not None:
-                chosen = recorded.take_output(request, output.aux_output_connector_output)
+                chosen: Any = recorded.take_output(request, output.aux_output_connector_output)
                 report.experts.append(chosen)
             if rollout.with_logprobs:
                 if front_end not in first_rows:
