@@ -189,13 +189,17 @@ def replayed_share(sequences: Sequence[TokenSequence], shape: tuple[int, int]) -
 
 @torch.no_grad()
 @torch.random.fork_rng(devices=[])
-def check_replay(config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
-    """Replay a choice on a small copy of the model. Raise ValueError if the model has no experts or
-    too many, if the choice does not act there, or if no copy can be made."""
+def check_replay(config: PretrainedConfig, *, trust_remote_code: bool = False) -> tuple[int, int]:
+    """Replay a choice on a small copy of the model. Return the model's own `RoutingReplay.shape`.
+
+    Raise ValueError if the model has no experts or too many, if the choice does not act in the
+    copy, or if no copy can be made.
+    """
     text = config.get_text_config()
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    if (most := RoutingReplay(whole).most_experts) > MAX_EXPERTS:
+    of_whole = RoutingReplay(whole)
+    if (most := of_whole.most_experts) > MAX_EXPERTS:
         raise ValueError(
             f"{_SETTING}: {text.model_type} has {most} experts a layer, and rollouts record "
             f"at most {MAX_EXPERTS}. Leave the setting out"
@@ -225,3 +229,4 @@ def check_replay(config: PretrainedConfig, *, trust_remote_code: bool = False) -
             f"{_SETTING}: the routers of {text.model_type} do not follow a given choice, or route "
             "by groups in their own way. Leave the setting out"
         )
+    return of_whole.shape

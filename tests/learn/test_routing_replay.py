@@ -18,6 +18,7 @@ from refrain.engines.learn.policy import PolicyModel, score_sequences
 from refrain.engines.learn.routing_replay import check_replay, experts_of, replayed_share
 from refrain.schemas.config import TrainConfig
 from refrain.tasks.run.model_inputs import check_routing_replay
+from tests.accounting.test_metric_names import NAMES
 from tests.learn.conftest import VOCAB_SIZE, make_batch, started
 
 LAYERS, TOP_K, NUM_EXPERTS = 2, 2, 4
@@ -180,6 +181,7 @@ def test_a_step_reports_what_it_replayed(make_config: MakeConfig, mixture_dir: P
     assert not any(name.startswith("routing/") for name in same)
     assert ignored.weights_buffer() == off.weights_buffer()
     on, metrics = trained(make_config(routing_replay=True), mixture_dir, experts=True)
+    assert {name for name in metrics if name.startswith("routing/")} <= NAMES
     assert metrics["routing/replayed_share"] == 1.0
     assert 0.6 < metrics["routing/changed_share"] < 0.95
     assert on.weights_buffer() != off.weights_buffer()
@@ -218,6 +220,20 @@ def test_other_models_are_refused_before_a_run(
         check_routing_replay(config.model_copy(update={"model": model}))
     off = config.trainer.model_copy(update={"routing_replay": False})
     check_routing_replay(config.model_copy(update={"model": model, "trainer": off}))
+
+
+def test_more_experts_than_can_be_read_are_refused(
+    make_config: MakeConfig, mixture_dir: Path
+) -> None:
+    config = make_config(routing_replay=True, micro_batch_tokens=2**20)
+    model = config.model.model_copy(update={"path": mixture_dir})
+    config = config.model_copy(update={"model": model})
+    check_routing_replay(config)
+    data = config.data.model_copy(update={"max_response_tokens": 2**19})
+    rollout = config.rollout.model_copy(update={"group_size": 1024})
+    more = config.model_copy(update={"data": data, "rollout": rollout, "prompts_per_step": 64})
+    with pytest.raises(ValueError, match=r"2048 responses of up to 524320 tokens have 4.0 GiB"):
+        check_routing_replay(more)
 
 
 def test_settings_that_it_cannot_work_with_are_refused(make_config: MakeConfig) -> None:
