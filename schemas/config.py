@@ -149,6 +149,8 @@ class EngineConfig(Frozen):
     races_with_kv: bool = True
     """Whether requests can take their KV cache along to a race."""
     trace: TraceConfig | None = None
+    record_experts: bool = False
+    """Whether rollouts bring the experts of their tokens (`trainer.routing_replay`)."""
 
     @property
     def speculates(self) -> bool:
@@ -328,6 +330,7 @@ class TrainConfig(Frozen):
             environment=self.environment,
             history_dir=self.history_dir,
             trace=self.trainer.trace(self.run_dir),
+            record_experts=self.trainer.routing_replay,
         )
 
     @model_validator(mode="before")
@@ -358,11 +361,6 @@ class TrainConfig(Frozen):
                 "sample must fit; raise the first or lower the others"
             )
         specactor = self.specactor
-        if self.rollout.model_runner == "v2" and specactor.drafts:
-            raise ValueError(
-                "rollout.model_runner: v2 drafts from history only: remove specactor.draft_models, "
-                "specactor.drafter and specactor.head, or set model_runner: v1"
-            )
         if specactor.head and self.pat.tp_degrees:
             raise ValueError(
                 "specactor.head drafts in one layout of the engines, and pat.tp_degrees switches "
@@ -393,5 +391,18 @@ class TrainConfig(Frozen):
             raise ValueError(
                 "rollout.temperature is 0: every response of a group would be the same, and every "
                 "advantage 0. Set it above 0, for example to 1.0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _runner_can(self) -> "TrainConfig":
+        if self.rollout.model_runner == "v1":
+            return self
+        if self.trainer.routing_replay:
+            raise ValueError("trainer.routing_replay needs rollout.model_runner: v1. Set v1 there")
+        if self.specactor.drafts:
+            raise ValueError(
+                "rollout.model_runner: v2 drafts from history only: remove specactor.draft_models, "
+                "specactor.drafter and specactor.head, or set model_runner: v1"
             )
         return self

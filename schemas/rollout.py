@@ -231,6 +231,11 @@ class Generated:
     sampled."""
     score: float | None = None
     """The environment's score of the whole response. None: it gave none."""
+    experts: bytes = field(default=b"", compare=False, repr=False)
+    """Experts that the engine's routers chose (`trainer.routing_replay`): one byte for each
+    position from the prompt's first on, layer with experts, and choice, in this order. A byte is
+    the number of the expert plus one; 0: unknown. Positions without a row at the end are unknown
+    too. Empty: not recorded."""
 
     @property
     def num_observed(self) -> int:

@@ -106,6 +106,12 @@ class TrainerConfig(Frozen):
     and activations, so an update takes less time and less memory, and rounds otherwise. `auto`:
     dense models on CUDA. For example, `false` if the compiler fails or you compare runs bit for
     bit."""
+    routing_replay: Kept[bool] = False
+    """For mixtures of experts: train each token with the experts that the engine chose for it in
+    the rollout. Rounding makes the trainer's routers choose others for some tokens, and then
+    log-probabilities differ (`mismatch/k3`). Gradients still reach the routers. For example,
+    `true` for Qwen3-30B-A3B in bfloat16, if `mismatch/k3` is far above that of a dense model.
+    Needs `rollout.model_runner: v1`."""
     save_every_steps: Free[PositiveInt] = 10
     """RL steps between checkpoints, for example `50`. A crash loses the steps after the last one. A
     checkpoint takes 14 bytes per parameter in bfloat16, 16 in float32. Lower it on machines that
@@ -151,6 +157,16 @@ class TrainerConfig(Frozen):
             raise ValueError(
                 f"trainer.min_learning_rate ({self.min_learning_rate:g}) is above "
                 f"trainer.learning_rate ({self.learning_rate:g}), where the decay begins: lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _routers_are_not_compiled(self) -> "TrainerConfig":
+        if self.routing_replay and self.compile is True:
+            raise ValueError(
+                "trainer.routing_replay changes what routers choose, which compiled layers "
+                "(trainer.compile: true) do not follow: set compile: false, or routing_replay: "
+                "false"
             )
         return self
 

@@ -127,6 +127,11 @@ async def draw_step(ref: RunRef, report: StepReport, batch: RolloutBatch) -> Non
     if report.step == 1 and run.config.drafting.enabled:
         with run.failures.contained("predicting the gain of drafts"):
             await _predict_gain(run, report)
+    trainer = run.config.trainer
+    if trainer.routing_replay:
+        with run.failures.contained("deleting the experts of old steps"):
+            # A run that goes on from its last checkpoint may train on kept rollouts again.
+            await run.store("forget_experts", report.step - 2 * trainer.save_every_steps)
     with run.failures.contained("archiving old steps"):
         await run.store("archive_before", report.step)
 

@@ -167,6 +167,16 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "share",
             "effective sample size of these ratios, over the number of tokens",
         ),
+        Metric(
+            "routing/replayed_share",
+            "share",
+            "tokens trained with the engine's experts (with `routing_replay`)",
+        ),
+        Metric(
+            "routing/changed_share",
+            "share",
+            "choices of these experts that the trainer would have made otherwise",
+        ),
         Metric("training/epoch", "", "epoch of the step, from 0", SAME),
     ),
     "Responses": (

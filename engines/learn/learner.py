@@ -41,6 +41,7 @@ from refrain.engines.learn.publishing import WholeTensors, whole_tensors
 from refrain.engines.learn.recomputation import num_kept_layers
 from refrain.engines.learn.rollouts import choose_canaries, read_rollouts
 from refrain.engines.learn.rounding_loss import LOW, warning_of
+from refrain.engines.learn.routing_replay import replay_metrics
 from refrain.engines.learn.run_head import RunHead, head_state
 from refrain.engines.learn.sample_isolation import ALONE, keeps_samples_apart
 from refrain.engines.learn.schedule import learning_rate_share
@@ -156,6 +157,7 @@ class Learner:
             lora=lora,
             seed=self._config.seed,
             trust_remote_code=self._config.model.trust_remote_code,
+            replays_routing=config.routing_replay and path is None,
             max_tokens=self._config.max_model_len,
         )
         policy = load_policy(path or self._config.model.path, loading)
@@ -209,6 +211,7 @@ class Learner:
         self._long_canaries.train_on(rollouts)
         if self.head:
             metrics |= self.head.train(rollouts, self.policy_version)
+        metrics |= replay_metrics(self._policy.replay, rollouts, self._device)
         return self._summarise(updates, shares) | metrics
 
     def _assign_shares(self, minibatches: Sequence[Sequence[TrainingSample]]) -> list[Share]:

@@ -34,6 +34,7 @@ from refrain.engines.learn.finite import is_finite, not_finite
 from refrain.engines.learn.lora import add_adapters, base_tensors, fill_adapters
 from refrain.engines.learn.policy import PolicyModel
 from refrain.engines.learn.rope import fix_ropes
+from refrain.engines.learn.routing_replay import RoutingReplay
 from refrain.engines.learn.sharding import shard
 from refrain.schemas.trainer import LoraConfig
 
@@ -59,6 +60,8 @@ class Loading:
     """Seed of the adapters' initial values."""
     trust_remote_code: bool = False
     """Whether to run code that comes with the model."""
+    replays_routing: bool = False
+    """Whether the policy takes the experts of its tokens from the rollout."""
     max_tokens: int | None = None
     """The engines' `max_model_len`, by which they choose a rope's factors; None: the model's own
     limit."""
@@ -103,6 +106,8 @@ def prepared(model: PreTrainedModel, loading: Loading) -> PolicyModel:
     if loading.lora:
         add_adapters(model, loading.lora)
     policy = PolicyModel(model).eval()
+    if loading.replays_routing:
+        policy.replay = RoutingReplay(model)
     if loading.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         kept = policy.layers[max(0, len(policy.layers) - loading.kept_layers) :]

@@ -22,6 +22,8 @@ class TokenSequence:
     num_prompt_tokens: int
     sampled: NDArray[np.bool_] | None = field(default=None, kw_only=True)
     """Whether the policy sampled each token after the prompt. None: all of them."""
+    experts: bytes = field(default=b"", kw_only=True, repr=False)
+    """Experts of its tokens (`schemas.rollout.Generated`). Empty: the policy chooses."""
 
     @property
     def num_input_tokens(self) -> int:
@@ -60,6 +62,8 @@ class MicroBatch:
     another."""
     samples: tuple[int, ...]
     """[S], indices of the samples."""
+    experts: tuple[bytes, ...]
+    """[S], experts of each sample (`TokenSequence`)."""
 
 
 def plan_micro_batches(
@@ -104,6 +108,7 @@ def lay_out(samples: Sequence[int], sequences: Sequence[TokenSequence]) -> Micro
         ),
         targets=np.concatenate([one.token_ids[one.response_at] for one in own]).astype(np.int64),
         samples=tuple(samples),
+        experts=tuple(one.experts for one in own),
     )
 
 

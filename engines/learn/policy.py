@@ -27,6 +27,7 @@ from refrain.engines.learn.bounds import SampleBounds
 from refrain.engines.learn.head import Head, decoder_of
 from refrain.engines.learn.packing import MicroBatch, TokenSequence, pack
 from refrain.engines.learn.rope import beyond, most_positions
+from refrain.engines.learn.routing_replay import RoutingReplay
 from refrain.engines.learn.row_mask import row_of
 from refrain.engines.machine.trainer_memory import MAX_LOGITS
 
@@ -54,6 +55,8 @@ class PolicyModel(nn.Module):
         self._most_positions = most_positions(model.config)
         self.alone = False
         """Whether each sample needs its own row (`engines.learn.sample_isolation`)."""
+        self.replay: RoutingReplay | None = None
+        """Replays the engine's choice of experts; None: the policy chooses."""
         self.is_compiled = False
         """Whether `engines.learn.compiled` compiled the layers."""
         self.token_scores: Callable[..., tuple[Tensor, Tensor]] = token_scores
@@ -86,6 +89,8 @@ class PolicyModel(nn.Module):
         return self(*self._row(batch), targets, temperature, entropy_gradient)
 
     def _row(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor, SampleBounds]:
+        if self.replay is not None:
+            self.replay.use_of(batch, self.device)
         longest = max(batch.num_tokens)
         if self._most_positions is not None and longest > self._most_positions:
             raise ValueError(beyond(longest, self._most_positions))

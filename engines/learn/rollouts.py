@@ -67,6 +67,8 @@ def _values(column: pa.ChunkedArray) -> list[Any]:
     if column.type == SPANS:
         versions, counts = (part.to_numpy() for part in array.flatten().flatten())
         return list(map(np.repeat, _split(versions, array), _split(counts, array)))
+    if pa.types.is_large_binary(column.type):
+        return array.to_pylist()
     if pa.types.is_list(column.type):
         return _split(array.flatten().to_numpy(zero_copy_only=False), array)
     return array.to_pylist()

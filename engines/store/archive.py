@@ -131,7 +131,7 @@ class Archive:
         num_rows = []
         for table in TABLES:
             file = chunk / f"{table}.parquet"
-            _copy(con, f"{table} WHERE step <= {last_step}", file)
+            _copy(con, table, f"step <= {last_step}", file)
             flush(file)
             num_rows += con.execute(f"SELECT count(*) FROM {_read([file])}").fetchone() or ()
         for directory in (chunk, self._directory, self._directory.parent):
@@ -144,7 +144,7 @@ class Archive:
         for table in ("rollouts", "rewards"):
             file = self._recent / f"{table}-{step:08}.parquet"
             temporary = file.with_suffix(".parquet.tmp")
-            _copy(con, f"{table} WHERE split = 'train' AND step = {step}", temporary)
+            _copy(con, table, f"split = 'train' AND step = {step}", temporary)
             temporary.replace(file)
 
     def move(
@@ -301,9 +301,11 @@ def _check_footer(con: duckdb.DuckDBPyConnection, file: Path) -> None:
         ) from error
 
 
-def _copy(con: duckdb.DuckDBPyConnection, rows: str, file: Path) -> None:
+def _copy(con: duckdb.DuckDBPyConnection, table: str, where: str, file: Path) -> None:
+    # Experts are for the trainer alone, and larger than all else.
+    columns = "* EXCLUDE (experts)" if table == "rollouts" else "*"
     con.execute(
-        f"COPY (FROM {rows}) TO {_quoted(file)} "
+        f"COPY (SELECT {columns} FROM {table} WHERE {where}) TO {_quoted(file)} "
         f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {_ROWS_IN_A_GROUP})"
     )
 

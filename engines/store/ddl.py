@@ -59,6 +59,7 @@ CREATE TABLE rollouts (
     turns {_TURNS} DEFAULT [],               -- empty without an environment
     observed_tokens INTEGER DEFAULT 0,       -- that the environment gave
     environment_score DOUBLE,                -- of the whole response
+    experts BLOB,                            -- schemas.rollout.Generated; NULL: not recorded
     PRIMARY KEY (split, step, prompt_key, sample_index)
 );
 
@@ -150,6 +151,7 @@ ALTER TABLE archived_drafts ADD COLUMN IF NOT EXISTS rejections BIGINT;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns {_TURNS} DEFAULT [];
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS observed_tokens INTEGER DEFAULT 0;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS environment_score DOUBLE;
+ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS experts BLOB;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns.element.ended_s DOUBLE;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns.element.num_draft_tokens INTEGER;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns.element.num_accepted_tokens INTEGER;
@@ -157,7 +159,8 @@ ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns.element.num_accepted_tokens 
 """Columns that older stores of this version lack."""
 
 ABSENT_ROLLOUTS = f"""
-SELECT NULL::{_TURNS} AS turns, NULL::INTEGER AS observed_tokens, NULL::DOUBLE AS environment_score
+SELECT NULL::{_TURNS} AS turns, NULL::INTEGER AS observed_tokens,
+    NULL::DOUBLE AS environment_score, NULL::BLOB AS experts
 WHERE false
 """
 """No rows, with the columns of `rollouts` that older files lack. A query that unites it with older

@@ -84,7 +84,8 @@ SELECT prompt_key, sample_index, prompt_token_ids, response_token_ids,
     coalesce(reward, if({_FAILED}, 0.0, NULL)) AS reward, inference_logprobs, origin_step,
     coalesce(group_rewards, []) AS group_rewards, coalesce(group_lengths, []) AS group_lengths,
     version_spans, finish_reason IN {_OVERLONG} AS truncated, coalesce(turns, []) AS turns,
-    too_small OR (rewards.reward IS NULL AND {_FAILED}) AS left_out
+    too_small OR (rewards.reward IS NULL AND {_FAILED}) AS left_out,
+    coalesce(experts, ''::BLOB) AS experts
 FROM trained
 JOIN prompts USING (prompt_key)
 LEFT JOIN rewards USING (split, step, prompt_key, sample_index)
@@ -221,6 +222,8 @@ WHERE step > $step AND (
 """
 """The condition says which rollouts stay. It is IS NOT TRUE because without a policy version the
 condition is NULL, and then no rollout stays. A deferred rollout goes with the plan that drew it."""
+
+FORGET_EXPERTS = "UPDATE rollouts SET experts = NULL WHERE step <= ? AND experts IS NOT NULL"
 
 _OF_SAMPLE = """t.split = r.split AND t.origin_step = r.origin_step AND t.prompt_key = r.prompt_key
     AND t.sample_index = greatest(r.sample_index, -1 - r.sample_index)

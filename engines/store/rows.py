@@ -46,6 +46,7 @@ def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
         "finished_s": column(lambda r: r.finished_s, pa.float64()),
         "observed_tokens": column(lambda r: r.generated.num_observed, pa.int32()),
         "environment_score": column(lambda r: r.generated.score, pa.float64()),
+        "experts": column(lambda r: r.generated.experts or None, pa.large_binary()),
     }
     return pa.table(columns)
 

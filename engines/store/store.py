@@ -260,6 +260,12 @@ class Store(StepRecords):
         with self.snapshot() as con:
             self._archive.write_step(con, step)
 
+    def forget_experts(self, last_step: int) -> None:
+        """Delete the experts of rollouts up to this step. They take many times the room of the
+        tokens, and only the step's own training reads them."""
+        with self._transaction() as con:
+            con.execute(queries.FORGET_EXPERTS, [last_step])
+
     def archive_before(self, step: int) -> bool:
         """Move old steps to Parquet files and return whether any were moved.
 

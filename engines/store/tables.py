@@ -55,6 +55,7 @@ TRAINING = pa.schema(
         "truncated": pa.bool_(),
         "turns": TURNS,
         "left_out": pa.bool_(),
+        "experts": pa.large_binary(),
     }
 )
 """The batch that the trainer reads, one row per rollout.
@@ -66,6 +67,7 @@ its (origin_step, prompt_key). Both lists have the same order and include the ro
 Samples of the group may be in this batch or in an earlier one.
 `version_spans`: policy versions of the sampled tokens, from the first one on.
 `truncated`: whether the response was cut because it had no room left.
+`experts`: see `schemas.rollout.Generated`. Empty unless `trainer.routing_replay` is on.
 `left_out`: whether the trainer leaves the row out. A failed conversation without a reward is not in
 `group_rewards`, and its `reward` is 0.
 """

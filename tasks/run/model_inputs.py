@@ -23,6 +23,10 @@ from refrain.schemas.inputs import ModelConfig
 from refrain.schemas.trainer import LoraConfig
 
 GENERATION = "generation_config.json"
+_ROWS_READ_AT_ONCE = 2048
+"""Rows of a chunk of DuckDB."""
+MAX_EXPERT_BYTES = 2**31 - 1
+"""Bytes of a column of such a chunk that DuckDB can give to Arrow."""
 _CONTEXT = 4096
 """Context in tokens of a model whose config has none."""
 
@@ -95,6 +99,26 @@ def check_lora(model: ModelConfig, lora: LoraConfig | None) -> tuple[str, ...]:
     from refrain.engines.learn.adapters_fit import check_adapters
 
     return check_adapters(hf_config(model), lora, trust_remote_code=model.trust_remote_code)
+
+
+def check_routing_replay(config: TrainConfig) -> None:
+    """Raise ValueError when the experts of a rollout cannot be replayed in this model, or when
+    those of a step may be too many to read at once."""
+    if not config.trainer.routing_replay:
+        return
+    from refrain.engines.learn.routing_replay import check_replay
+
+    model = config.model
+    layers, top_k = check_replay(hf_config(model), trust_remote_code=model.trust_remote_code)
+    num_samples = min(config.prompts_per_step * config.rollout.group_size, _ROWS_READ_AT_ONCE)
+    num_bytes = num_samples * config.max_model_len * layers * top_k
+    if num_bytes >= MAX_EXPERT_BYTES:
+        raise ValueError(
+            f"trainer.routing_replay: {num_samples} responses of up to {config.max_model_len} "
+            f"tokens have {num_bytes / 2**30:.1f} GiB of experts, and the trainer reads less than "
+            "2 GiB at once. Lower prompts_per_step, rollout.group_size or "
+            "data.max_response_tokens, or leave the setting out"
+        )
 
 
 def model_shape(config: TrainConfig) -> ModelShape:

@@ -45,6 +45,7 @@ from refrain.tasks.run.model_inputs import (
     check_lora,
     check_model,
     check_prompts_have_rows,
+    check_routing_replay,
     check_teacher_server,
     model_shape,
     read_tokenizer,
@@ -162,6 +163,7 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     check_engine_fits(config)
     unseen += check_against_transformers(config.model, config.max_model_len)
     unseen += check_lora(config.model, config.trainer.lora)
+    check_routing_replay(config)
     check_ways_of_weights(config)
     check_draft_head(config.specactor.head, config.model)
     teacher = config.algorithm.teacher

@@ -40,7 +40,7 @@ from tests.accounting.test_metrics import (
 
 NAMES = {name for metrics in SECTIONS.values() for metric in metrics for name in metric.each}
 OF_TRAINER = ("actor/", "mismatch/", "staleness/", "critic/rewards/", "critic/advantages/")
-OF_TRAINER += ("critic/zero_",)
+OF_TRAINER += ("critic/zero_", "routing/")
 
 
 def described_as(logged: Iterable[str]) -> dict[str, str | None]:

@@ -11,7 +11,7 @@ import pytest
 
 from refrain.engines.inference.engine import supported
 from refrain.engines.inference.engine.plugin import NoDrafts
-from tests.inference import live_contract, scheduler_contract, v2_contract
+from tests.inference import live_contract, routing_contract, scheduler_contract, v2_contract
 from tests.inference.vllm_source import (
     BATCH,
     CONNECTOR,
@@ -28,7 +28,7 @@ from tests.inference.vllm_source import (
 
 T = TypeVar("T")
 
-TABLES = live_contract, scheduler_contract, v2_contract
+TABLES = live_contract, routing_contract, scheduler_contract, v2_contract
 """Modules with tables like those of this one."""
 
 ATTRIBUTES = {

@@ -31,6 +31,7 @@ class Output:
     prefill_stats: str | None = None
     new_prompt_logprobs_tensors: str | None = None
     events: list[int] | None = None
+    routed_experts: np.ndarray | None = None
 
 
 class Clock:

@@ -134,7 +134,10 @@ def as_batch(rows: list[dict], policy_version: int = 0) -> pa.Table:
     ]
     pairs = zip(rows, columns, strict=True)
     return pa.Table.from_pylist(
-        [{"truncated": False, "turns": [], "left_out": False} | row | more for row, more in pairs],
+        [
+            {"truncated": False, "turns": [], "left_out": False, "experts": b""} | row | more
+            for row, more in pairs
+        ],
         schema=TRAINING,
     )
 

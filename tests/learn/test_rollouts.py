@@ -23,6 +23,7 @@ ROW = {
     "truncated": False,
     "turns": [],
     "left_out": False,
+    "experts": b"",
 }
 SHORT = {
     "response_token_ids": [7],

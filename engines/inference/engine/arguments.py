@@ -51,6 +51,7 @@ def engine_args(config: EngineConfig, index: int, on_cpu: bool) -> dict[str, Any
         **({} if on_cpu else {"kernel_config": {"enable_jit_warmup": False}}),
         **_speculation_args(config),
         **(drafting_graphs(config) if config.speculates and not on_cpu else {}),
+        **(_recording_worker(config) if config.record_experts and not on_cpu else {}),
         **_kv_args(config),
         **trace_args(config.trace),
         **({"enable_sleep_mode": True} if not on_cpu and leaves_gpus(config) else {}),
@@ -100,6 +101,11 @@ def drafting_graphs(config: EngineConfig) -> dict[str, Any]:
         "worker_cls": "refrain.engines.inference.engine.gpu_worker.DraftingWorker",
         "cudagraph_capture_sizes": sizes,
     }
+
+
+def _recording_worker(config: EngineConfig) -> dict[str, str]:
+    kind = "RecordingDraftingWorker" if config.speculates else "RecordingWorker"
+    return {"worker_cls": f"refrain.engines.inference.engine.gpu_worker.{kind}"}
 
 
 def _kv_args(config: EngineConfig) -> dict[str, Any]:

@@ -308,6 +308,9 @@ class DecodeSteps(_Base):
             buffer = self._buffers[front_end]
             report = buffer.report_of(id)
             report.tokens += tokens
+            if (recorded := self.aux_output_connector) is not None:
+                chosen: Any = recorded.take_output(request, output.aux_output_connector_output)
+                report.experts.append(chosen)
             if rollout.with_logprobs:
                 if front_end not in first_rows:
                     first_rows[front_end] = buffer.add_logprobs(output.logprobs)

@@ -33,6 +33,8 @@ class Report:
     tokens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     """Rows of the tokens' log-probabilities in the buffer. Empty if the request wants none."""
+    experts: list[np.ndarray] = field(default_factory=list)
+    """Experts of the positions that the tokens have added. Empty unless they are recorded."""
     events: list[Any] = field(default_factory=list)
     first: Any = None
     last: Any = None
@@ -97,6 +99,8 @@ class OutputBuffer:
         if output.new_logprobs is not None:
             row = self.add_logprobs(output.new_logprobs)
             report.rows += range(row, row + len(output.new_token_ids))
+        if output.routed_experts is not None:
+            report.experts.append(output.routed_experts)
         report.events += output.events or ()
         report.first, report.last = report.first or output, output
 
@@ -110,6 +114,8 @@ class OutputBuffer:
         if report.rows:
             ids, logprobs, ranks = (column[report.rows] for column in self._columns())
             merged.new_logprobs = LogprobsLists(ids, logprobs, ranks)
+        if report.experts:
+            merged.routed_experts = np.concatenate(report.experts)
         if report.first is not None:
             # These fields come with the first token only.
             merged.prefill_stats = report.first.prefill_stats

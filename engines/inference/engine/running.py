@@ -7,6 +7,9 @@ from itertools import count
 from operator import lt
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from refrain.schemas.rollout import Generated, RolloutRequest, VersionSpan
 
 _ARRIVALS = count()
@@ -70,7 +73,7 @@ class Running:
         `output`: vLLM's `CompletionOutput`.
         """
         drafts = output.spec_decode_metrics
-        whole = self._generated(output.token_ids, output.logprobs)
+        whole = self._generated(output.token_ids, output.logprobs, output.routed_experts)
         if not drafts:
             return whole
         # `histogram[n]`: the number of verifications that accepted n tokens.
@@ -89,15 +92,21 @@ class Running:
 
         `state`: vLLM's `RequestState`.
         """
+        chunks = state.routed_experts_chunks
         return self._generated(
-            state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+            state.detokenizer.output_token_ids,
+            state.logprobs_processor.logprobs,
+            np.concatenate(chunks) if chunks else None,
         )
 
     def continued_by(self, generated: Generated) -> RolloutRequest:
         return replace(self.request, generated=generated if generated.token_ids else None, kv=None)
 
-    def _generated(self, token_ids: Sequence[int], logprobs: Any) -> Generated:
-        """Append these tokens to those generated before."""
+    def _generated(
+        self, token_ids: Sequence[int], logprobs: Any, experts: NDArray[np.uint8] | None
+    ) -> Generated:
+        """Append these tokens to those generated before. `experts`: of all positions from the
+        prompt's first on, [positions, layers, top_k]; None: not recorded."""
         before = self.request.generated or Generated(array("i"), array("f"), ())
         new_logprobs = array("f", logprobs.logprobs if logprobs is not None else ())
         assert len(new_logprobs) == len(token_ids)
@@ -111,7 +120,15 @@ class Running:
             token_ids=array("i", before.token_ids) + array("i", token_ids),
             inference_logprobs=array("f", before.inference_logprobs) + new_logprobs,
             spans=tuple(spans),
+            experts=before.experts if experts is None else _continued(before.experts, experts),
         )
+
+
+def _continued(before: bytes, experts: NDArray[np.uint8]) -> bytes:
+    """Return the experts from other engines, and those from here for the positions after. The
+    former belong to the passes that gave the log-probabilities."""
+    num_known = len(before) // experts[0].size
+    return before + experts[num_known:].tobytes()
 
 
 def states_of(llm: Any) -> dict[str, Any]:

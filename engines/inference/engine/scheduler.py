@@ -65,6 +65,12 @@ class _Holding(DecodeSteps):
         setup = EngineSetup.model_validate_json(setup_json)
         self.room = DraftRoom(self.requests, self.vllm_config, config, setup)
 
+    def record_experts(self) -> None:
+        """Pass on the experts that the worker records. Call before the first request."""
+        from refrain.engines.inference.engine.expert_recorder import ExpertRows
+
+        self.aux_output_connector: Any = ExpertRows()
+
     def take_room_counts(self) -> dict[str, Any]:
         """Return fields of `schemas.counts.DraftingCounts` since the last call."""
         assert self.room is not None

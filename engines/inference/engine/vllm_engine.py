@@ -125,6 +125,9 @@ class VLLMEngine:
             await self._drafting.install(self._config, self._setup, self.index)
         if self._config.moves_kv:
             await self._llm.collective_rpc("install_kv_saving")
+        if self._config.record_experts:
+            await self._llm.collective_rpc("install_expert_recording")
+            await self._llm.engine_core.call_utility_async("call_scheduler", "record_experts", [])
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         assert self._policy_version is not None, "no weights loaded"

@@ -22,6 +22,8 @@ class WorkerExtension:
     rank: int
     finish_weight_update: Callable[[], None]
     weight_transfer_engine: Any
+    step_experts: Any
+    """See `gpu_worker.RecordingWorker`."""
     _weight_update_active: bool
     _kv: KVOfRunner
 
@@ -83,6 +85,18 @@ class WorkerExtension:
                 runner.speculative_config = speculative
 
         runner._prepare_inputs = plainly
+
+    def install_expert_recording(self) -> None:
+        """Record the experts of each token. Call once, before the first request.
+
+        Raise ValueError if vLLM cannot tell them for this model.
+        """
+        from refrain.engines.inference.engine.expert_recorder import ExpertRecorder, StepExperts
+
+        if self.rank == 0:  # The scheduler reads the output of this rank alone.
+            on_cpu = self.model_runner.device.type == "cpu"
+            step = StepExperts(self.model_runner) if on_cpu else self.step_experts
+            ExpertRecorder(self.model_runner, step)
 
     def install_kv_saving(self) -> None:
         """Track which requests have keys and values. Call once, before the first request."""
