@@ -157,9 +157,10 @@ def uneven_heads(num_heads: int, size: int) -> str:
 
 
 CARRIES_STATE = (
-    "trainer.context_parallel is above 1, but this model carries state from token to token by "
-    "other means than attention, or makes its own masks, so ranks cannot share a row: set "
-    "trainer.context_parallel=1 and trainer.micro_batch_tokens to the longest sample"
+    "trainer.context_parallel is above 1, but ranks cannot share a row of this model: it carries "
+    "state from token to token by other means than attention, makes its own masks, or scales "
+    "attention by the place in the row. Set trainer.context_parallel=1, and "
+    "trainer.micro_batch_tokens to the longest sample"
 )
 
 

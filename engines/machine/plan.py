@@ -129,6 +129,7 @@ def training_of(config: TrainConfig, shape: ModelShape) -> Training:
         reference_params=_reference_params(config, shape),
         entropy_gradient=config.algorithm.entropy_coefficient > 0.0,
         num_replicas=trainer.num_replicas,
+        context_parallel=trainer.context_parallel,
         adapter_params=adapters,
         weight_bytes=DTYPE_BYTES[trainer.dtype],
         offload_optimizer=trainer.offload_optimizer,
@@ -193,7 +194,15 @@ def _trainer(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> Need:
     training, usable = training_of(config, shape), nodes.gpu_bytes * USABLE_SHARE
     need = trainer_footprint(shape, training)
     fixes = trainer_advice(shape, training, config, usable)
-    return Need("the GPU of a trainer rank", need.bytes, usable, str(need), fixes)
+    return Need("the GPU of a trainer rank", need.bytes, usable, f"{need}{_row(config)}", fixes)
+
+
+def _row(config: TrainConfig) -> str:
+    """Return how ranks share a row, in words; nothing if they do not."""
+    trainer = config.trainer
+    if trainer.context_parallel == 1:
+        return ""
+    return f"; {trainer.context_parallel} ranks share a row of {trainer.row_tokens:,} tokens"
 
 
 def _engine(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> Need:
