@@ -53,6 +53,17 @@ class ContextGroup:
         assert group is not None, "size divides the number of ranks"
         return cls(size, dist.get_rank(group), group)
 
+    def filled(self, batch: MicroBatch) -> MicroBatch:
+        """Return the row with a token for each rank at least: models fail without any. The added
+        tokens are samples of their own."""
+        missing = max(0, self.size - len(batch.input_ids))
+        return replace(
+            batch,
+            input_ids=np.append(batch.input_ids, np.repeat(batch.input_ids[:1], missing)),
+            position_ids=np.append(batch.position_ids, np.zeros(missing, np.int64)),
+            num_tokens=(*batch.num_tokens, *[1] * missing),
+        )
+
     def split(self, batch: MicroBatch) -> "RowSplit":
         """Return how the group shares a row: evenly, the first ranks one token more."""
         each, more = divmod(len(batch.input_ids), self.size)

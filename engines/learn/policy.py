@@ -98,8 +98,9 @@ class PolicyModel(nn.Module):
         """Return this rank's part of a row, and how the ranks share it."""
         if self.context is None:
             return batch, None
-        split = self.context.split(batch)
-        return split.own(batch), split
+        filled = self.context.filled(batch)
+        split = self.context.split(filled)
+        return split.own(filled), split
 
     def _row(
         self, batch: MicroBatch, split: "RowSplit | None"

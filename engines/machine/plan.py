@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from refrain.engines.latency.model_shape import DTYPE_BYTES, ModelShape
 from refrain.engines.machine.nodes import Nodes
-from refrain.engines.machine.shared_gpu import HANDING_OVER, SharedGpu, handed_bytes
+from refrain.engines.machine.shared_gpu import HANDING_OVER, TRAINING, SharedGpu, handed_bytes
 from refrain.engines.machine.trainer_advice import trainer_advice
 from refrain.engines.machine.trainer_memory import (
     Training,
@@ -177,13 +177,15 @@ def _shared(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> list[Need]:
     free = gpu.usable_bytes - gpu.asleep_bytes
     of_trainer = trainer_advice(shape, training, config, free)
     of_engine = _engine_advice(config, shape, nodes, gpu.trainer.process_bytes)
-    fixes = {"training": of_trainer, HANDING_OVER: "set rollout.weight_sync=file"}
+    fixes = {TRAINING: of_trainer, HANDING_OVER: "set rollout.weight_sync=file"}
     return [
         Need(
             f"a shared GPU ({phase.name})",
             phase.bytes,
             gpu.usable_bytes,
-            phase.parts + (f"; {_holds(config, shape, gpu.engine)}" if not index else ""),
+            phase.parts
+            + (f"; {_holds(config, shape, gpu.engine)}" if not index else "")
+            + (_row(config) if phase.name == TRAINING else ""),
             fixes.get(phase.name, of_engine),
         )
         for index, phase in enumerate(gpu.phases)

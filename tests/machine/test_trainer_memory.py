@@ -92,7 +92,7 @@ def test_ranks_that_share_a_row_are_planned_as_tracked(
     )
     training = Training(4, tokens // 4, 1, checkpointing, context_parallel=4)
     planned = trainer_footprint(ModelShape.from_hf_config(config), training)
-    assert 0.9 < planned.tensor_bytes / tracked["Total"] < 1.1, (planned, tracked)
+    assert 0.98 < planned.tensor_bytes / tracked["Total"] < 1.02, (planned, tracked)
 
 
 def test_layers_that_keep_their_activations_are_planned_as_tracked() -> None:
