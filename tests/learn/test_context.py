@@ -1,6 +1,6 @@
 """Ranks that share each row of tokens compute what one rank computes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from refrain.engines.draft_head.files import save
 from refrain.engines.draft_head.model import DraftHead
 from refrain.engines.learn.compiled import compile_layers
-from refrain.engines.learn.context import ContextGroup, RowSplit, share_rows
+from refrain.engines.learn.context import CARRIES_STATE, ContextGroup, RowSplit, share_rows
+from refrain.engines.learn.fidelity import check_fidelity
 from refrain.engines.learn.learner import Learner
 from refrain.engines.learn.packing import MicroBatch, TokenSequence, lay_out, pack
 from refrain.engines.learn.policy import PolicyModel
@@ -178,17 +179,17 @@ def test_ranks_that_share_rows_update_as_one(
         assert wrong["canaries"] > 1e-3
 
 
-KINDS = ("gpt_oss", "gemma2", "llama4_text", "qwen3_moe", "gpt2", "falcon_h1")
-"""Sinks and a window, soft caps, chunks, experts, learned positions, a state space."""
+KINDS = ("gpt_oss", "gemma2", "llama4_text", "qwen3_moe", "gpt2", "lfm2")
+"""Sinks and a window, soft caps, chunks, experts, learned positions, convolutions."""
+CONVOLUTIONS: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
 UNSCALED = {"attn_temperature_tuning": False}
 
 
-def compare_kinds(rank: int, meet: Path) -> None:
+def compare_kinds(rank: int, meet: Path, kinds: Sequence[str], compiled: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
     context = ContextGroup.of(2, timeout_s=60.0)
-    found = {kind: compare(kind, context) for kind in KINDS}
-    found["llama, compiled"] = compare("llama", context, compiled=True)
+    found = {kind: compare(kind, context, compiled=compiled) for kind in kinds}
     torch.save(found, f"{meet}.rank{rank}")
     dist.destroy_process_group()
 
@@ -239,18 +240,27 @@ def prepare(kind: str) -> Any:
         model.set_attn_implementation(PACKED)
         return model
     torch.manual_seed(0)
-    more = {"n_head": 4, "n_embd": 64, "n_layer": 2} if kind == "gpt2" else {}
+    more = {"n_head": 4, "n_embd": 64, "n_layer": 2} if kind == "gpt2" else CONVOLUTIONS
     config = AutoConfig.for_model(kind, **SMALL | more)
     return AutoModelForCausalLM.from_config(config, attn_implementation=PACKED)
 
 
 @pytest.mark.engine
-def test_models_of_many_kinds_share_rows_or_are_refused(tmp_path: Path) -> None:
-    mp.spawn(compare_kinds, args=(tmp_path / "meet",), nprocs=2)
+@pytest.mark.parametrize(
+    ("kinds", "compiled"),
+    [
+        pytest.param(KINDS, False, id="kinds"),
+        pytest.param(("llama",), True, id="compiled", marks=SLOW),
+    ],
+)
+def test_models_of_many_kinds_share_rows_or_are_refused(
+    tmp_path: Path, kinds: Sequence[str], compiled: bool
+) -> None:
+    mp.spawn(compare_kinds, args=(tmp_path / "meet", kinds, compiled), nprocs=2)
     ranks = [torch.load(tmp_path / f"meet.rank{rank}") for rank in range(2)]
     for found in ranks:
-        assert "ranks cannot share a row of this model" in found.pop("falcon_h1")
-        assert len(found) == len(KINDS)
+        assert "ranks cannot share a row" in found.pop("lfm2", CARRIES_STATE)
+        assert found
         for kind, (scores, gradients) in found.items():
             assert scores < 2e-5, kind
             assert gradients < 1e-5, kind
@@ -297,3 +307,11 @@ def test_a_row_holds_a_sample_that_one_rank_does_not(
         make_config(micro_batch_tokens=31, num_processes=2, context_parallel=2)
     with pytest.raises(ValueError, match=r"context_parallel \(2\) does not divide .* \(3\)"):
         make_config(num_processes=3, context_parallel=2)
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "llama4_text"])
+def test_a_check_refuses_models_whose_rows_cannot_be_shared(kind: str) -> None:
+    config = AutoConfig.for_model(kind, **SMALL | FEATURES.get(kind, CONVOLUTIONS))
+    assert check_fidelity(config, 64) is None
+    with pytest.raises(ValueError, match="but ranks cannot share a row of this model"):
+        check_fidelity(config, 64, shares_rows=True)
