@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from refrain.engines.learn.attention import by_bounds, rows_of
+from refrain.engines.learn.context import ContextGroup
 from refrain.engines.learn.loading import Loading, prepared
 from refrain.engines.learn.packing import MicroBatch, TokenSequence, pack
 from refrain.engines.learn.policy import PolicyModel
@@ -45,11 +46,12 @@ def track_peak(
     *,
     gradient_checkpointing: bool = True,
     kept_layers: int = 0,
+    context_parallel: int = 1,
 ) -> dict[str, float]:
     """Return the bytes at the peak by purpose, and their sum as `Total`.
 
     `model`: content of a `config.json`; `num_tokens`: of the prompt and of the response of the one
-    sample of a micro-batch.
+    sample of a micro-batch, which `context_parallel` ranks share.
     """
     loading = Loading(
         torch.device("cpu"), gradient_checkpointing=gradient_checkpointing, kept_layers=kept_layers
@@ -59,6 +61,7 @@ def track_peak(
     with _fake_ranks(num_ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         shard(policy, mesh, torch.bfloat16)
         policy.to_empty(device="cpu")
+        policy.context = ContextGroup.of(context_parallel, timeout_s=60.0)
         optimizer = AdamW(policy.parameters(), fused=True)
         # The first step allocates the moments, and caches that DTensor fills to infer shapes.
         _step(policy, optimizer, batch, None)
@@ -101,7 +104,10 @@ def flash_attention(
     """Compute attention as the trainer does on CUDA, on any device. `rows`: makes rows of tokens of
     query, key and value."""
     del module
-    return by_bounds(rows(query, key, value), mask, scaling)[None], None
+    made, split = rows(query, key, value), mask.segments.split
+    if split is None:
+        return by_bounds(made, mask, scaling)[None], None
+    return split.to_tokens(by_bounds(split.to_heads(made), mask, scaling))[None], None
 
 
 def _batch(prompt_tokens: int, response_tokens: int) -> MicroBatch:

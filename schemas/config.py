@@ -354,12 +354,7 @@ class TrainConfig(Frozen):
                 f"prompts_per_step ({self.prompts_per_step}): a minibatch holds whole groups; "
                 "lower the first or raise the second"
             )
-        if self.trainer.micro_batch_tokens < self.max_model_len:
-            raise ValueError(
-                f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) is below "
-                f"data.max_prompt_tokens + data.max_response_tokens ({self.max_model_len}): one "
-                "sample must fit; raise the first or lower the others"
-            )
+        self.trainer.check_fits(self.max_model_len)
         specactor = self.specactor
         if specactor.head and self.pat.tp_degrees:
             raise ValueError(

@@ -46,6 +46,11 @@ class TrainerConfig(Frozen):
     """Copies of the model (HSDP), for example `2` on two nodes. Each is sharded over num_processes
     / num_replicas processes. With one per node, only gradients travel between nodes. Raise it if
     the network between nodes is slow and memory suffices."""
+    context_parallel: Rounding[PositiveInt] = 1
+    """Trainer processes that share each row of tokens (Ulysses), for example `4`: a sample may have
+    4 * `micro_batch_tokens` tokens. FSDP2 shards the model over all processes as before. It must
+    divide `num_processes` and the model's attention heads. Raise it if one sample is too long for
+    the memory of a GPU."""
     num_threads: Rounding[PositiveInt | None] = None
     """CPU threads of each trainer process, for example `4`. Raise it if you train on a CPU with
     free cores. Default: what Ray gives an actor; on a CPU one."""
@@ -95,8 +100,9 @@ class TrainerConfig(Frozen):
     `2`: twice the updates. Raise it if generating takes most of the time; later updates are then
     off-policy."""
     micro_batch_tokens: Rounding[PositiveInt] = 16384
-    """Tokens packed into one forward and backward pass, for example `8192`. Lower it if the trainer
-    runs out of memory. It must hold the longest prompt and response."""
+    """Tokens that a process packs into one forward and backward pass, for example `8192`. Lower it
+    if the trainer runs out of memory. `context_parallel` times as many must hold the longest prompt
+    and response."""
     gradient_checkpointing: Free[Literal["auto"] | bool] = "auto"
     """Recompute activations in the backward pass. It takes far less memory and a third more time.
     `auto`: as few layers as the GPU's memory needs, and all layers on a CPU. For example, `true`
@@ -138,6 +144,25 @@ class TrainerConfig(Frozen):
     `3`, when the first steps have warmed up. Set it to see what takes the time; the traced step is
     slower. Default: no trace."""
 
+    @property
+    def row_tokens(self) -> int:
+        """Most tokens of a row, over all processes that share it."""
+        return self.micro_batch_tokens * self.context_parallel
+
+    def check_fits(self, max_tokens: int) -> None:
+        """Raise ValueError when a sample of `max_tokens` tokens does not fit into a row."""
+        if self.row_tokens >= max_tokens:
+            return
+        shared, more = "", "raise the first, raise trainer.context_parallel"
+        if self.context_parallel > 1:
+            shared = f" * trainer.context_parallel ({self.context_parallel})"
+            more = "raise one of the first two"
+        raise ValueError(
+            f"trainer.micro_batch_tokens ({self.micro_batch_tokens}){shared} is below "
+            f"data.max_prompt_tokens + data.max_response_tokens ({max_tokens}): one sample must "
+            f"fit; {more} or lower the others"
+        )
+
     def trace(self, run_dir: Path) -> TraceConfig | None:
         """Return which step to trace, and where to, in this run."""
         if self.trace_step is None:
@@ -167,6 +192,21 @@ class TrainerConfig(Frozen):
                 "trainer.routing_replay changes what routers choose, which compiled layers "
                 "(trainer.compile: true) do not follow: set compile: false, or routing_replay: "
                 "false"
+            )
+        if self.routing_replay and self.context_parallel > 1:
+            raise ValueError(
+                "trainer.routing_replay gives whole rows their experts, and context_parallel shares "
+                "rows among processes: set context_parallel: 1, or routing_replay: false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _contexts_are_whole(self) -> "TrainerConfig":
+        if self.num_processes % self.context_parallel:
+            raise ValueError(
+                f"trainer.context_parallel ({self.context_parallel}) does not divide "
+                f"trainer.num_processes ({self.num_processes}): each row is shared by that many "
+                "processes. Change one of the two"
             )
         return self
 

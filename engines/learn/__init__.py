@@ -10,7 +10,8 @@ rollout engines <── PolicyWeights (a file a node, with canaries) <── pub
 
 `learner.Learner` is one trainer process without Ray. The driver holds a `trainer.TrainerGroup`,
 which starts one actor per process. Only the group waits, and each of its waits has a time limit.
-`objective` computes the loss by one of the `objectives`, and `diagnostics` a step's metrics.
+With `trainer.context_parallel`, ranks share each row of tokens (`context`). `objective` computes
+the loss by one of the `objectives`, and `diagnostics` a step's metrics.
 
 These modules decide or validate, and import no torch: `advantages`, `rollouts`, `refill`,
 `training_samples`, `packing`, `footprint`, `model_dir`, `setting_warnings`, `schedule` and

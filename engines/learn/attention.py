@@ -8,6 +8,7 @@ each token sees of its own sample.
                                           the right; in blocks with a window, chunks, a soft cap
                                           or a sink
 
+Ranks that share a row exchange tokens for heads before, and back after (`engines.learn.context`).
 Key and value heads that several query heads share are repeated only where torch's kernels need it.
 transformers' models find this attention by the name `PACKED`. It refuses arguments that it does not
 know.
@@ -62,15 +63,15 @@ def packed_attention(
     del sliding_window  # The mask contains it, as in transformers' own eager attention.
     mask = _known_mask(module, attention_mask)
     _refuse_unknown(module, others)
-    rows = rows_of(query, key, value)
+    rows, split = rows_of(query, key, value), mask.segments.split
+    if split is not None:
+        rows, s_aux = split.to_heads(rows), None if s_aux is None else split.of_heads(s_aux)
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     if softcap is None and s_aux is None and _takes_flash(rows):
-        return by_bounds(rows, mask, scores.scale)[None], None
-    parts = []
-    for group in mask.segments.groups:
-        q, k, v = (row[group.take].transpose(1, 2) for row in rows)
-        parts.append(_attend(q, k, v, mask, scores).transpose(1, 2).flatten(0, 1)[group.keep])
-    return torch.cat(parts)[None], None
+        out = by_bounds(rows, mask, scores.scale)
+    else:
+        out = _by_groups(rows, mask, scores)
+    return (out if split is None else split.to_tokens(out))[None], None
 
 
 def rows_of(
@@ -139,6 +140,17 @@ def by_bounds(
     )
     assert isinstance(out, Tensor)
     return out[..., : widths[-1]]
+
+
+def _by_groups(
+    rows: Sequence[Tensor], mask: RowMask, scores: Scores
+) -> Float[Tensor, "tokens heads value_width"]:
+    """Compute attention with samples of like length as one batch."""
+    parts = []
+    for group in mask.segments.groups:
+        q, k, v = (row[group.take].transpose(1, 2) for row in rows)
+        parts.append(_attend(q, k, v, mask, scores).transpose(1, 2).flatten(0, 1)[group.keep])
+    return torch.cat(parts)
 
 
 def _attend(

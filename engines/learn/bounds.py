@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from refrain.engines.learn.context import RowSplit
 
 LIKE_LENGTH = 0.8
 """Smallest ratio between the shortest and the longest sample of a group."""
@@ -31,9 +34,13 @@ class SampleBounds:
     """First token of each sample, then the end of the last sample; int32."""
     longest: int
     groups: tuple[LikeSamples, ...]
+    split: "RowSplit | None" = None
+    """How ranks share the row; None: this rank has all of it."""
 
     @classmethod
-    def of(cls, num_tokens: Sequence[int], device: torch.device) -> "SampleBounds":
+    def of(
+        cls, num_tokens: Sequence[int], device: torch.device, split: "RowSplit | None" = None
+    ) -> "SampleBounds":
         """Build the bounds. `num_tokens`: tokens of each sample, the longest first."""
         bounds = np.concatenate([[0], np.cumsum(num_tokens)]).astype(np.int32)
         groups, first = [], 0
@@ -43,10 +50,10 @@ class SampleBounds:
                 end += 1
             groups.append(_group(bounds[first : end + 1], device))
             first = end
-        return cls(torch.from_numpy(bounds).to(device), max(num_tokens), tuple(groups))
+        return cls(torch.from_numpy(bounds).to(device), max(num_tokens), tuple(groups), split)
 
     def cut(self, chunk: int | None) -> "SampleBounds":
-        """Return the bounds of the samples' chunks of `chunk` tokens, without groups."""
+        """Return the bounds of the samples' chunks of `chunk` tokens, without groups and split."""
         if chunk is None or chunk >= self.longest:
             return self
         bounds = self.bounds.tolist()

@@ -103,13 +103,17 @@ def nothing_like(figures: Sums) -> Sums:
     }
 
 
-def combine(measured: Sequence[Sums], num_counted: int, world_size: int) -> dict[str, float]:
-    """Return the metrics of a minibatch from the sums of all passes on all ranks."""
+def combine(
+    measured: Sequence[Sums], num_counted: int, world_size: int, num_sharing: int = 1
+) -> dict[str, float]:
+    """Return the metrics of a minibatch from the sums of all passes on all ranks. `num_sharing`:
+    ranks that share each row, which have the same sums."""
     names = list(measured[0])
     passes = torch.stack([torch.stack([sums[name] for name in names]) for sums in measured])
     totals, peaks, lows = passes.sum(0), passes.amax(0), passes.amin(0)
     if world_size > 1:
         dist.all_reduce(totals)
+        totals /= num_sharing
         dist.all_reduce(peaks, dist.ReduceOp.MAX)
         dist.all_reduce(lows, dist.ReduceOp.MIN)
     metrics = {

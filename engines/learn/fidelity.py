@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from refrain.engines.learn.context import CARRIES_STATE
 from refrain.engines.learn.determinism import check_steady
 from refrain.engines.learn.loading import Loading, attention_of, give_memory, prepared
 from refrain.engines.learn.packing import TokenSequence
-from refrain.engines.learn.policy import score_sequences
+from refrain.engines.learn.policy import PolicyModel, score_sequences
 from refrain.engines.learn.sample_isolation import keeps_samples_apart
 from refrain.engines.learn.small_copy import SmallCopy, small_copy
 from refrain.engines.learn.weights_fit import quiet
@@ -48,10 +49,15 @@ _Logprobs = list[NDArray[np.float32]]
 @torch.no_grad()
 @torch.random.fork_rng(devices=[])
 def check_fidelity(
-    config: PretrainedConfig, max_tokens: int, *, trust_remote_code: bool = False
+    config: PretrainedConfig,
+    max_tokens: int,
+    *,
+    trust_remote_code: bool = False,
+    shares_rows: bool = False,
 ) -> str | None:
     """Compare the trainer's log-probabilities with transformers' own, and raise ValueError if they
-    differ. `max_tokens`: tokens of the run's longest sample.
+    differ. `max_tokens`: tokens of the run's longest sample. `shares_rows`: raise ValueError too if
+    ranks cannot share a row of this model (`trainer.context_parallel`).
 
     Returns None, or why no small copy works.
     """
@@ -74,6 +80,11 @@ def check_fidelity(
         differences = (_difference(copy, seed, trust_remote_code) for seed in SEEDS)
         if (found := next(differences)) and all(differences):
             raise ValueError(_refusal(copy, found))
+        if (
+            shares_rows
+            and _policy(copy, _filled(copy, SEEDS[0], trust_remote_code), trust_remote_code).alone
+        ):
+            raise ValueError(CARRIES_STATE)
         return None
     return why
 
@@ -144,10 +155,7 @@ def _pairs(
     expected: _Logprobs,
     trust: bool,
 ) -> Iterator[tuple[str, _Logprobs, _Logprobs]]:
-    loading = Loading(torch.device("cpu"), max_tokens=copy.max_tokens)
-    policy = prepared(_made(copy, trust, attention_of(copy.config)), loading)
-    policy.model.load_state_dict(model.state_dict())
-    policy.alone = not keeps_samples_apart(policy, torch.float32)
+    loading, policy = _loading(copy), _policy(copy, model, trust)
     check_steady(policy, torch.float32)
     room = sum(one.num_input_tokens for one in samples)
     packed = score_sequences(policy, samples, room, 1.0)
@@ -162,6 +170,18 @@ def _pairs(
     sharded.alone = policy.alone
     made = score_sequences(sharded, samples, room, 1.0)
     yield "samples of a model loaded as on GPUs and as on a CPU", made, packed
+
+
+def _loading(copy: SmallCopy) -> Loading:
+    return Loading(torch.device("cpu"), max_tokens=copy.max_tokens)
+
+
+def _policy(copy: SmallCopy, model: PreTrainedModel, trust: bool) -> PolicyModel:
+    """Return the trainer's policy with the weights of a model."""
+    policy = prepared(_made(copy, trust, attention_of(copy.config)), _loading(copy))
+    policy.model.load_state_dict(model.state_dict())
+    policy.alone = not keeps_samples_apart(policy, torch.float32)
+    return policy
 
 
 def _samples(copy: SmallCopy, seed: int) -> list[TokenSequence]:

@@ -69,7 +69,7 @@ def with_logprobs(policy: PolicyModel, share: Share, config: TrainConfig) -> Sha
 
     Collective: every rank makes as many passes as the busiest one.
     """
-    budget, temperature = config.trainer.micro_batch_tokens, config.rollout.temperature
+    budget, temperature = config.trainer.row_tokens, config.rollout.temperature
     values = score_sequences(policy, share.sequences, budget, temperature)
     for _ in range(share.num_idle_passes):
         score_sequences(policy, [share.idle], budget, temperature)
@@ -86,11 +86,12 @@ def reference_kl(
     """Return of each rollout the sum of log pi_inference - log pi_ref over its sampled tokens, or
     None if no reward needs it.
 
-    Collective: each rank scores its share, and makes as many passes as the busiest one.
+    Collective: each rank scores its share, and makes as many passes as the busiest one. Ranks that
+    share rows count as one in `rank` and `world_size`.
     """
     if reference is None or config.algorithm.reward_kl_coefficient == 0.0:
         return None
-    policy, budget = reference.policy, config.trainer.micro_batch_tokens
+    policy, budget = reference.policy, config.trainer.row_tokens
     temperature = config.rollout.temperature
     shares = longest_first(
         range(len(rollouts)), lambda at: rollouts[at].num_input_tokens, world_size
@@ -109,6 +110,7 @@ def reference_kl(
     if world_size > 1:
         sums = sums.to(policy.device)
         dist.all_reduce(sums)
+        sums /= config.trainer.context_parallel  # Ranks that share rows have the same sums.
     return sums.tolist()
 
 
@@ -122,21 +124,22 @@ def accumulate_gradient(
     """Add the gradient of the whole minibatch's loss to the policy's gradients.
 
     Returns `actor/...` metrics of the whole minibatch, the same on every rank. Means are over its
-    trained tokens.
+    trained tokens. `world_size`: all ranks, also those that share rows.
     """
-    budget = config.trainer.micro_batch_tokens
+    budget = config.trainer.row_tokens
     measured = []
     micro_batches = pack(share.sequences, budget, alone=policy.alone)
     for micro_batch in micro_batches:
         tokens = LossTokens.gather(micro_batch.samples, share, policy.device)
         loss, sums = _loss(policy, reference, micro_batch, tokens, config)
-        # FSDP2 averages gradients over ranks, but the loss is a sum over ranks.
+        # FSDP2 averages gradients over ranks, but the loss is a sum over ranks. Ranks that share a
+        # row have the same loss, and each has the gradient of its own tokens.
         (loss * world_size).backward()
         measured.append(sums)
     (idle,) = pack([share.idle], budget)
     for _ in range(share.num_idle_passes):
         measured.append(_idle_pass(policy, reference, idle, share, config))
-    return combine(measured, share.num_counted, world_size)
+    return combine(measured, share.num_counted, world_size, config.trainer.context_parallel)
 
 
 def _loss(

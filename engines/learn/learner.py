@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from refrain.engines.learn import checkpoint, training_state
 from refrain.engines.learn.canaries import LongCanaries
 from refrain.engines.learn.compiled import compile_policy
+from refrain.engines.learn.context import ContextGroup, share_rows
 from refrain.engines.learn.determinism import check_steady
 from refrain.engines.learn.diagnostics import summarise
 from refrain.engines.learn.export import StartFiles, find_start_files, write_export
@@ -78,6 +79,9 @@ class Learner:
         self._config = config
         self._rank = rank
         self._world_size = world_size
+        num_sharing = config.trainer.context_parallel
+        self._sharing = (rank // num_sharing, world_size // num_sharing)
+        """Index of this rank's context group, and number of groups: each takes a share."""
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._host_copies = HostCopies()
         self._has_gpu = True
@@ -123,6 +127,7 @@ class Learner:
         training_state.seed_everything(self._config.seed, self._rank)
         share = (self._rank, self._world_size)
         state = checkpoint.verify(checkpoint_dir, "", *share) if checkpoint_dir else None
+        self._context = ContextGroup.of(config.context_parallel, config.timeout_s)
         self._policy = self._load(config.lora)
         shape = self._policy.model.config.get_text_config().to_dict()
         self._long_canaries = LongCanaries(shape, self._config.max_model_len)
@@ -163,6 +168,7 @@ class Learner:
         policy = load_policy(path or self._config.model.path, loading)
         policy.alone = not keeps_samples_apart(policy, self._compute_dtype)
         check_steady(policy, self._compute_dtype)
+        share_rows(policy, self._context, self._compute_dtype)
         compile_policy(policy, config.compile, self._compute_dtype)
         return policy
 
@@ -198,7 +204,7 @@ class Learner:
         if not self._has_gpu:
             raise RuntimeError("engines have the GPU: call enter_gpu before training")
         rollouts = read_rollouts(batch)
-        kl = reference_kl(self._reference, rollouts, self._config, self._rank, self._world_size)
+        kl = reference_kl(self._reference, rollouts, self._config, *self._sharing)
         samples, metrics = read_training_samples(rollouts, self._config, self.policy_version, kl)
         minibatches = cut_minibatches(
             samples, self._config.num_minibatches, seed=(self._config.seed, self.policy_version)
@@ -219,8 +225,7 @@ class Learner:
         the old policy where needed."""
         alone = self._policy.alone
         shares = [
-            assign_share(own, self._config, self._rank, self._world_size, alone=alone)
-            for own in minibatches
+            assign_share(own, self._config, *self._sharing, alone=alone) for own in minibatches
         ]
         shares = with_teacher_logprobs(self._config.algorithm.teacher_server, shares)
         if self._config.algorithm.tis_cap is None:
@@ -305,7 +310,7 @@ class Learner:
         """Return an array for each sequence, [len(sequence) - 1], with the log-probabilities of its
         tokens after the first. A sequence needs at least two tokens and must fit a micro-batch."""
         sequences = [TokenSequence(np.asarray(ids, np.int32), 1) for ids in token_ids]
-        budget = self._config.trainer.micro_batch_tokens
+        budget = self._config.trainer.row_tokens
         return score_sequences(self._policy, sequences, budget, temperature)
 
     def canaries(self, token_ids: Sequence[Sequence[int]] | None = None) -> tuple[Canary, ...]:
@@ -313,7 +318,7 @@ class Learner:
         float32 and in the engines' data type. They are cut so that they share a row, as samples do.
         By default they are the beginnings of rollouts that this process last trained on."""
         given = self._canary_token_ids if token_ids is None else token_ids
-        room = self._config.trainer.micro_batch_tokens // max(1, len(given))
+        room = self._config.trainer.row_tokens // max(1, len(given))
         return self._scored([ids[: max(2, room)] for ids in given])
 
     def long_canaries(self, token_ids: Sequence[Sequence[int]] | None = None) -> tuple[Canary, ...]:
@@ -323,7 +328,7 @@ class Learner:
         taken = self._long_canaries.take(token_ids)
         if not taken:
             return ()
-        budget = self._config.trainer.micro_batch_tokens
+        budget = self._config.trainer.row_tokens
         long, behind = taken[0], taken[1][: max(2, budget // 2)]
         room = budget - len(behind) + 2
         in_row = self._scored([long[:room], behind])

@@ -76,14 +76,14 @@ def assign_share(
     alone: bool = False,
 ) -> Share:
     """Return this rank's share of a minibatch. Each sample must have a counted token. `alone`: the
-    policy needs a row for each sample.
+    policy needs a row for each sample. Ranks that share rows count as one (`Learner`).
 
     Denominators are those of the whole minibatch. So neither micro-batches nor the number of
     processes change the gradient, except for the order of additions. Every rank plans all shares to
     learn how many passes the busiest one makes: FSDP2 needs every rank in every pass.
     """
     shares = longest_first(minibatch, _num_input_tokens, world_size)
-    budget = config.trainer.micro_batch_tokens
+    budget = config.trainer.row_tokens
     num_passes = [
         len(plan_micro_batches(list(map(_num_input_tokens, own)), budget, alone=alone))
         for own in shares

@@ -81,8 +81,8 @@ def plan_micro_batches(
         needed = num_tokens[sample]
         if needed > micro_batch_tokens:
             raise ValueError(
-                f"a sample of {needed} tokens does not fit into trainer.micro_batch_tokens = "
-                f"{micro_batch_tokens}: raise it"
+                f"a sample of {needed} tokens does not fit into a row of {micro_batch_tokens}: "
+                "raise trainer.micro_batch_tokens or trainer.context_parallel"
             )
         at = next((at for at, room in enumerate(free) if room >= needed), len(free))
         if at == len(free):

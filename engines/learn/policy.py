@@ -13,7 +13,7 @@ backward pass recomputes: all logits of a micro-batch would need more memory tha
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from refrain.engines.learn.rope import beyond, most_positions
 from refrain.engines.learn.routing_replay import RoutingReplay
 from refrain.engines.learn.row_mask import row_of
 from refrain.engines.machine.trainer_memory import MAX_LOGITS
+
+if TYPE_CHECKING:
+    from refrain.engines.learn.context import ContextGroup, RowSplit
 
 
 class TokenScores(NamedTuple):
@@ -57,6 +60,10 @@ class PolicyModel(nn.Module):
         """Whether each sample needs its own row (`engines.learn.sample_isolation`)."""
         self.replay: RoutingReplay | None = None
         """Replays the engine's choice of experts; None: the policy chooses."""
+        self.context: ContextGroup | None = None
+        """Ranks that share each row with this rank (`engines.learn.context`); None: it shares none.
+        With a group, `score` and `hidden_states` are collective over it: its ranks give the same
+        micro-batch, and get the values of all its tokens."""
         self.is_compiled = False
         """Whether `engines.learn.compiled` compiled the layers."""
         self.token_scores: Callable[..., tuple[Tensor, Tensor]] = token_scores
@@ -85,10 +92,22 @@ class PolicyModel(nn.Module):
     ) -> TokenScores:
         """Score `batch.targets` under softmax(logits / temperature). Raise ValueError for a sample
         that is too long for the engines' positions."""
-        targets = torch.from_numpy(batch.targets).to(self.device)
-        return self(*self._row(batch), targets, temperature, entropy_gradient)
+        own, split = self._split(batch)
+        targets = torch.from_numpy(own.targets).to(self.device)
+        scores = self(*self._row(own, split), targets, temperature, entropy_gradient)
+        return scores if split is None else TokenScores(*map(split.whole, scores))
 
-    def _row(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor, SampleBounds]:
+    def _split(self, batch: MicroBatch) -> tuple[MicroBatch, "RowSplit | None"]:
+        """Return this rank's part of a row, and how the ranks share it."""
+        if self.context is None:
+            return batch, None
+        filled = self.context.filled(batch)
+        split = self.context.split(filled)
+        return split.own(filled), split
+
+    def _row(
+        self, batch: MicroBatch, split: "RowSplit | None"
+    ) -> tuple[Tensor, Tensor, Tensor, SampleBounds]:
         if self.replay is not None:
             self.replay.use_of(batch, self.device)
         longest = max(batch.num_tokens)
@@ -98,11 +117,14 @@ class PolicyModel(nn.Module):
         input_ids, position_ids, predict_at = (
             torch.from_numpy(array).to(self.device) for array in arrays
         )
-        return input_ids, position_ids, predict_at, SampleBounds.of(batch.num_tokens, self.device)
+        segments = SampleBounds.of(batch.num_tokens, self.device, split)
+        return input_ids, position_ids, predict_at, segments
 
     def hidden_states(self, batch: MicroBatch) -> Float[Tensor, "tokens width"]:
         """Return the input of the output layer for each of `batch.targets`."""
-        return self._hidden(*self._row(batch))
+        own, split = self._split(batch)
+        hidden = self._hidden(*self._row(own, split))
+        return hidden if split is None else split.whole(hidden)
 
     def logits(self, hidden: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens vocab"]:
         """Return the logits of hidden states, float32. With FSDP2, unshard the policy before."""
@@ -115,9 +137,14 @@ class PolicyModel(nn.Module):
         predict_at: Int[Tensor, "tokens"],
         segments: SampleBounds,
     ) -> Float[Tensor, "tokens width"]:
+        # Without this mask, models would look for samples in the positions of a part of the row.
+        mask = None if segments.split is None else torch.ones_like(input_ids)[None]
         with row_of(segments):
             output = decoder_of(self.model)(
-                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False
+                input_ids=input_ids[None],
+                attention_mask=mask,
+                position_ids=position_ids[None],
+                use_cache=False,
             )
         return output.last_hidden_state[0, predict_at]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from refrain.engines.latency.model_shape import DTYPE_BYTES, ModelShape
 from refrain.engines.machine.nodes import Nodes
-from refrain.engines.machine.shared_gpu import HANDING_OVER, SharedGpu, handed_bytes
+from refrain.engines.machine.shared_gpu import HANDING_OVER, TRAINING, SharedGpu, handed_bytes
 from refrain.engines.machine.trainer_advice import trainer_advice
 from refrain.engines.machine.trainer_memory import (
     Training,
@@ -129,6 +129,7 @@ def training_of(config: TrainConfig, shape: ModelShape) -> Training:
         reference_params=_reference_params(config, shape),
         entropy_gradient=config.algorithm.entropy_coefficient > 0.0,
         num_replicas=trainer.num_replicas,
+        context_parallel=trainer.context_parallel,
         adapter_params=adapters,
         weight_bytes=DTYPE_BYTES[trainer.dtype],
         offload_optimizer=trainer.offload_optimizer,
@@ -176,13 +177,15 @@ def _shared(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> list[Need]:
     free = gpu.usable_bytes - gpu.asleep_bytes
     of_trainer = trainer_advice(shape, training, config, free)
     of_engine = _engine_advice(config, shape, nodes, gpu.trainer.process_bytes)
-    fixes = {"training": of_trainer, HANDING_OVER: "set rollout.weight_sync=file"}
+    fixes = {TRAINING: of_trainer, HANDING_OVER: "set rollout.weight_sync=file"}
     return [
         Need(
             f"a shared GPU ({phase.name})",
             phase.bytes,
             gpu.usable_bytes,
-            phase.parts + (f"; {_holds(config, shape, gpu.engine)}" if not index else ""),
+            phase.parts
+            + (f"; {_holds(config, shape, gpu.engine)}" if not index else "")
+            + (_row(config) if phase.name == TRAINING else ""),
             fixes.get(phase.name, of_engine),
         )
         for index, phase in enumerate(gpu.phases)
@@ -193,7 +196,15 @@ def _trainer(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> Need:
     training, usable = training_of(config, shape), nodes.gpu_bytes * USABLE_SHARE
     need = trainer_footprint(shape, training)
     fixes = trainer_advice(shape, training, config, usable)
-    return Need("the GPU of a trainer rank", need.bytes, usable, str(need), fixes)
+    return Need("the GPU of a trainer rank", need.bytes, usable, f"{need}{_row(config)}", fixes)
+
+
+def _row(config: TrainConfig) -> str:
+    """Return how ranks share a row, in words; nothing if they do not."""
+    trainer = config.trainer
+    if trainer.context_parallel == 1:
+        return ""
+    return f"; {trainer.context_parallel} ranks share a row of {trainer.row_tokens:,} tokens"
 
 
 def _engine(config: TrainConfig, shape: ModelShape, nodes: Nodes) -> Need:

@@ -29,6 +29,7 @@ from refrain.engines.pat.memory import PARKED_BYTES, USABLE_SHARE, Footprint
 
 HANDED_AT_ONCE_BYTES = 256 * 2**20
 """Size of the buffer that hands over weights on a GPU. For a larger tensor, the buffer grows."""
+TRAINING = "training"
 HANDING_OVER = "handing over weights"
 
 
@@ -86,7 +87,7 @@ class SharedGpu:
         weights = self.engine.bytes - self.engine.kv_cache_bytes
         return (
             Phase("generating", self.engine.bytes + trainer, f"{self.engine}; {waits}"),
-            Phase("training", self.trainer.bytes + self.asleep_bytes, f"{self.trainer}; {asleep}"),
+            Phase(TRAINING, self.trainer.bytes + self.asleep_bytes, f"{self.trainer}; {asleep}"),
             *self._handing_over(weights),
             Phase(
                 "taking weights",

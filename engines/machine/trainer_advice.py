@@ -1,6 +1,6 @@
 """Find settings that make a trainer rank small enough. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ def trainer_advice(
     """Return settings that make a rank fit: any one of them, or else all of them together.
 
     When engines and trainer take turns, more ranks need more engines. So LoRA and bfloat16 are
-    offered too.
+    offered too. Sharing rows among the ranks is offered when no smaller change is enough.
     """
 
     def fits(changed: Training) -> bool:
@@ -38,6 +38,8 @@ def trainer_advice(
         alone = _least(
             [n for n, changed in _lesser(config, shape, training).items() if fits(changed)]
         )
+    if not alone:
+        alone = [name for name, one in _shared_rows(config, shape, training) if fits(one)][:1]
     if more := ranks(training):
         alone.append(more)
     if alone:
@@ -51,7 +53,7 @@ def trainer_advice(
 
 def _smaller(training: Training, config: TrainConfig) -> dict[str, Training]:
     """Return variants that need less memory, by the one setting that makes each."""
-    least = min(training.micro_batch_tokens, config.max_model_len)
+    least = min(training.micro_batch_tokens, -(-config.max_model_len // training.context_parallel))
     fewer = replace(training, micro_batch_tokens=least, response_tokens=least)
     return {
         "trainer.gradient_checkpointing=true": replace(training, gradient_checkpointing=True),
@@ -60,6 +62,19 @@ def _smaller(training: Training, config: TrainConfig) -> dict[str, Training]:
         "trainer.num_replicas=1": replace(training, num_replicas=1),
         "trainer.offload_optimizer=true": replace(training, offload_optimizer=True),
     }
+
+
+def _shared_rows(
+    config: TrainConfig, shape: ModelShape, training: Training
+) -> Iterator[tuple[str, Training]]:
+    """Yield variants in which more of the ranks share a row that holds the longest sample."""
+    for num in range(training.context_parallel + 1, training.num_ranks + 1):
+        if training.num_ranks % num or shape.num_heads % num:
+            continue
+        least = min(training.micro_batch_tokens, -(-config.max_model_len // num))
+        name = f"trainer.context_parallel={num} and trainer.micro_batch_tokens={least}"
+        sizes = {"micro_batch_tokens": least, "response_tokens": least}
+        yield name, replace(training, context_parallel=num, **sizes)
 
 
 def _without_reference(config: TrainConfig) -> str:

@@ -28,10 +28,15 @@ The backward pass of a chunk holds five tensors of float32 logits. With a gradie
 entropy it holds up to eight, so 32 N replaces 20 N. `refrain bench memory` compares these numbers
 with FSDP2's memory tracker.
 
+With `context_parallel` n, T are the tokens of a rank, in a row of n T. Key heads are repeated up to
+a multiple of n, of width k'. The exchanged attention is saved too, so A is 2 T (9 h + 3 q + 2 k' +
+4 m). The exchange itself takes less than the MLP, whose activations are free by then.
+
 Computing in float32 takes at most twice as much besides the state, and is planned as twice.
 """
 
 from dataclasses import dataclass, replace
+from math import lcm
 
 from refrain.engines.latency.model_shape import ModelShape
 from refrain.engines.pat.memory import CONTEXT_BYTES, NCCL_BYTES
@@ -46,8 +51,9 @@ class Training:
 
     num_ranks: int
     micro_batch_tokens: int
+    """Tokens of a row that this rank holds."""
     response_tokens: int
-    """Most predicted tokens of a micro-batch."""
+    """Most predicted tokens among them."""
     gradient_checkpointing: bool
     reference_params: int = 0
     """Parameters of a reference model or a teacher; 0: none."""
@@ -65,6 +71,8 @@ class Training:
     """Layers that keep their activations although `gradient_checkpointing` is on."""
     draft_head_params: int = 0
     """Parameters of a draft head that is trained along: whole on each rank, in float32."""
+    context_parallel: int = 1
+    """Ranks that share a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +114,7 @@ class TrainerFootprint:
 
 def trainer_footprint(shape: ModelShape, training: Training) -> TrainerFootprint:
     """Return the memory of a rank at its peak."""
-    tokens = training.micro_batch_tokens
-    layer = _layer_bytes(shape, tokens)
+    layer = _layer_bytes(shape, training)
     kept = _kept_bytes(shape, training, layer)
     phases = {
         "head": _head_phase(shape, training),
@@ -177,12 +184,21 @@ def draft_head_params(shape: ModelShape) -> int:
     return shape.hidden_size * (7 * shape.hidden_size + 1)
 
 
-def _layer_bytes(shape: ModelShape, tokens: int) -> float:
+def _layer_bytes(shape: ModelShape, training: Training) -> float:
     """Return the bytes of activations that a layer saves."""
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    heads = (5 if shape.qk_norm else 2) * (query + key)
+    heads = 2 * (query + _exchanged_key(shape, training))
+    if shape.qk_norm:
+        heads += 3 * (query + key)
+    if training.context_parallel > 1:
+        heads += query
     residual = 9 * shape.hidden_size
-    return 2.0 * tokens * (residual + heads + _mlp_width(shape))
+    return 2.0 * training.micro_batch_tokens * (residual + heads + _mlp_width(shape))
+
+
+def _exchanged_key(shape: ModelShape, training: Training) -> int:
+    """Return the width of all key heads, repeated so that the ranks of a row share them evenly."""
+    return lcm(shape.num_kv_heads, training.context_parallel) * shape.head_dim
 
 
 def _num_kept(shape: ModelShape, training: Training) -> int:

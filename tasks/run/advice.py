@@ -45,7 +45,8 @@ _ADVICE = {
     "agree, your engines round more than the trainer in bfloat16: set rollout.canary_tolerance "
     "above the difference, for example to 0.1.",
     TrainerError: "Too slow: raise trainer.timeout_s. Out of memory: lower "
-    "trainer.micro_batch_tokens or raise trainer.num_processes.",
+    "trainer.micro_batch_tokens, or raise trainer.num_processes. If it must hold a long sample, "
+    "raise trainer.context_parallel too.",
     ScorerHangs: "Its process is stopped, or the driver's node lacks memory or CPU time: check "
     "that node. If one response takes longer to score: raise reward.timeout_s.",
 }

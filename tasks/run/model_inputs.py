@@ -67,26 +67,37 @@ def _check_generation_config(path: Path) -> None:
 
 
 def check_against_transformers(
-    given: ModelConfig | Path, max_tokens: int | None = None
+    given: ModelConfig | Path,
+    max_tokens: int | None = None,
+    *,
+    context_parallel: int = 1,
+    setting: str = "model.path",
 ) -> tuple[str, ...]:
     """Raise ValueError when the head or the layers of the trainer would compute other
     log-probabilities than the model's. Return warnings when they could not be compared.
 
-    `max_tokens`: length of the longest sample. Default: the model's context.
+    `max_tokens`: length of the longest sample. Default: the model's context. `context_parallel`:
+    ranks that share a row; raise ValueError if they cannot. `setting`: names the model in messages.
     """
+    from refrain.engines.learn.context import uneven_heads
     from refrain.engines.learn.fidelity import check_fidelity
 
     model = ModelConfig(path=given) if isinstance(given, Path) else given
     config, trust = hf_config(model), model.trust_remote_code
     text = config.get_text_config()
+    if context_parallel > 1 and text.num_attention_heads % context_parallel:
+        problem = uneven_heads(text.num_attention_heads, context_parallel)
+        raise ValueError(f"{setting}: {model.path}: {problem}")
     context = max_tokens or getattr(text, "max_position_embeddings", None) or _CONTEXT
     try:
-        why = check_fidelity(config, context, trust_remote_code=trust)
+        why = check_fidelity(
+            config, context, trust_remote_code=trust, shares_rows=context_parallel > 1
+        )
     except Exception as error:  # Each model type may raise another kind of error.
-        raise ValueError(f"model.path: {model.path} cannot be trained: {error}") from error
+        raise ValueError(f"{setting}: {model.path} cannot be trained: {error}") from error
     if why is None:
         return ()
-    return (f"model.path: {model.path} could not be compared with transformers: {why}",)
+    return (f"{setting}: {model.path} could not be compared with transformers: {why}",)
 
 
 def check_lora(model: ModelConfig, lora: LoraConfig | None) -> tuple[str, ...]:

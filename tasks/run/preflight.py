@@ -161,12 +161,20 @@ def _read_inputs(config_json: str, secrets_json: str) -> Inputs:
     own_functions(config.algorithm.file)
     unseen = check_model(config.model)
     check_engine_fits(config)
-    unseen += check_against_transformers(config.model, config.max_model_len)
+    sharing = config.trainer.context_parallel
+    unseen += check_against_transformers(
+        config.model, config.max_model_len, context_parallel=sharing
+    )
     unseen += check_lora(config.model, config.trainer.lora)
     check_routing_replay(config)
     check_ways_of_weights(config)
     check_draft_head(config.specactor.head, config.model)
     teacher = config.algorithm.teacher
+    if teacher and sharing > 1:
+        given = config.model.model_copy(update={"path": teacher})
+        unseen += check_against_transformers(
+            given, config.max_model_len, context_parallel=sharing, setting="algorithm.teacher"
+        )
     beside = {
         "specactor.draft_models": [model.path for model in config.specactor.draft_models],
         "algorithm.teacher": [teacher] if teacher else [],

@@ -86,6 +86,14 @@ def test_preset_names_missing_settings(preset: Path, tmp_path: Path, capsys, mon
             "trainer.num_replicas=2",
             r"num_replicas \(2\) does not divide trainer.num_processes \(1\)",
         ),
+        (
+            "trainer.context_parallel=2",
+            r"context_parallel \(2\) does not divide trainer.num_processes \(1\)",
+        ),
+        (
+            "trainer={num_processes: 3, context_parallel: 3}",
+            r"model.path: .* \(3\) does not divide the 4 attention heads of the model: .* 2",
+        ),
         ("trainer.lora.target_modules=[qkv_proj]", "called qkv_proj; it has .*, q_proj"),
         ("reward={type: function, path: nowhere.py}", "nowhere.py"),
         ("data.max_response_tokens=9000", "has a context of 1024 tokens"),

@@ -73,6 +73,28 @@ def test_the_plan_is_within_a_tenth_of_what_is_tracked(case: str) -> None:
     assert 0.9 < planned.tensor_bytes / tracked["Total"] < 1.1, (planned, tracked)
 
 
+@pytest.mark.parametrize(
+    ("changes", "checkpointing"),
+    [
+        ({"num_attention_heads": 16}, True),
+        pytest.param({}, False, marks=pytest.mark.slow),
+        pytest.param(TIED_LLAMA, True, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_share_a_row_are_planned_as_tracked(
+    changes: dict[str, Any], checkpointing: bool
+) -> None:
+    """Four ranks share the query heads and two key heads, which are repeated."""
+    config, tokens = SMALL | changes, 4 * 4096
+    lengths = (tokens - 384, 384)
+    tracked = track_peak(
+        config, 4, lengths, gradient_checkpointing=checkpointing, context_parallel=4
+    )
+    training = Training(4, tokens // 4, 1, checkpointing, context_parallel=4)
+    planned = trainer_footprint(ModelShape.from_hf_config(config), training)
+    assert 0.98 < planned.tensor_bytes / tracked["Total"] < 1.02, (planned, tracked)
+
+
 def test_layers_that_keep_their_activations_are_planned_as_tracked() -> None:
     tracked = track_peak(SMALL, 4, (128, 896), kept_layers=2)
     training = Training(4, 1024, 896, gradient_checkpointing=True, kept_layers=2)

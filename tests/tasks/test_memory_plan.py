@@ -162,6 +162,19 @@ def test_proposed_settings_fit(model: Path) -> None:
     assert needs(preset(model, *said.split(" and ")), "32xH100-40GB")
 
 
+def test_ranks_share_rows_of_samples_that_no_rank_can_hold(model: Path) -> None:
+    long = ("data.max_response_tokens=200000", "trainer.micro_batch_tokens=210000")
+    said = refusal(preset(model, *long))
+    fix = "trainer.context_parallel=4 and trainer.micro_batch_tokens=50256"
+    assert said.endswith(f": set {fix}")
+    place = "the GPU of a trainer rank"
+    shared = needs(preset(model, *long, *fix.split(" and ")))
+    assert "4 ranks share a row of 201,024 tokens" in shared[place].parts
+    turns = needs(preset(model, "placement=shared", "trainer.context_parallel=2"))
+    assert "2 ranks share a row of" in turns["a shared GPU (training)"].parts
+    assert "share a row" not in needs(preset(model))[place].parts
+
+
 def test_adapters_and_moments_elsewhere_leave_room(model: Path) -> None:
     few = "trainer.num_processes=2"
     refusal(preset(model, few))
