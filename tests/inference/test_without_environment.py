@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from refrain.engines.gpus.placement import GpuPlacement
 from refrain.engines.inference.engine import vllm_engine
 from refrain.engines.inference.engine.conversations import Conversations
 from refrain.engines.inference.engine.running import Running
@@ -27,11 +28,12 @@ def refused(*_: Any, **__: Any) -> Any:
 async def test_no_actor_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environments, "RemoteActor", refused)
     monkeypatch.setattr("ray.get_runtime_context", refused)
+    with_one = CONFIG.model_copy(update={"environment": ENVIRONMENT})
     async with AsyncExitStack() as stack:
-        await start_environments(CONFIG, stack)
+        await start_environments(CONFIG, stack, GpuPlacement())
         assert not stack.pop_all()._exit_callbacks
         with pytest.raises(AssertionError, match="with an environment"):
-            await start_environments(CONFIG.model_copy(update={"environment": ENVIRONMENT}), stack)
+            await start_environments(with_one, stack, GpuPlacement())
 
 
 async def test_a_response_is_reported_without_a_copy_of_its_tokens(
