@@ -9,7 +9,9 @@ conversation that moves, or a race of it on two nodes, asks one actor: each turn
 If the node of an actor dies, Ray restarts the actor on another node, and it keeps its samples.
 """
 
+import asyncio
 import re
+import time
 import zlib
 from array import array
 from collections import defaultdict
@@ -17,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from refrain.engines.actors import RemoteActor
+from refrain.engines.actors import ActorGone, RemoteActor
 from refrain.engines.bounded import gather_all
 from refrain.schemas.environment import EnvironmentConfig
 from refrain.schemas.rollout import FinishReason, Generated, RequestId, RolloutRequest
@@ -27,6 +29,8 @@ MORE_S = 60.0
 RESTART_S = 180.0
 """Longest time in seconds of a call that may meet the death of a node: until Ray notices it, and
 until the actor has restarted on another one."""
+AGAIN_S = 1.0
+"""Seconds between two calls to an actor whose node may be dead."""
 WRITTEN_S = 10.0
 """Longest time in seconds to wait for the journal after an engine's death."""
 _NAME = re.compile(r"environment-\d+-of-(\d+)")
@@ -123,10 +127,10 @@ class EnvironmentClient:
         actors = self._there()
         actor = actors[share_of(str(request.origin), len(actors))]
         given = (request.origin, request.task, request.generated)
-        return await actor.call(method, *given, *args, timeout_s=self._timeout_s)
+        return await _answer_of(actor, method, *given, *args, timeout_s=self._timeout_s)
 
     async def _call_all(self, method: str) -> list[Any]:
-        calls = (actor.call(method, timeout_s=RESTART_S) for actor in self._there())
+        calls = (_answer_of(actor, method, timeout_s=RESTART_S) for actor in self._there())
         return await gather_all(calls)
 
     async def _call_shares(
@@ -136,7 +140,8 @@ class EnvironmentClient:
         actors, samples = self._there(), defaultdict[int, list[str]](list)
         for sample in (str(id.origin) for id in ids):
             samples[share_of(sample, len(actors))].append(sample)
-        calls = (actors[i].call(method, own, timeout_s=timeout_s) for i, own in samples.items())
+        asked = ((actors[share], own) for share, own in samples.items())
+        calls = (_answer_of(actor, method, own, timeout_s=timeout_s) for actor, own in asked)
         return await gather_all(calls)
 
     def _there(self) -> list[RemoteActor]:
@@ -147,6 +152,25 @@ class EnvironmentClient:
                 RemoteActor.of("the environments", ray.get_actor(name)) for name in names()
             ]
         return self._actors
+
+
+async def _answer_of(actor: RemoteActor, method: str, *args: Any, timeout_s: float) -> Any:
+    """Return the actor's answer. Raise `ActorError` after `timeout_s` seconds in all.
+
+    Between the death of a node and the moment at which Ray notices it, each call fails at once. Ray
+    restarts the actor after that.
+    """
+    from ray.exceptions import ActorUnavailableError
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return await actor.call(method, *args, timeout_s=deadline - time.monotonic())
+        except ActorGone as error:
+            restarts = isinstance(error.__cause__, ActorUnavailableError)
+            if not restarts or time.monotonic() + AGAIN_S > deadline:
+                raise
+        await asyncio.sleep(AGAIN_S)
 
 
 def answered(generated: Generated, answer: TurnAnswer) -> Generated:
