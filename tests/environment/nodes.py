@@ -7,8 +7,6 @@ asked for once more by the other engine, as after a move.
 
 import asyncio
 import json
-import os
-import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +21,7 @@ from refrain.flows.environment import quieten
 from refrain.schemas.environment import EnvironmentTask
 from refrain.schemas.rollout import RequestId, RolloutRequest, Split, VersionSpan
 from tests.conftest import REPOSITORY
+from tests.ray_token import make_token
 from tests.tasks.ray_death import kill
 
 TOOL = '''
@@ -170,6 +169,5 @@ def main(directory: Path) -> None:
 
 if __name__ == "__main__":
     quieten()
-    # Nodes that Ray's utility starts look for a token and make none.
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    make_token()
     main(Path(sys.argv[1]))
