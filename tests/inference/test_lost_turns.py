@@ -99,6 +99,8 @@ class Laps:
             recover=partial(_recovered, self._run, weights.policy_version),
         )
         await asyncio.wait_for(stage, 300)
+        # Wait for an engine that is restarting.
+        await self._coordinator.load_weights(weights)
         rollouts = {rollout.id: rollout for rollout in await fetch(told)}
         assert len(rollouts) == len(told) == len(todo)
         await EnvironmentClient(self._run.config.environment).finished(list(rollouts))
