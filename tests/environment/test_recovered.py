@@ -12,16 +12,32 @@ import pytest
 
 from refrain.benchmarks.timed_stubs import LocalStore
 from refrain.engines.environment.actor import EnvironmentActor
-from refrain.engines.environment.client import EnvironmentClient, answered
+from refrain.engines.environment.client import EnvironmentClient, TurnAnswer, answered
 from refrain.engines.failures import Failures
-from refrain.engines.inference.engine.conversations import NOTHING, with_turn
+from refrain.engines.inference.engine.conversations import (
+    NOTHING,
+    Conversations,
+    TurnLimits,
+    waits,
+    with_turn,
+)
 from refrain.engines.inference.tool_parsers import open_parser
+from refrain.engines.rollout.coordinator import Coordinator
 from refrain.engines.store.turns import by_sample
 from refrain.flows.config_file import load_config
 from refrain.schemas.environment import EnvironmentTask
-from refrain.schemas.rollout import Generated, RequestId, RolloutRequest, Split, VersionSpan
+from refrain.schemas.rollout import (
+    FinishReason,
+    Generated,
+    RequestId,
+    Rollout,
+    RolloutRequest,
+    Split,
+    VersionSpan,
+)
 from refrain.tasks.rollout import _recovered
 from tests.conftest import REPOSITORY
+from tests.rollout.fakes import FakeEngine, weights
 
 TASK = EnvironmentTask("a", "mine", None, {}, 7)
 SOURCE = '''
@@ -36,6 +52,8 @@ class Counts:
         self.number = len(number.read_text())
 
     def step(self, turn):
+        with Path(__file__).with_name("calls").open("a") as file:
+            file.write("x")
         return f"{self.number}"
 '''
 
@@ -179,3 +197,115 @@ async def test_an_actor_that_does_not_answer_leaves_the_requests_as_they_came(
     assert now.generated is None
     assert len(record_failures) == 1
     record_failures.clear()
+
+
+NUM_CONVERSATIONS, MAX_TURNS, TURN_TOKENS = 8, 5, 12
+
+
+class TalkingEngine(FakeEngine):
+    """An engine whose turns have `TURN_TOKENS` tokens, one a tick. The actor answers them."""
+
+    def __init__(self, index: int, scene: Scene) -> None:
+        super().__init__(index)
+        self._eos, self._actor = scene.actor._tokenizer.eos_token_id, scene.actor
+        self.num_drawn = 0
+        self.came: dict[RequestId, int] = {}
+        """Turns that each request brought along."""
+        self.talking = Conversations(
+            self, TurnLimits(MAX_TURNS), self._go_on, self._finish, self._fail
+        )
+
+    async def answer(self, request: RolloutRequest) -> TurnAnswer:
+        assert request.generated
+        return await self._actor.answer(request.origin, TASK, request.generated)
+
+    async def end(self, request: RolloutRequest, reason: FinishReason) -> TurnAnswer:
+        assert request.generated
+        return await self._actor.end(request.origin, TASK, request.generated, str(reason))
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        self._call("submit")
+        for request in requests:
+            self.came[request.id] = len(request.generated.turns) if request.generated else 0
+            if waits(request.generated):
+                self.talking.ask(request)
+            else:
+                await self._go_on(request)
+
+    def die(self) -> None:
+        super().die()
+        for id in self.came:
+            self.talking.withdraw(id)
+
+    def num_turns(self, id: RequestId) -> int:
+        """Return how many turns of a conversation have an answer here."""
+        request = self.talking.waiting(id) or self.running.get(id, (None,))[0]
+        generated = request and request.generated
+        return sum(turn.num_observed is not None for turn in generated.turns) if generated else 0
+
+    async def _go_on(self, request: RolloutRequest) -> None:
+        self.running[request.id] = request, []
+
+    def _grow(self, id: RequestId) -> None:
+        request, tokens = self.running[id]
+        tokens.append(self._eos if len(tokens) == TURN_TOKENS - 1 else 5)
+        self.num_drawn += 1
+        if len(tokens) < TURN_TOKENS:
+            return
+        del self.running[id]
+        before = request.generated or NOTHING
+        num = before.num_sampled + TURN_TOKENS
+        generated = replace(
+            before,
+            token_ids=[*before.token_ids, *tokens],
+            inference_logprobs=[-0.5] * num,
+            spans=(VersionSpan(0, num),),
+        )
+        self.talking.turn_ended(replace(request, generated=generated), FinishReason.STOP)
+
+    def _finish(self, request: RolloutRequest, reason: FinishReason) -> None:
+        assert request.generated
+        self.finished.append(Rollout(request, request.generated, reason, self.index, 0.0, 1.0))
+
+    def _fail(self, error: BaseException) -> None:
+        raise error
+
+
+async def test_an_engine_that_dies_in_turn_3_costs_one_turn_of_a_conversation_at_most(
+    scene: Scene,
+) -> None:
+    await scene.actor.start()
+    engines = [TalkingEngine(index, scene) for index in range(2)]
+    coordinator, finished = Coordinator(engines), list[Any]()
+    todo = [(number % 2, request_of(number)) for number in range(NUM_CONVERSATIONS)]
+    theirs = [request.id for engine, request in todo if engine == 1]
+
+    async def keep(rollouts: Sequence[Any]) -> None:
+        finished.extend(rollouts)
+
+    async def in_turn_3() -> dict[RequestId, int]:
+        while not any(engines[1].num_turns(id) == 2 for id in theirs):
+            await asyncio.sleep(0.001)
+        had = {id: engines[1].num_turns(id) for id in theirs}
+        engines[1].die()
+        return had
+
+    await coordinator.start()
+    stage = coordinator.roll_out(
+        todo, keep, weights=weights(), recover=lambda own: _recovered(scene.run, 0, own)
+    )
+    had = await asyncio.wait_for(in_turn_3(), 30)
+    engines[0].came.clear()
+    await asyncio.wait_for(stage, 30)
+    await coordinator.shutdown()
+    assert {rollout.id: len(rollout.generated.turns) for rollout in finished} == {
+        request.id: MAX_TURNS for _, request in todo
+    }
+    calls = Path(scene.run.config.environment.path).with_name("calls").read_text()
+    assert len(calls) == NUM_CONVERSATIONS * MAX_TURNS
+    came = {id: engines[0].came[id] for id in theirs}
+    assert all(came[id] >= had[id] for id in theirs), (had, came)
+    num_again = sum(engine.num_drawn for engine in engines) - sum(
+        rollout.generated.num_sampled for rollout in finished
+    )
+    assert 0 < num_again <= len(theirs) * TURN_TOKENS
