@@ -198,7 +198,7 @@ async def _measure(
         async with AsyncExitStack() as stack:
             directory = Path(stack.enter_context(TemporaryDirectory()))
             stack.callback(ray.kill, start_store(directory / "tools.duckdb", STORE))
-            await start_environments(config, stack, STORE)
+            await start_environments(config, stack, placement, STORE)
             rows = [await _answers(config, talks, args.answers)]
             for end, share in KV_SHARES.items():
                 num_tokens = kv_tokens(talks, share, config.max_model_len)

@@ -14,7 +14,8 @@ class EnvironmentConfig(Frozen):
     """Your own tools or environment: a Python file that imports nothing of refrain."""
 
     path: Path
-    """Python file that defines your tools or your class, for example `my_tools.py`."""
+    """Python file that defines your tools or your class, for example `my_tools.py`. Each node of a
+    cluster reads it under the same path."""
     name: str | None = None
     """Name of your class, your function or your list of tools, for example `Guess`. Set it if the
     file has several. Default: the only class with `step` or `run`, or the function `run`, else the
@@ -48,11 +49,12 @@ class EnvironmentConfig(Frozen):
     """Longest time in seconds that a conversation may wait for your code in all, for example `600`.
     Then it ends. Set it if slow conversations should not hold up a step. Default: no limit."""
     processes: Free[PositiveInt | None] = None
-    """Processes that run your file on each node, for example `2`. Lower it if each process needs
-    much memory. Default: one per core, at most 8."""
+    """Processes that run your file on each node, for example `2`: on two nodes, four in all. Lower
+    it if each process needs much memory. Default: one per core, at most 8."""
     at_once: Free[PositiveInt] = 32
-    """Most calls of your code at the same time in one process, for example `1`. Lower it to 1 if
-    your code is not safe in threads."""
+    """Most calls of your code at the same time in one process, for example `1`. The run makes at
+    most nodes x `processes` x `at_once` calls. Lower it to 1 if your code is not safe in
+    threads."""
     retries: Free[NonNegativeInt] = 1
     """How often a failed call is tried again, in a conversation rebuilt from its turns, for example
     `3`. Raise it for tools that fail now and then, such as a search behind a URL."""

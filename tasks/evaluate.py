@@ -77,7 +77,7 @@ async def open_evaluation(plan: RunPlan, policy_version: int) -> AsyncGenerator[
         scorers = ScorerPool(config, SCORER)
         stack.push_async_callback(scorers.shutdown)
         store = StoreClient(start_store(plan.addresses.store, STORE))
-        await start_environments(with_absolute_paths(config), stack, STORE)
+        await start_environments(with_absolute_paths(config), stack, placement, STORE)
         run = Run(
             make_ref(config, policy_version),
             config,

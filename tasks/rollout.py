@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from refrain.engines.accounting.metrics import SUMMARISED_COLUMNS, summarise_rollouts
 from refrain.engines.control.stage_end import StageEnd
@@ -169,6 +170,7 @@ class _Generation:
             min_rollouts=_min_rollouts(run, plan, len(carried), len(self.done)),
             in_flight=queued and first and run.config.rollout.weight_update == "in_flight",
             moves_kv=await kv_rule(run, engines, plan),
+            recover=partial(_recovered, run, self.weights.policy_version),
             label=f"{plan.split}/{plan.step}",
         )
         if first and plan.split is Split.TRAIN:
@@ -288,9 +290,7 @@ async def _with_turns(
     """
     if (setup := run.inputs.environment) is None or not setup.goes_on:
         return requests
-    recorded: dict[RequestId, list[RecordedTurn]] = {}
-    for split, step in {(each.origin.split, each.origin_step) for _, each in requests}:
-        recorded |= by_sample(await run.store("open_turns", split, step))
+    recorded = await _recorded(run, [request for _, request in requests])
     mixes = run.config.rollout.weight_update == "in_flight"
     return [
         (engine, _continued(each, recorded.get(each.origin, ()), policy_version, mixes=mixes))
@@ -298,21 +298,65 @@ async def _with_turns(
     ]
 
 
+async def _recovered(
+    run: Run, policy_version: int, requests: Sequence[RolloutRequest]
+) -> Sequence[RolloutRequest]:
+    """Return requests of a dead engine with the turns that it has recorded in this stage.
+
+    `policy_version`: that of the stage. If an actor of the environments does not answer soon, its
+    conversations start with the tokens that they brought to the engine.
+    """
+    setup, environment = run.inputs.environment, run.config.environment
+    if setup is None or environment is None or not setup.goes_on:
+        return requests
+    known: set[str] = set()
+    with run.failures.contained("getting the turns of a dead engine's conversations"):
+        known = await EnvironmentClient(environment).written([each.id for each in requests])
+    found = await _recorded(run, [each for each in requests if str(each.origin) in known])
+    # A conversation that has just begun anew has other turns in the store.
+    recorded = {id: turns for id, turns in found.items() if str(id) in known}
+    mixes = run.config.rollout.weight_update == "in_flight"
+    return [
+        _continued(
+            each, recorded.get(each.origin, ()), policy_version, mixes=mixes, keeps_times=True
+        )
+        for each in requests
+    ]
+
+
+async def _recorded(
+    run: Run, requests: Sequence[RolloutRequest]
+) -> dict[RequestId, list[RecordedTurn]]:
+    """Return the recorded turns of the steps of these requests."""
+    recorded: dict[RequestId, list[RecordedTurn]] = {}
+    for split, step in {(each.origin.split, each.origin_step) for each in requests}:
+        recorded |= by_sample(await run.store("open_turns", split, step))
+    return recorded
+
+
 def _continued(
-    request: RolloutRequest, turns: Sequence[RecordedTurn], policy_version: int, *, mixes: bool
+    request: RolloutRequest,
+    turns: Sequence[RecordedTurn],
+    policy_version: int,
+    *,
+    mixes: bool,
+    keeps_times: bool = False,
 ) -> RolloutRequest:
     """Return the request with its recorded turns. The last one is answered again: by the record.
 
     A request has tokens of an older version only if it was deferred to this stage, or if `mixes`:
     stages of this run have requests of several versions. Otherwise it starts from the beginning.
+    It keeps its own tokens if it has more. `keeps_times`: see `joined_parts`.
     """
     versions = {span.policy_version for turn in turns for span in turn.part.spans}
     allowed = versions == {policy_version} or mixes or request.deferred_from is not None
     if not (versions and allowed):
         return request
-    return replace(
-        request, generated=without_last_answer(joined_parts([turn.part for turn in turns]))
-    )
+    parts = [turn.part for turn in turns]
+    generated = without_last_answer(joined_parts(parts, keeps_times=keeps_times))
+    if request.generated and len(request.generated.token_ids) >= len(generated.token_ids):
+        return request
+    return replace(request, generated=generated, kv=None)
 
 
 async def _carried_over(run: Run, plan: StepPlan) -> list[tuple[int, RolloutRequest]]:

@@ -1,4 +1,4 @@
-"""Ray actor that answers the turns of a run's conversations.
+"""Ray actor that answers the turns of conversations, one on each node of a run.
 
     engine ── tokens of the turns ──► actor: text, tool calls ──► pool: workers run user's code
        ▲                                                              │
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from refrain.engines.data.tokenizer import open_tokenizer
-from refrain.engines.environment.client import TurnAnswer
+from refrain.engines.environment.client import TurnAnswer, share_of
 from refrain.engines.environment.client import answered as with_answer
 from refrain.engines.environment.hermes import HERMES, Parser
 from refrain.engines.environment.journal import Journal, answer_of
@@ -57,10 +57,13 @@ class EnvironmentActor:
         config: TrainConfig,
         open_parser: Callable[[str, Any, Sequence[Mapping[str, Any]]], Parser],
         open_store: Callable[[], StoreClient] | None = None,
+        share: int = 0,
+        num_shares: int = 1,
     ) -> None:
         """`config`: with absolute paths and a local model. `open_parser`: returns another parser
         than `hermes` for its name, the tokenizer and the tools. `open_store`: returns the store
-        that keeps the journal. None: without a journal."""
+        that keeps the journal. None: without a journal. `share`: which of the run's samples it
+        has."""
         assert config.environment is not None
         self._config = config.environment
         self._data = config.data
@@ -79,6 +82,7 @@ class EnvironmentActor:
         self._renderer: TurnRenderer | None = None
         self._open_parser = open_parser
         self._parser = HERMES
+        self._share, self._num_shares = share, num_shares
         self._journal = Journal(open_store()) if open_store is not None else None
         self._starting = asyncio.Lock()
 
@@ -160,6 +164,15 @@ class EnvironmentActor:
             self._num_restarts.pop(sample, None)
             self._failures.pop(sample, None)
 
+    async def written(self, samples: Sequence[str]) -> list[str]:
+        """Wait until the journal has the answered turns of these conversations. Return those that
+        have some."""
+        await self.start()
+        if self._journal is None:
+            return []
+        await self._journal.written()
+        return [sample for sample in samples if self._answers.get(sample)]
+
     async def journal_s(self) -> float:
         """Return the seconds that the store has spent on the journal."""
         return self._journal.store_s if self._journal else 0.0
@@ -173,7 +186,9 @@ class EnvironmentActor:
 
     def _restore(self, conversations: Mapping[RequestId, Sequence[RecordedTurn]]) -> None:
         """Know the answers that an earlier process gave to these conversations."""
-        for id, turns in conversations.items():
+        own = (id for id in conversations if share_of(str(id), self._num_shares) == self._share)
+        for id in own:
+            turns = conversations[id]
             self._answers[str(id)] = [_restored(turn) for turn in turns]
             # The user may have changed the environment since. To begin anew costs no retry then.
             self._num_restarts[str(id)] = -1

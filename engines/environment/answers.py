@@ -45,13 +45,18 @@ def answer_of(result: Any) -> Answer:
         return _of_fields(dict(result))
     if isinstance(result, (str, list, tuple, Mapping)):
         return _going_on(result, None)
+    if _as_float(result) is None:
+        raise UserFault(
+            f"step() returned {shown(result)}: return a text, messages, a number or None"
+        )
     return {"messages": [], "score": checked_score(result), "ended": True}
 
 
 def ending_score(result: Any, method: str = "end()") -> float | None:
     """Return the score that a user's method returned: a number, `{"score": number}` or None."""
-    answer = answer_of(result)
-    if not answer["ended"]:
+    is_number = result is None or _as_float(result) is not None
+    answer = answer_of(result) if is_number or isinstance(result, Mapping) else None
+    if answer is None or not answer["ended"]:
         raise UserFault(f"{method} returned {shown(result)}: return a number or None")
     return answer["score"]
 

@@ -1,18 +1,58 @@
-"""An engine's connection to the environments of its run."""
+"""An engine's connection to the environments of its run.
 
+    engine ─┐                           ┌─► actor on node 0: a half of the samples
+            ├─ share_of(sample, 2) ─────┤
+    engine ─┘                           └─► actor on node 1: the others
+
+Each node of a run has an actor, and each sample belongs to one of them for the whole run. So a
+conversation that moves, or a race of it on two nodes, asks one actor: each turn is executed once.
+If the node of an actor dies, Ray restarts the actor on another node, and it keeps its samples.
+"""
+
+import asyncio
+import re
+import time
+import zlib
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from refrain.engines.actors import RemoteActor
+from refrain.engines.actors import ActorGone, RemoteActor
+from refrain.engines.bounded import gather_all
 from refrain.schemas.environment import EnvironmentConfig
 from refrain.schemas.rollout import FinishReason, Generated, RequestId, RolloutRequest
 
-ENVIRONMENT = "environment"
-"""Name of a run's environment actor."""
-MORE_S = 60.0
-"""Seconds that a call may take besides the environment's own: a worker that starts, and tokens."""
+RESTART_S = 180.0
+"""Seconds that a call may take besides the environment's own. If a node dies, Ray has to notice it,
+and the actor restarts on another one. Measured on a busy machine: 38 s."""
+AGAIN_S = 1.0
+"""Seconds between two calls to an actor whose node may be dead."""
+WRITTEN_S = 10.0
+"""Longest time in seconds to wait for the journal after an engine's death."""
+_NAME = re.compile(r"environment-\d+-of-(\d+)")
+
+
+def name_of(share: int, num_shares: int) -> str:
+    """Return the Ray name of an actor. `share`: from 0 on."""
+    return f"environment-{share}-of-{num_shares}"
+
+
+def share_of(sample: str, num_shares: int) -> int:
+    """Return which of the actors has a sample. `sample`: `str` of its `RolloutRequest.origin`."""
+    return zlib.crc32(sample.encode()) % num_shares
+
+
+def names() -> list[str]:
+    """Return the names of the run's actors, by share. Raise ValueError if none is alive."""
+    from ray.util import list_named_actors
+
+    found = [match for name in list_named_actors() if (match := _NAME.fullmatch(name))]
+    if not found:
+        raise ValueError("the run has no actor that answers turns: start_environments comes first")
+    num_shares = int(found[0][1])
+    return [name_of(share, num_shares) for share in range(num_shares)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +86,15 @@ class Environments(Protocol):
 
 
 class EnvironmentClient:
-    """The environments of a run, in an actor that the driver has started. Every call has a time
+    """The environments of a run, in actors that the driver has started. Every call has a time
     limit."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
         # A lost conversation is reset, and all its turns are replayed.
         most_calls = (config.retries + 1) * (config.max_turns + 1)
-        self._timeout_s = most_calls * config.timeout_s + MORE_S
-        self._actor: RemoteActor | None = None
+        self._timeout_s = most_calls * config.timeout_s + RESTART_S
+        self._actors: list[RemoteActor] = []
+        """By share."""
 
     async def answer(self, request: RolloutRequest) -> TurnAnswer:
         return await self._call("answer", request)
@@ -63,28 +104,71 @@ class EnvironmentClient:
 
     async def failures(self) -> dict[str, str]:
         """Return why conversations failed since the last call, by sample."""
-        return await self._there().call("failures", timeout_s=MORE_S)
+        found = await self._call_all("failures")
+        return {sample: reason for own in found for sample, reason in own.items()}
 
     async def journal_s(self) -> float:
         """Return the seconds that the store has spent on the journal."""
-        return await self._there().call("journal_s", timeout_s=MORE_S)
+        return sum(await self._call_all("journal_s"))
 
     async def finished(self, ids: Iterable[RequestId]) -> None:
         """Close the conversations of these samples. Nobody will ask for them again."""
-        samples = [str(id.origin) for id in ids]
-        await self._there().call("finished", samples, timeout_s=MORE_S)
+        await self._call_shares("finished", ids, RESTART_S)
+
+    async def written(self, ids: Iterable[RequestId]) -> set[str]:
+        """Wait until the store has all answered turns of these samples. Return the samples that
+        have some. Raise `ActorError` if an actor takes longer than `WRITTEN_S`."""
+        return {one for own in await self._call_shares("written", ids, WRITTEN_S) for one in own}
 
     async def _call(self, method: str, request: RolloutRequest, *args: Any) -> Any:
         assert request.generated, "no turn has ended"
+        actors = self._there()
+        actor = actors[share_of(str(request.origin), len(actors))]
         given = (request.origin, request.task, request.generated)
-        return await self._there().call(method, *given, *args, timeout_s=self._timeout_s)
+        return await _answer_of(actor, method, *given, *args, timeout_s=self._timeout_s)
 
-    def _there(self) -> RemoteActor:
-        if self._actor is None:
+    async def _call_all(self, method: str) -> list[Any]:
+        calls = (_answer_of(actor, method, timeout_s=RESTART_S) for actor in self._there())
+        return await gather_all(calls)
+
+    async def _call_shares(
+        self, method: str, ids: Iterable[RequestId], timeout_s: float
+    ) -> list[Any]:
+        """Call each actor that has some of these samples, with their names."""
+        actors, samples = self._there(), defaultdict[int, list[str]](list)
+        for sample in (str(id.origin) for id in ids):
+            samples[share_of(sample, len(actors))].append(sample)
+        asked = ((actors[share], own) for share, own in samples.items())
+        calls = (_answer_of(actor, method, own, timeout_s=timeout_s) for actor, own in asked)
+        return await gather_all(calls)
+
+    def _there(self) -> list[RemoteActor]:
+        if not self._actors:
             import ray
 
-            self._actor = RemoteActor.of("the environments", ray.get_actor(ENVIRONMENT))
-        return self._actor
+            self._actors = [
+                RemoteActor.of("the environments", ray.get_actor(name)) for name in names()
+            ]
+        return self._actors
+
+
+async def _answer_of(actor: RemoteActor, method: str, *args: Any, timeout_s: float) -> Any:
+    """Return the actor's answer. Raise `ActorError` after `timeout_s` seconds in all.
+
+    Between the death of a node and the moment at which Ray notices it, each call fails at once. Ray
+    restarts the actor after that.
+    """
+    from ray.exceptions import ActorUnavailableError
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return await actor.call(method, *args, timeout_s=deadline - time.monotonic())
+        except ActorGone as error:
+            restarts = isinstance(error.__cause__, ActorUnavailableError)
+            if not restarts or time.monotonic() + AGAIN_S > deadline:
+                raise
+        await asyncio.sleep(AGAIN_S)
 
 
 def answered(generated: Generated, answer: TurnAnswer) -> Generated:

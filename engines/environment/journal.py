@@ -39,7 +39,11 @@ class Journal:
         self._store = store
         self._noted: list[RecordedTurn] = []
         """Turns that no write has yet."""
+        self._num_noted = self._num_written = 0
+        """Turns so far."""
         self._writing: asyncio.Task[None] | None = None
+        self._wrote = asyncio.Event()
+        """Set after the next write, and replaced."""
         self._pause_s = WRITE_EVERY_S
         self.store_s = 0.0
         """Seconds that the store has spent on writes."""
@@ -62,12 +66,14 @@ class Journal:
         if self._writing is not None and self._writing.done():
             self._writing.result()
             self._writing = None
-        turns = enumerate(zip(parts_of(generated), answers, strict=True))
-        self._noted += [
+        answered = enumerate(zip(parts_of(generated), answers, strict=True))
+        turns = [
             RecordedTurn(sample, number, part, json.dumps(asdict(answer)))
-            for number, (part, answer) in turns
+            for number, (part, answer) in answered
             if number >= first
         ]
+        self._noted += turns
+        self._num_noted += len(turns)
         self._writing = self._writing or asyncio.create_task(self._write())
 
     async def close(self) -> None:
@@ -76,13 +82,32 @@ class Journal:
             # The caller may be cancelled, but not the write.
             await asyncio.shield(self._writing)
 
+    async def written(self) -> None:
+        """Wait until the store has all turns that were noted so far. Raise the error of a write."""
+        number = self._num_noted
+        while self._num_written < number:
+            assert self._writing is not None
+            if self._writing.done():
+                self._writing.result()
+            # Not for `_writing`: other conversations go on, so it may never end.
+            await self._wrote.wait()
+
     async def _write(self) -> None:
-        while self._noted:
-            await asyncio.sleep(self._pause_s)
-            noted, self._noted = self._noted, []
-            took_s = await self._store.call("add_turns", turn_rows(noted))
-            self.store_s += took_s
-            self._pause_s = min(max(WRITE_EVERY_S, took_s / MAX_SHARE), LONGEST_PAUSE_S)
+        try:
+            while self._noted:
+                await asyncio.sleep(self._pause_s)
+                noted, self._noted = self._noted, []
+                took_s = await self._store.call("add_turns", turn_rows(noted))
+                self.store_s += took_s
+                self._pause_s = min(max(WRITE_EVERY_S, took_s / MAX_SHARE), LONGEST_PAUSE_S)
+                self._num_written += len(noted)
+                self._wake()
+        finally:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._wrote.set()
+        self._wrote = asyncio.Event()
 
 
 def answer_of(turn: RecordedTurn) -> EnvironmentAnswer:
@@ -110,9 +135,9 @@ def parts_of(generated: Generated) -> list[Generated]:
     ]
 
 
-def joined_parts(parts: Sequence[Generated]) -> Generated:
-    """Return the response that has these parts. It is not known when its turns ended: this process
-    did not see it."""
+def joined_parts(parts: Sequence[Generated], *, keeps_times: bool = False) -> Generated:
+    """Return the response that has these parts. `keeps_times`: keep the times at which its turns
+    ended. Drop them if an earlier process saw these turns end."""
     spans = chain.from_iterable(part.spans for part in parts)
     return replace(
         parts[-1],
@@ -122,7 +147,11 @@ def joined_parts(parts: Sequence[Generated]) -> Generated:
             VersionSpan(version, sum(span.num_tokens for span in own))
             for version, own in groupby(spans, lambda span: span.policy_version)
         ),
-        turns=tuple(replace(turn, ended_s=None) for part in parts for turn in part.turns),
+        turns=tuple(
+            turn if keeps_times else replace(turn, ended_s=None)
+            for part in parts
+            for turn in part.turns
+        ),
     )
 
 

@@ -44,7 +44,7 @@ from refrain.engines.rollout.interface import Engine, EngineDied, EngineEvents, 
 from refrain.engines.rollout.moves import MovesKV, Policy, moves_long
 from refrain.engines.rollout.preparations import Preparation
 from refrain.engines.rollout.reshape import Reshaper
-from refrain.engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome
+from refrain.engines.rollout.stage import GenerationStage, OnFinished, OnProgress, Outcome, Recover
 from refrain.engines.rollout.storing import Storing
 from refrain.engines.rollout.tracked_engine import TrackedEngine, now_s
 from refrain.engines.rollout.views import queued_view, stage_view
@@ -127,6 +127,7 @@ class Coordinator:
         min_rollouts: int | None = None,
         in_flight: bool = False,
         moves_kv: MovesKV = moves_long,
+        recover: Recover | None = None,
         label: str = "",
     ) -> "asyncio.Future[Outcome]":
         """Queue a stage that generates every request, and return the future of its outcome.
@@ -136,7 +137,7 @@ class Coordinator:
         `weights`: policy version to generate with; default: that of `load_weights`.
         `min_rollouts`: requests that must finish in this stage. The rest may be deferred to a next
         stage that sets `min_rollouts` too. None: none is deferred from or to this stage.
-        `in_flight`, `moves_kv`: see `GenerationStage`.
+        `in_flight`, `moves_kv`, `recover`: see `GenerationStage`.
 
         Raises RuntimeError while the trainer has the GPUs, `EngineGone` when no engine is left. The
         future raises `EngineDied` when one engine dies more than `max_restarts` times in a run, or
@@ -163,6 +164,7 @@ class Coordinator:
             num_rollouts=len(assignments),
             in_flight=in_flight,
             moves_kv=moves_kv,
+            recover=recover,
             waiting=waiting,
         )
         self._stages.append(stage)

@@ -1,6 +1,7 @@
 """Move the requests of dead engines to other engines.
 
     death ─► raced requests continue where their copies are
+          ─► conversations get their answered turns back, from the environments' journal
           ─► the pool retreats to its base layout, or engines of the same stage take the requests
     gone  ─► other engines take its current and queued requests. If no engine is left at the stage,
              engines that have moved on to later stages come back
@@ -41,6 +42,7 @@ async def _move_requests(
 ) -> None:
     tracked.tally.num_restarts += 1
     _drop_copies(fleet, tracked, stage)
+    await _recover(tracked, stage)
     if not await reshaper.retreat(tracked, stage):
         await _spread_unfinished(fleet, tracked, stage)
     for one in fleet.engines.values():
@@ -71,6 +73,21 @@ def _drop_copies(fleet: Fleet, tracked: TrackedEngine, stage: GenerationStage) -
         if len(fleet.holders(of, id)) > 1:
             of.races.drop(id, tracked.index)
             tracked.forget(id)
+
+
+async def _recover(tracked: TrackedEngine, stage: GenerationStage) -> None:
+    """Get the answered turns of a dead engine's conversations, which the engine alone had.
+
+    The next engine would sample the same tokens. This saves the time, and the tool calls.
+    """
+    of_stage: dict[GenerationStage, list[RolloutRequest]] = {}
+    for id, request in tracked.unfinished.items():
+        if request.task is not None:
+            of_stage.setdefault(tracked.earlier.get(id, stage), []).append(request)
+    for of, requests in of_stage.items():
+        if of.recover:
+            # This keeps `earlier`, so the requests stay in their stages.
+            tracked.expect(await of.recover(requests))
 
 
 async def _spread_unfinished(fleet: Fleet, tracked: TrackedEngine, stage: GenerationStage) -> None:

@@ -17,6 +17,9 @@ OnFinished = Callable[[Sequence[Any]], Awaitable[None]]
 """Callback that stores finished rollouts and returns when they are durable. It raises `EngineDied`
 if their tokens were lost with an engine; the coordinator then generates them again."""
 OnProgress = Callable[[RolloutView], None]
+Recover = Callable[[Sequence[RolloutRequest]], Awaitable[Sequence[RolloutRequest]]]
+"""Callback that returns the requests of a dead engine with the turns that are recorded elsewhere.
+Bounded in time."""
 
 
 @dataclass
@@ -101,6 +104,9 @@ class GenerationStage:
     """Whether an engine may begin the next stage with unfinished requests of this one, if that one
     is `in_flight`, too. They go on with its weights."""
     moves_kv: MovesKV = moves_long
+    recover: Recover | None = None
+    """Called when an engine dies, with its requests that have an environment. None: they go on with
+    the tokens that they brought to it."""
     waiting: dict[RequestId, RolloutRequest] = field(default_factory=dict)
     """Requests that no engine has yet. Policies start them (`moves.Start`)."""
     finished: dict[RequestId, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""A run's environments: what their file declares, and the actor that answers turns."""
+"""A run's environments: what their file declares, and the actors that answer turns."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,14 @@ from multiprocessing import get_context
 from typing import Any
 
 from refrain.engines.actors import RemoteActor
+from refrain.engines.bounded import gather_all
 from refrain.engines.data.messages import PromptSettings
 from refrain.engines.environment.actor import EnvironmentActor
-from refrain.engines.environment.client import ENVIRONMENT, EnvironmentClient
+from refrain.engines.environment.client import EnvironmentClient, name_of
 from refrain.engines.environment.pool import EnvironmentPool
 from refrain.engines.environment.process import EnvironmentSetup
 from refrain.engines.environment.rendering import TurnRenderer, check
+from refrain.engines.gpus.placement import GpuPlacement
 from refrain.engines.inference.tool_parsers import check_parser, open_parser
 from refrain.engines.store.actor import find_store
 from refrain.schemas.config import TrainConfig
@@ -94,30 +96,55 @@ def task_of(config: TrainConfig, id: RequestId, prompt: Prompt) -> EnvironmentTa
 
 
 async def start_environments(
-    config: TrainConfig, stack: AsyncExitStack, store: str | None = None
+    config: TrainConfig,
+    stack: AsyncExitStack,
+    placement: GpuPlacement,
+    store: str | None = None,
 ) -> None:
-    """Start the actor that answers turns, if the run has environments. It ends with the stack.
+    """Start an actor that answers turns on each node of the run, if it has environments. They end
+    with the stack. Raise `ActorError` that names the node whose actor cannot start.
 
     `store`: name of the store's actor, which keeps the journal. None: without a journal.
     """
     if config.environment is None:
         return
+    nodes = run_nodes(placement)
+    actors = [
+        RemoteActor(
+            f"the environments on {address}" if len(nodes) > 1 else "the environments",
+            EnvironmentActor,
+            config,
+            open_parser,
+            store and partial(find_store, store),
+            share,
+            len(nodes),
+            node_id=node,
+            soft=True,
+            max_concurrency=MAX_CONCURRENCY,
+            max_restarts=3,
+            max_task_retries=3,
+            found_by=name_of(share, len(nodes)),
+        )
+        for share, (node, address) in enumerate(nodes.items())
+    ]
+
+    async def stop() -> None:
+        await gather_all(actor.stop() for actor in actors)
+
+    stack.push_async_callback(stop)
+    await gather_all(actor.call("start", timeout_s=START_TIMEOUT_S) for actor in actors)
+
+
+def run_nodes(placement: GpuPlacement) -> dict[str, str]:
+    """Return the address of each Ray node that needs environments, by id: this one, and those of
+    the run's GPUs. Without GPUs, return all nodes, because engines may start on each."""
     import ray
 
-    actor = RemoteActor(
-        "the environments",
-        EnvironmentActor,
-        config,
-        open_parser,
-        store and partial(find_store, store),
-        node_id=ray.get_runtime_context().get_node_id(),
-        max_concurrency=MAX_CONCURRENCY,
-        max_restarts=3,
-        max_task_retries=3,
-        found_by=ENVIRONMENT,
-    )
-    stack.push_async_callback(actor.stop)
-    await actor.call("start", timeout_s=START_TIMEOUT_S)
+    here = ray.get_runtime_context().get_node_id()
+    alive = {one["NodeID"]: one["NodeManagerAddress"] for one in ray.nodes() if one["Alive"]}
+    with_gpus = {node for of_part in placement.nodes.values() for node in of_part}
+    own = {here, *with_gpus} if placement.num_gpus else alive.keys()
+    return {node: alive[node] for node in sorted(own, key=lambda node: (node != here, node))}
 
 
 async def refuse_failed(config: TrainConfig, rollouts: Sequence[FinishedRollout]) -> None:

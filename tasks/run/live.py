@@ -205,7 +205,7 @@ async def _start_actors(
         history.start(inputs.loader.steps_per_epoch, anew=checkpoint is None)
     scorers = ScorerPool(config, SCORER)
     stack.push_async_callback(scorers.shutdown)
-    await start_environments(config, stack, STORE)
+    await start_environments(config, stack, placement, STORE)
     if gpus:  # Start the engines first, because they need empty GPUs.
         await asyncio.gather(engines.start(), scorers.start())
         await trainer.start(checkpoint)

@@ -27,6 +27,7 @@ from refrain.schemas.rollout import (
     VersionSpan,
 )
 from refrain.schemas.weights import PolicyWeights
+from tests.ray_token import make_token
 from tests.rollout.fakes import request, token_at
 from tests.tasks.ray_death import kill
 
@@ -211,4 +212,5 @@ def main(kind: str) -> None:
 
 if __name__ == "__main__":
     quieten()
+    make_token()
     main(sys.argv[1])

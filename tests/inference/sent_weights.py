@@ -11,6 +11,7 @@ from typing import Any
 from refrain.engines.shared_memory import clear_dead
 from refrain.flows.environment import quieten
 from refrain.schemas.weights import PolicyWeights, WeightsFile
+from tests.ray_token import make_token
 
 NUM, SIZE = 10, 2**22
 """Number of tensors and elements of each: 168 MB, sent in three parts."""
@@ -161,4 +162,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     quieten()
+    make_token()
     main()

@@ -17,7 +17,7 @@ import ray
 from refrain.benchmarks.one_step import fetch
 from refrain.engines.actors import RemoteActor
 from refrain.engines.environment.actor import EnvironmentActor, split_turns
-from refrain.engines.environment.client import ENVIRONMENT, EnvironmentClient
+from refrain.engines.environment.client import EnvironmentClient, name_of
 from refrain.engines.histospec.library import IndexLibrary
 from refrain.engines.histospec.worker import histories as indexed
 from refrain.engines.inference.engine.conversations import waits
@@ -109,7 +109,7 @@ async def conversing(ray_cluster, histories, tmp_path_factory):
         EnvironmentActor,
         config,
         open_parser,
-        found_by=ENVIRONMENT,
+        found_by=name_of(0, 1),
         max_concurrency=1000,
         max_restarts=3,
         max_task_retries=3,
@@ -295,7 +295,7 @@ async def test_an_environment_actor_that_dies_changes_no_conversation(
         nonlocal killed
         if not killed and view.num_finished > len(todo) // 8:
             killed = True
-            ray.kill(ray.get_actor(ENVIRONMENT), no_restart=False)
+            ray.kill(ray.get_actor(name_of(0, 1)), no_restart=False)
 
     finished = await converse(conversing, weights_of(learner, prompts), todo, on_progress=kill)
     assert killed

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from refrain.flows.environment import quieten
+from tests.ray_token import make_token
 
 
 async def wait_for_death(name: str, signal_number: int) -> dict[str, object]:
@@ -88,6 +89,7 @@ if __name__ == "__main__":
         case ["driver", node_id]:
             told = asyncio.run(drive(node_id))
         case ["node", _]:
+            make_token()
             told = kill_nodes()
         case [name, signal_number]:
             told = asyncio.run(wait_for_death(name, int(signal_number)))
