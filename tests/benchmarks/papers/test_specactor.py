@@ -13,7 +13,6 @@ from refrain.benchmarks.papers.specactor import (
     FAIR,
     PARTS,
     WHOLE,
-    SpeculationRow,
     simulate_speculation,
     variants,
 )
@@ -80,23 +79,6 @@ def test_only_best_of_n_races_with_another_drafter(simulated):
     drafters = {r.request.drafting.drafter for r in won}
     assert drafters - {SMALL}
     assert drafters <= set(DRAFTERS)
-
-
-def test_freed_engine_works_again_with_another_drafter(simulated):
-    before, after = (simulated[part].timelines for part in PARTS[1:])
-    first = min(range(len(before)), key=lambda engine: before[engine][-1].end_s)
-    later = [at for at in after[first] if at.start_s > before[first][-1].end_s]
-    assert {at.drafter for at in later} - {SMALL}
-
-
-def test_n_gram_is_of_no_use_to_the_last(simulated):
-    rows = {
-        name: SpeculationRow(variant, simulated[name], 1.0, 1.0, 1.0, None)
-        for variant in variants(Case.draw(SPEC, LAYOUT, 8, 0))
-        if (name := variant.name)
-    }
-    assert rows[BASELINE].last_rate is None
-    assert rows["n-gram"].last_rate < 0.25 < rows[PARTS[-1]].last_rate
 
 
 @pytest.mark.slow
