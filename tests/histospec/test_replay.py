@@ -43,7 +43,7 @@ def slow_replay(prompt, response, history, policy):
     return passes, verifications, num_drafted, num_accepted
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     prompt=TOKENS,
     history=st.lists(st.tuples(TOKENS, st.sampled_from([0.0, 1.0])), max_size=3),
@@ -111,7 +111,7 @@ class LinearInContext(Linear):
         return super().step_s(batch, 0.0, num_rows, num_tokens) + 0.05 * context_tokens
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     prompt=TOKENS,
     history=st.lists(st.tuples(TOKENS, st.sampled_from([0.0, 1.0])), min_size=1, max_size=3),
