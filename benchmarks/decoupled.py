@@ -26,7 +26,6 @@ decoding then has only the engines' half. On GPUs each would have cards of its o
 
 import asyncio
 import os
-import time
 from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Sequence
@@ -40,7 +39,6 @@ from rich.console import Console
 
 from refrain.benchmarks import one_step
 from refrain.benchmarks.cores import halves, only, pin
-from refrain.benchmarks.lanes import LaneRow, LaneSpan, draw_lanes
 from refrain.benchmarks.laps import Measured, Row, check_counts, in_turn, median_of, rows_with
 from refrain.engines.gpus.placement import Wanted
 from refrain.engines.histospec.index import HistoryIndex, build_index
@@ -50,7 +48,6 @@ from refrain.engines.inference.drafting.vllm_drafter import VLLMDrafter
 from refrain.engines.inference.engine.ray_engine import RayEngine
 from refrain.engines.reports.tables import plain_table
 from refrain.engines.rollout.coordinator import Coordinator
-from refrain.engines.rollout.moves import RolloutView
 from refrain.engines.specactor.best_of_n import BestOfN
 from refrain.flows.config_file import load_config
 from refrain.schemas.bench import BenchReport
@@ -90,7 +87,6 @@ class DraftedLap:
     mode: Mode
     lap: one_step.Lap
     counts: StreamCounts
-    spans: Sequence[LaneSpan]
 
     def row(self) -> Row:
         return {
@@ -139,46 +135,6 @@ class Earlier:
                 path.unlink(missing_ok=True)
 
 
-class DrafterWatch:
-    """Record of which drafter drafts on which engine, for how many requests."""
-
-    def __init__(self, began_with: str) -> None:
-        self._began_with = began_with
-        self._now: dict[int, LaneSpan] = {}
-        self._spans: list[LaneSpan] = []
-        self._reused: dict[int, float] = {}
-        """Time at which each engine was used again, in seconds."""
-        self._raced_with: dict[int, str] = {}
-        self._started_s: float | None = None
-
-    def __call__(self, view: RolloutView) -> None:
-        self._started_s = self._started_s or time.perf_counter()
-        now_s = time.perf_counter() - self._started_s
-        for engine in view.engines:
-            last = self._now.get(engine.engine)
-            if last is not None and last.batch:
-                self._spans.append(replace(last, end_s=now_s))
-            elif last is not None and engine.progress:
-                self._reused.setdefault(engine.engine, now_s)
-            told = {d.setting.drafter for d in engine.drafting.values() if d.setting}
-            if engine.engine in self._reused and told:
-                (self._raced_with[engine.engine],) = told
-            self._now[engine.engine] = LaneSpan(
-                engine.engine, now_s, now_s, len(engine.progress), self._began_with
-            )
-
-    @property
-    def spans(self) -> list[LaneSpan]:
-        """Return the spans of drafters by engine. An engine that is used again races with one
-        drafter."""
-        return [
-            replace(span, drafter=self._raced_with[span.engine])
-            if span.engine in self._raced_with and span.start_s >= self._reused[span.engine]
-            else span
-            for span in self._spans
-        ]
-
-
 def add_arguments(parser: ArgumentParser) -> None:
     one_step.add_arguments(parser, "infra/demo/decoupled.yaml")
     parser.add_argument(
@@ -191,27 +147,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--split-cores", action="store_true", help="reserve half of the cores for drafters"
     )
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        metavar="FILE",
-        help="a PNG that shows who drafts when, on which engine",
-    )
 
 
 def measure(args: Namespace, console: Console) -> Measured:
     check_counts(args, "window", "prompts", "laps")
     config = load_config(args.config)
-    if args.picture and not args.picture.absolute().parent.is_dir():
-        raise ValueError(f"--picture {args.picture}: there is no such directory; make it first")
     if not config.specactor.draft_models:
         raise ValueError(f"{args.config} names no draft model: add specactor.draft_models")
     if args.split_cores:
         halves(DRAFTERS)
     work = one_step.first_step(config, args.prompts)
     laps = asyncio.run(_measure(config, *work, args, console))
-    if args.picture:
-        _draw(laps, args.picture)
     rows = [lap.row() for lap in laps]
     plain = next(lap.lap.tokens for lap in laps if lap.mode.setting is None)
     same = [plain[id] == tokens for lap in laps for id, tokens in lap.lap.tokens.items()]
@@ -317,24 +263,13 @@ async def _lap(
     policies = [BestOfN(mode.races, initial=mode.drafter, max_batch=RACED)] if mode.races else []
     coordinator = Coordinator(engines, policies)
     await drafters.take_counts()
-    watch = DrafterWatch(mode.drafter)
     assignments = [
         (int(i % EARLY == 0), replace(request, drafting=mode.setting))
         for i, request in enumerate(requests)
     ]
-    lap = await one_step.roll_out(coordinator, weights, assignments, watch)
+    lap = await one_step.roll_out(coordinator, weights, assignments)
     counts = (await drafters.take_counts()).get(mode.drafter, StreamCounts())
-    return DraftedLap(mode, lap, counts, watch.spans)
-
-
-def _draw(laps: Sequence[DraftedLap], file: Path) -> None:
-    """Draw the last lap of each mode that shares the noise."""
-    rows = {
-        lap.mode.name: LaneRow(lap.mode.name, (0, 1), tuple(lap.spans))
-        for lap in laps
-        if lap.mode.drafter in ("", "shared")
-    }
-    draw_lanes(list(rows.values()), file, "who drafts when, on two real engines")
+    return DraftedLap(mode, lap, counts)
 
 
 def _totals(rows: Sequence[Row]) -> dict[str, int]:

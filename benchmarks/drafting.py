@@ -9,11 +9,7 @@ rewards. A step's rollouts go in batches, in the order of the trace. The drafter
     ngram                vLLM's prompt lookup: 2 to 4 tokens match, 4 are drafted
     arctic               Arctic Inference's suffix decoding at depth 64 and factor 4
     histospec_paper      the history index, matches and windows of the paper (RhymeRL 5.3, 5.4)
-    histospec_doubling   the same matches, windows that are doubled and halved
-    histospec_fixed      always the longest draft
-    histospec_own        as shipped, but only from a prompt's own history
-    histospec_blind      as shipped, but without knowing each sample's noise
-    histospec_counts     as blind, but from counts alone: rewards do not matter
+    histospec_counts     as shipped, but without each sample's noise, and rewards do not matter
     histospec_device     as on vLLM's V2 runner, where the device drafts; always the longest draft
     histospec            as shipped, with the index that all prompts share; with a profile its gate
                          keeps the drafts that pay
@@ -45,7 +41,7 @@ from refrain.benchmarks.lockstep import (
 )
 from refrain.engines.histospec.gate import ProfiledStepTimes
 from refrain.engines.histospec.library import PromptHistory
-from refrain.engines.histospec.window import AIMD, Doubling, Fixed
+from refrain.engines.histospec.window import AIMD
 from refrain.engines.latency.fitted import FittedLatency
 from refrain.engines.latency.profile_file import find_profile, read_profile
 from refrain.engines.reports.tables import plain_table
@@ -65,8 +61,6 @@ FIRST_EPOCH = 5
 PACKAGES = ("refrain-rl", "numpy", "numba", PACKAGE)
 RATES = ("acceptance_length", "acceptance_rate", "speculation_rate")
 VARIANTS = {
-    "histospec_own": {"shared_tokens": 0},
-    "histospec_blind": {"look_ahead": False},
     "histospec_counts": {"look_ahead": False},
     "histospec_device": {},
     "histospec": {},
@@ -226,8 +220,6 @@ def _drafters(
         "ngram": NGram(),
         **({"arctic": Arctic(cache_class)} if cache_class else {}),
         "histospec_paper": Windows(AIMD(), PAPER),
-        "histospec_doubling": Windows(Doubling(), PAPER),
-        "histospec_fixed": Windows(Fixed(config.max_draft), config),
         **{
             name: (OnDevice if name == "histospec_device" else Shipped)(
                 config.model_copy(update=update),

@@ -9,19 +9,12 @@ own estimate for the shared tree; the growth of the process agrees within a few 
 "refrain, shared" drafts all rows first from the prompt's index, then from a full index that all
 prompts share (`DraftingConfig.shared_tokens`: 1 M tokens). Its build time is that of one of the
 index's files.
-
-"refrain, cold" is the prompt's index when disk space is short: compressed, then decompressed.
-
-Finally the bench adds prompts, each with 16 responses of 48 tokens, to a library that already has
-as many prompts as a large data set. It adds them one by one.
 """
 
-import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,16 +29,8 @@ from refrain.engines.histospec.drafting import (
     evidence_shares,
     without_turns,
 )
-from refrain.engines.histospec.index import END, HistoryIndex, build_index
-from refrain.engines.histospec.index_file import (
-    cold_path,
-    compress,
-    decompress,
-    index_path,
-    open_index,
-    write_index,
-)
-from refrain.engines.histospec.library import IndexLibrary, PromptHistory, index_sizes
+from refrain.engines.histospec.index import HistoryIndex, build_index
+from refrain.engines.histospec.library import index_sizes
 from refrain.engines.histospec.matching import IndexTable
 from refrain.engines.reports.tables import plain_table
 from refrain.schemas.bench import BenchReport
@@ -56,10 +41,6 @@ ROWS, CONTEXT_TOKENS, WINDOW = 256, 64, 8
 SIZES = index_sizes(DraftingConfig())
 SHARED_FILES, SHARED_PROMPTS = 4, 1
 """Files of the full shared index, and prompts in each file."""
-NUM_PROMPTS, ADDED_PROMPTS, ADDED_TOKENS = 230_000, 200, 48
-"""Prompts in the library (as many as in RhymeRL's data set), prompts added to it, and tokens of
-each of their responses."""
-LIBRARY, COLD = "a library of many", "refrain, cold"
 FIGURES = ("build_tokens_per_s", "bytes_per_token", "draft_256_rows_ms")
 PACKAGES = ("refrain-rl", "numba", "numpy", PACKAGE)
 PREFIXES = {"refrain": "", "refrain, shared": "shared_", "arctic": "arctic_"}
@@ -69,17 +50,10 @@ _NO_PROMPT = np.empty(0, np.int32)
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="[default: 7]")
-    parser.add_argument(
-        "--prompts",
-        type=int,
-        default=NUM_PROMPTS,
-        metavar="N",
-        help=f"prompts of the library [default: {NUM_PROMPTS:,}]",
-    )
 
 
 def measure(args: Namespace, console: Console) -> Measured:
-    check_counts(args, "repeats", "prompts")
+    check_counts(args, "repeats")
     responses = similar_responses(np.random.default_rng(0))
     contexts = contexts_of(responses, np.random.default_rng(1))
     subjects: dict[str, Any] = {
@@ -98,11 +72,7 @@ def measure(args: Namespace, console: Console) -> Measured:
     for name, subject in subjects.items():
         values = _figures(subject.num_tokens, subject.num_bytes, rows_with(rows, index=name))
         figures |= {f"{PREFIXES[name]}{key}": value for key, value in values.items()}
-    found, compressed = compress_and_restore(subjects["refrain"].index, args.repeats)
-    figures |= found
-    console.print(f"a library of {args.prompts:,} prompts", style="dim")
-    added = add_to_many(args.prompts)
-    return figures | {"add_ms": 1e3 * median_of(added, "add_s")}, rows + compressed + added
+    return figures, rows
 
 
 def show(report: BenchReport, console: Console) -> None:
@@ -113,53 +83,6 @@ def show(report: BenchReport, console: Console) -> None:
         known = [f"{v:,.{d}f}" for v, d in zip(values, (0, 1, 3), strict=True) if v is not None]
         table.add_row(name, *(known or [f"{PACKAGE} is not installed"]))
     console.print(table)
-    cold = [report.figures[name] for name in ("cold_bytes_per_token", "compress_ms", "restore_ms")]
-    console.print(
-        "{}: {:.1f} bytes/token, made in {:.1f} ms, whole in {:.1f} ms".format(COLD, *cold)
-    )
-    console.print(f"adding a prompt to {LIBRARY} takes {report.figures['add_ms']:.2f} ms")
-
-
-def compress_and_restore(index: HistoryIndex, repeats: int) -> Measured:
-    """Compress an index file `repeats` times, and decompress it until it is checked."""
-    with tempfile.TemporaryDirectory(prefix="refrain-bench-") as name:
-        whole, cold = index_path(Path(name), "0"), cold_path(Path(name), "0")
-        write_index(index, "0", whole)
-        rows: list[Row] = []
-        for i in range(repeats):
-            compress_s = seconds(lambda: compress(whole, cold))
-            num_bytes = cold.stat().st_size
-            restore_s = seconds(lambda: (decompress(cold, whole), open_index(whole, "0")))
-            row = {"index": COLD, "repeat": i, "compress_s": compress_s, "restore_s": restore_s}
-            rows.append(row)
-    figures = {f"{name}_ms": 1e3 * median_of(rows, f"{name}_s") for name in ("compress", "restore")}
-    return figures | {"cold_bytes_per_token": num_bytes / np.count_nonzero(index.text != END)}, rows
-
-
-def add_to_many(num_prompts: int) -> list[Row]:
-    """Add prompts to a library of `num_prompts`; return a row for each."""
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, VOCAB_SIZE, (ADDED_PROMPTS, NUM_RESPONSES, ADDED_TOKENS))
-    rewards = [float(i % 2) for i in range(NUM_RESPONSES)]
-    histories = [
-        PromptHistory(f"{n:032x}", 1, [1, 2, 3], list(responses), rewards)
-        for n, responses in enumerate(tokens, num_prompts)
-    ]
-    with tempfile.TemporaryDirectory(prefix="refrain-bench-") as name:
-        fill(Path(name), num_prompts)
-        library = IndexLibrary(Path(name), DraftingConfig())
-        library.add(histories[:1])  # Load compiled code before timing.
-        added_s = [seconds(lambda it=it: library.add([it])) for it in histories]
-    return [{"index": LIBRARY, "repeat": i, "add_s": add_s} for i, add_s in enumerate(added_s)]
-
-
-def fill(directory: Path, num_prompts: int) -> None:
-    """Write indexes of prompts that are never used: the same file under many names."""
-    first = index_path(directory, f"{0:032x}")
-    write_index(build_index([1], [[2]], [1.0]), "0", first)
-    content = first.read_bytes()
-    for n in range(1, num_prompts):
-        index_path(directory, f"{n:032x}").write_bytes(content)
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from refrain.engines.rollout.coordinator import Coordinator
-from refrain.engines.rollout.stage import OnProgress, Outcome
+from refrain.engines.rollout.stage import Outcome
 from refrain.schemas.config import TrainConfig
 from refrain.schemas.data import Prompt
 from refrain.schemas.keys import sample_key
@@ -108,7 +108,6 @@ async def roll_out(
     coordinator: Coordinator,
     weights: PolicyWeights,
     assignments: Sequence[tuple[int, RolloutRequest]],
-    on_progress: OnProgress | None = None,
 ) -> Lap:
     """Roll out with empty prefix caches. The time for loading weights does not count."""
     await coordinator.load_weights(weights)
@@ -118,7 +117,7 @@ async def roll_out(
         told.extend(finished)
 
     started_s = time.perf_counter()
-    outcome = await coordinator.roll_out(assignments, keep, on_progress)
+    outcome = await coordinator.roll_out(assignments, keep)
     seconds = time.perf_counter() - started_s
     return Lap(seconds, await fetch(told), outcome)
 

@@ -14,7 +14,7 @@ generate in turn:
 
 All but `stock` must generate the same tokens; in bfloat16 near-ties may flip. A lap of `on` is
 compared with the lap of `off` beside it. `nats` is the mean of -log p over the sampled
-tokens. `own`, `shared` and `siblings` are shares of all tokens and add up to `from drafts`. `gated`
+tokens. `own` and `shared` are shares of all tokens and add up to `from drafts`. `gated`
 is the share of steps that verified nothing.
 
 Two columns come from a replay of the same responses. `ngram` is the share of tokens that vLLM's
@@ -52,7 +52,7 @@ from refrain.schemas.keys import sample_key
 from refrain.schemas.rollout import RequestId
 
 PACKAGES = (*one_step.PACKAGES, "transformers")
-SOURCES = ("own", "shared", "siblings", "ngram")
+SOURCES = ("own", "shared", "ngram")
 OF_HEAD = ("acceptance_length", "acceptance_rate", "speculation_rate", "gated")
 COMPARED = ("nats", "speculation_rate", "acceptance_length", "gated", *SOURCES, "if_cheap")
 

@@ -14,7 +14,6 @@ from rich.console import Console
 from refrain.benchmarks.laps import check_counts, in_turn
 from refrain.benchmarks.one_step import Lap, roll_out, step_requests
 from refrain.engines.gpus.placement import Wanted
-from refrain.engines.histopipe.placement import deal_groups
 from refrain.engines.inference.engine.ray_engine import RayEngine
 from refrain.engines.inference.engine.vllm_engine import VLLMEngine
 from refrain.engines.learn.checkpoint import checkpoints_dir
@@ -25,7 +24,6 @@ from refrain.schemas.config import TrainConfig
 from refrain.schemas.data import Prompt
 from refrain.schemas.drafting import DraftingConfig
 from refrain.schemas.rollout import RequestId, RolloutRequest, Split
-from refrain.schemas.step import StepPlan
 from refrain.schemas.weights import PolicyWeights
 from refrain.tasks.run.gpus import wanted_by_engines
 from refrain.tasks.run.ray_cluster import ray_cluster
@@ -43,8 +41,6 @@ class Work:
     step: int
     weights: PolicyWeights
     assignments: Sequence[tuple[int, RolloutRequest]]
-    by_tokens: Sequence[tuple[int, RolloutRequest]]
-    """The same requests, distributed over engines by expected tokens instead of passes."""
     recorded: dict[RequestId, Sequence[int]]
     """Tokens that the run generated."""
 
@@ -55,8 +51,6 @@ class EngineKind:
 
     engine_class: type[VLLMEngine]
     drafting: DraftingConfig
-    by_tokens: bool = False
-    """Whether its requests are distributed by expected tokens."""
 
 
 Turn = tuple[str, Work, Lap]
@@ -92,9 +86,7 @@ class Recorded:
                 for coordinator in coordinators.values():
                     await coordinator.start()
                 return [
-                    turn
-                    for work in self.works
-                    for turn in await self._laps(work, kinds, coordinators)
+                    turn for work in self.works for turn in await self._laps(work, coordinators)
                 ]
             finally:
                 for coordinator in coordinators.values():
@@ -103,7 +95,6 @@ class Recorded:
     async def _laps(
         self,
         work: Work,
-        kinds: Mapping[str, EngineKind],
         coordinators: Mapping[str, Coordinator],
     ) -> list[Turn]:
         keys = sorted({request.id.prompt_key for _, request in work.assignments})
@@ -112,8 +103,7 @@ class Recorded:
         names, turns = list(coordinators), []
         for lap in range(self.num_laps + 1):
             for name in in_turn(names, lap):
-                dealt = work.by_tokens if kinds[name].by_tokens else work.assignments
-                measured = await roll_out(coordinators[name], work.weights, dealt)
+                measured = await roll_out(coordinators[name], work.weights, work.assignments)
                 turns += [(name, work, measured)] if lap else []
             self.console.print(f"epoch {work.epoch}, {', '.join(names)}: lap {lap}/{self.num_laps}")
         return turns
@@ -208,18 +198,8 @@ def _work(store: Store, config: TrainConfig, epoch: int, step: int) -> Work:
         ]
         for row in rows
     }
-    assignments, by_tokens = (
-        [(engines[request.id.prompt_key], request) for request in requests]
-        for engines in (planned, engines_by_tokens(plan, num_engines))
-    )
-    return Work(epoch, step, _weights(config, step - 1), assignments, by_tokens, recorded)
-
-
-def engines_by_tokens(plan: StepPlan, num_engines: int) -> dict[str, int]:
-    """Return the engine of each prompt if prompts were distributed by expected tokens."""
-    lengths = {g.prompt_key: g.expected_tokens for g in plan.groups if g.expected_tokens}
-    dealt = deal_groups([g.prompt_key for g in plan.groups], lengths, num_engines)
-    return {group.prompt_key: group.engine for group in dealt}
+    assignments = [(planned[request.id.prompt_key], request) for request in requests]
+    return Work(epoch, step, _weights(config, step - 1), assignments, recorded)
 
 
 def _weights(config: TrainConfig, policy_version: int) -> PolicyWeights:

@@ -1,9 +1,9 @@
 """Exact sampling compared with vLLM's: bytes, kernel launches and time of a step.
 
 The bench counts a step of 256 rows of 151,936 float32 logits (see `benchmarks.traffic`), for the
-sampler (`bytes_per_logit`, `kernel_operations_per_logit`, `launches`) and for the same with torch's
-operations alone (`eager_*`). `kernel_tiles_skipped_share` is the share of the parts of the
-vocabulary that compute one exact score only. `*_real` are on the logits of `--model`.
+sampler (`bytes_per_logit`, `kernel_operations_per_logit`, `launches`). `kernel_tiles_skipped_share`
+is the share of the parts of the vocabulary that compute one exact score only. `*_real` are on the
+logits of `--model`.
 `tail`: of 2^32 draws, those with more noise than 1,000 of them should exceed, divided by 1,000. The
 bench times both samplers in turn on the machine's GPU, or with fewer rows on its CPU. vLLM's
 sampler also returns the log-probabilities of its samples.
@@ -24,7 +24,6 @@ from refrain.benchmarks.laps import Measured, Row, check_counts, in_turn, median
 from refrain.benchmarks.noise_tail import tail
 from refrain.benchmarks.traffic import (
     KernelCounts,
-    count_eager,
     count_kernels,
     counted,
     logits_of,
@@ -60,7 +59,6 @@ def measure(args: Namespace, console: Console) -> Measured:
         for num_rows in track(TIMED_ROWS[device], "timed", console=console, transient=True)
         for row in _laps(num_rows, args.repeats, device)
     ]
-    eager = count_eager(NUM_ROWS, VOCAB_SIZE)
     num_beyond, largest = tail(NUM_DRAWS, EXPECTED_BEYOND)
     kernels = count_kernels(random_logits(VOCAB_SIZE))
     figures: dict[str, int | float] = {
@@ -68,8 +66,6 @@ def measure(args: Namespace, console: Console) -> Measured:
         **_kernel_figures(kernels, VOCAB_SIZE, ""),
         "launches": len(launches_of(NUM_ROWS, drafted=False)),
         "launches_drafted": len(launches_of(NUM_ROWS, drafted=True)),
-        "eager_bytes_per_logit": eager.num_bytes / NUM_ROWS / VOCAB_SIZE,
-        "eager_launches": len(eager.launches),
         "tail": num_beyond / EXPECTED_BEYOND,
         "largest_noise": largest,
     }

@@ -6,9 +6,8 @@
     first_rollout_s    until the first finished rollout is durable
     cpu_s              CPU seconds of all its processes until then
 
-With --beside, another checkout with a .venv of its own does the same in turn, under the same load
-of the machine. Figures are medians. The run writes progress.json once a second, so
-`first_rollout_s` may be up to a second late.
+Figures are medians. The run writes progress.json once a second, so `first_rollout_s` may be up to a
+second late.
 """
 
 import json
@@ -18,14 +17,14 @@ import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
 from rich.console import Console
 
-from refrain.benchmarks.laps import Measured, Row, check_counts, median_of, rows_with
+from refrain.benchmarks.laps import Measured, Row, check_counts, median_of
 from refrain.benchmarks.pipeline import printed_last
 from refrain.engines.reports.tables import plain_table
 from refrain.engines.tracking.progress_file import PROGRESS_FILE
@@ -57,48 +56,35 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--config", default="infra/demo/train.yaml", help="config of the run (default: %(default)s)"
     )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="rounds per checkout (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--beside", type=Path, metavar="DIR", help="another checkout to compare with, in turn"
-    )
+    parser.add_argument("--rounds", type=int, default=3, help="rounds (default: %(default)s)")
 
 
 def measure(args: Namespace, console: Console) -> Measured:
     check_counts(args, "rounds")
-    commands = {"now": Command(CHECKOUT, Path(sys.executable), args.config)}
-    if args.beside:
-        beside = args.beside.resolve()
-        commands["before"] = Command(beside, beside / ".venv/bin/python", args.config)
-    rows = []
+    command, rows = Command(args.config), []
     for _ in range(args.rounds):
-        for name, command in commands.items():
-            rows.append({"checkout": name, **command.start()})
-            console.print(f"{name}: first rollout after {rows[-1]['first_rollout_s']:.1f} s")
-    return _figures(rows), rows
+        rows.append(command.start())
+        console.print(f"first rollout after {rows[-1]['first_rollout_s']:.1f} s")
+    return {name: median_of(rows, name) for name in MEASURED}, rows
 
 
 def show(report: BenchReport, console: Console) -> None:
-    table = plain_table("seconds", *{str(row["checkout"]): None for row in report.rows})
-    names = {row["checkout"]: "" if row["checkout"] == "now" else "_before" for row in report.rows}
+    table = plain_table("figure", "seconds")
     for name in MEASURED:
-        table.add_row(name, *(f"{report.figures[name + end]:.1f}" for end in names.values()))
+        table.add_row(name, f"{report.figures[name]:.1f}")
     console.print(table)
 
 
 class Command:
-    """`refrain train` of a checkout."""
+    """`refrain train` of this checkout."""
 
-    def __init__(self, checkout: Path, python: Path, config: str) -> None:
-        """Raise ValueError if there is no such checkout."""
-        for needed in (python, checkout / config):
-            if not needed.exists():
-                raise ValueError(f"{needed} does not exist: give a checkout that was set up")
-        self._command = [str(python), "-m", "refrain.flows.cli", "train", config]
-        self._checkout = checkout
+    def __init__(self, config: str) -> None:
+        """Raise ValueError if there is no such config."""
+        if not (CHECKOUT / config).exists():
+            raise ValueError(f"{CHECKOUT / config} does not exist: give the path of a config")
+        self._command = [sys.executable, "-m", "refrain.flows.cli", "train", config]
         self._environment = {k: v for k, v in os.environ.items() if k not in _ELSEWHERE}
-        self._environment["PYTHONPATH"] = str(checkout)
+        self._environment["PYTHONPATH"] = str(CHECKOUT)
 
     def start(self) -> Row:
         """Check the config, then run until the first rollout. Return what `MEASURED` names, and CPU
@@ -115,7 +101,7 @@ class Command:
                     return {"check_s": check_s, **_until_first_rollout(run, directory)}
             except RuntimeError as error:
                 last = printed_last(directory / "output")
-                raise RuntimeError(f"{self._checkout}: {error}: {last}") from error
+                raise RuntimeError(f"{error}: {last}") from error
             finally:
                 clear_up(directory / "start")
 
@@ -124,7 +110,7 @@ class Command:
             "refrain train",
             [*self._command, *more, f"runs_dir={directory}", "name=start"],
             directory / "output",
-            cwd=self._checkout,
+            cwd=CHECKOUT,
             env=self._environment,
         )
 
@@ -138,7 +124,6 @@ def _until_first_rollout(run: Service, directory: Path) -> Row:
         _note_cpu(run.process.pid, cpu_s)
         if file.exists():
             reached_s.setdefault("services_s", now_s)
-            # Another checkout may have another `RunProgress`.
             if rolling := json.loads(file.read_bytes())["rolling"]:
                 reached_s.setdefault("engines_s", now_s)
                 if rolling["num_finished"]:
@@ -172,13 +157,3 @@ def _note_cpu(pid: int, cpu_s: dict[tuple[int, float], tuple[str, float]]) -> No
             continue
         kind = next((kind for sign, kind in _KINDS.items() if sign in line), "Ray's own")
         cpu_s[process.pid, process.create_time()] = (kind, used.user + used.system)
-
-
-def _figures(rows: Sequence[Row]) -> dict[str, float]:
-    """Return medians, and how many times as long the other checkout takes."""
-    figures = {name: median_of(rows, name, checkout="now") for name in MEASURED}
-    if before := rows_with(rows, checkout="before"):
-        medians = {name: median_of(before, name) for name in MEASURED}
-        figures |= {f"{name}_before": seconds for name, seconds in medians.items()}
-        figures |= {f"{name}_ratio": medians[name] / figures[name] for name in MEASURED}
-    return figures

@@ -114,15 +114,13 @@ class DialTurn:
         counts, drafting = self.lap.counts, share.drafting
         accepted = counts["num_accepted_tokens"]
         shared = drafting.num_shared_accepted_tokens
-        siblings = drafting.num_sibling_accepted_tokens
         verifications = max(1, counts["num_verifications"])
         return {
             "acceptance_rate": accepted / max(1, counts["num_draft_tokens"]),
             "acceptance_length": 1.0 + accepted / verifications,
             "speculation_rate": accepted / num_tokens,
-            "own": (accepted - shared - siblings) / num_tokens,
+            "own": (accepted - shared) / num_tokens,
             "shared": shared / num_tokens,
-            "siblings": siblings / num_tokens,
             "gated": 1.0 - drafting.num_drafting_steps / max(1, drafting.num_steps),
             "draft_s": drafting.draft_s,
         }

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from refrain.benchmarks.operations import Traffic
 from refrain.engines.inference.sampling import gpu, kernels
-from refrain.engines.inference.sampling.noise import perturbed_argmax
 from refrain.engines.inference.sampling.step_rows import StepRows
 
 KERNELS = ("draw", "accept")
@@ -87,18 +86,6 @@ def runner_of(num_requests: int, num_tokens: int, device: str) -> Any:
         input_batch=SimpleNamespace(req_ids=ids, num_reqs=num_requests),
         requests=dict.fromkeys(ids, request),
     )
-
-
-def count_eager(num_rows: int, vocab_size: int) -> Traffic:
-    """Count the same step with torch's operations alone, as the noise is defined."""
-    keys = torch.zeros(num_rows, dtype=torch.int64, device="meta")
-    logits = torch.zeros(num_rows, vocab_size, device="meta")
-    temperatures = torch.ones(num_rows, 1, device="meta")
-    with Traffic() as traffic:
-        scaled = logits / temperatures
-        tokens = perturbed_argmax(scaled, keys, keys)
-        scaled.gather(-1, tokens[:, None]).squeeze(-1) - scaled.logsumexp(dim=-1)
-    return traffic
 
 
 @dataclass(frozen=True)

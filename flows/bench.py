@@ -104,10 +104,6 @@ BENCHES = {
         "rollouts on real engines: stock vLLM against drafting off and on, by epoch",
         "10 minutes for the demo",
     ),
-    "rollout_ablation": Bench(
-        "rollouts with history, and without each of its parts: seconds, unchanged tokens",
-        "10 minutes for the demo",
-    ),
     "sampling": Bench(
         "exact sampling and vLLM's sampling: bytes, kernel launches and time of a step",
         "2 minutes",
@@ -121,7 +117,7 @@ BENCHES = {
         "4 minutes",
     ),
     "start": Bench(
-        "the start: seconds from the command to the first rollout, also of another checkout",
+        "the start: seconds from the command to the first rollout",
         "a minute a round",
     ),
     "switch": Bench(

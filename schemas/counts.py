@@ -25,9 +25,6 @@ class DraftingCounts:
     num_shared_draft_tokens: int = 0
     """Verified draft tokens from the index that all prompts share."""
     num_shared_accepted_tokens: int = 0
-    num_sibling_draft_tokens: int = 0
-    """Verified draft tokens from running samples of the same prompt."""
-    num_sibling_accepted_tokens: int = 0
     decode_s: float = 0.0
     """Seconds of forward passes without drafts, without their time for prompts."""
     verify_s: float = 0.0

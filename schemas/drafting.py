@@ -45,9 +45,6 @@ class DraftingConfig(DraftingSection):
     token's probability of being accepted. `paper`: 2 more after full acceptance, back to 2 after a
     rejection, and matches of 3 to 7 tokens instead of 2 to 16. `doubling`: twice as many after full
     acceptance, half after a rejection."""
-    siblings: bool = False
-    """Draft from running samples of the same prompt where its history has nothing. It brings little
-    if the samples run side by side, as they do in a run."""
     shared_tokens: int = Field(default=2**20, ge=0)
     """Size limit, in tokens of 17 bytes each, of the index that all prompts share: 18 MB. It holds
     the last two epochs, or as much as fits, and drafts where a prompt's own history knows less. 0:

@@ -15,17 +15,13 @@ import numpy as np
 
 from refrain.engines.histospec.drafting import NUM_EVIDENCE, evidence_factors, evidence_shares
 
-_NUM_LIVE, _NUM_RECORDS = 8, 16
-_NUM_HISTORY = 2 * NUM_EVIDENCE
-_FIRST_RECORD = _NUM_HISTORY + _NUM_LIVE
+_NUM_RECORDS = 16
+_FIRST_RECORD = 2 * NUM_EVIDENCE
 NUM_CLASSES = _FIRST_RECORD + _NUM_RECORDS
 """Number of evidence classes: those of a prompt's own history, the same ones of the shared indexes,
-8 of drafts from running siblings, by the number of matching tokens, then 16 of drafts from draft
-models and n-grams, by the request's record."""
+then 16 of drafts from draft models and n-grams, by the request's record."""
 _SHARED_GUESS = 0.6
 """First guess of the acceptance of shared evidence, as a multiple of that of a prompt's own."""
-_LIVE_GUESS = 0.4
-"""First guess of the acceptance of drafts from siblings."""
 PRIOR_WEIGHT, MOST_WEIGHT, WEIGHT_SHARE = 4.0, 128.0, 1 / 4
 """Weight of a regression in each class, in verified tokens. It starts at `PRIOR_WEIGHT`, when the
 regression is a guess, and grows by `WEIGHT_SHARE` of all fitted tokens up to `MOST_WEIGHT`."""
@@ -44,12 +40,6 @@ _NEWTON_STEPS = 3
 _LARGEST_STEP = 2.0  # of a coefficient, in log odds
 
 
-def live_evidence(matched: np.ndarray) -> np.ndarray:
-    """Return the classes of drafts from siblings; uint16, of the shape of `matched`, which counts
-    matching tokens."""
-    return (_NUM_HISTORY + np.clip(matched, 1, _NUM_LIVE) - 1).astype(np.uint16)
-
-
 def record_evidence(records: np.ndarray) -> np.ndarray:
     """Return the classes of drafts from draft models and n-grams; uint16, of the shape of
     `records`: float in 0..1, the recent share of right tokens of each request."""
@@ -64,12 +54,7 @@ def shared_evidence(evidence: np.ndarray) -> np.ndarray:
 
 def is_shared(evidence: np.ndarray) -> np.ndarray:
     """Return which tokens of these classes are from a shared index; bool."""
-    return (evidence >= NUM_EVIDENCE) & (evidence < _NUM_HISTORY)
-
-
-def is_sibling(evidence: np.ndarray) -> np.ndarray:
-    """Return which tokens of these classes are from siblings; bool."""
-    return (evidence >= _NUM_HISTORY) & (evidence < _FIRST_RECORD)
+    return (evidence >= NUM_EVIDENCE) & (evidence < _FIRST_RECORD)
 
 
 class Acceptance:
@@ -195,12 +180,10 @@ def _regressions() -> list[_Regression]:
     """Return one regression for each source and kind of evidence."""
     blocks = evidence_factors()
     guesses = np.split(evidence_shares(), [len(blocks[0])])
-    matched = np.arange(1, _NUM_LIVE + 1) / _NUM_LIVE
     records = (np.arange(_NUM_RECORDS) + 0.5) / _NUM_RECORDS
     kinds = [
         *zip(guesses, blocks, strict=True),
         *((_SHARED_GUESS * guess, block) for guess, block in zip(guesses, blocks, strict=True)),
-        (np.full(_NUM_LIVE, _LIVE_GUESS), np.vander(matched, 2)),
         (records, np.vander(records, 2)),
     ]
     ends = np.cumsum([len(guess) for guess, _ in kinds]).tolist()

@@ -18,13 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from refrain.engines.histospec.acceptance import (
-    Acceptance,
-    is_shared,
-    is_sibling,
-    live_evidence,
-    shared_evidence,
-)
+from refrain.engines.histospec.acceptance import Acceptance, is_shared, shared_evidence
 from refrain.engines.histospec.budget import keep_likeliest
 from refrain.engines.histospec.drafting import (
     NO_KEY,
@@ -37,7 +31,6 @@ from refrain.engines.histospec.drafting import (
 from refrain.engines.histospec.gate import Backoff, Gate
 from refrain.engines.histospec.matching import NO_INDEX
 from refrain.engines.histospec.request_indexes import RequestIndexes
-from refrain.engines.histospec.siblings import NO_SLOT, SiblingIndex
 from refrain.engines.histospec.window import WindowPolicy
 from refrain.schemas.counts import DraftingCounts
 
@@ -90,7 +83,6 @@ class DraftedRequest:
     prompt_key: str
     max_tokens: int
     """Most tokens of prompt and response together."""
-    num_prompt_tokens: int = 0
     sample_key: int = NO_KEY
     """Key of the noise that samples the request, to draft what the noise will draw. `NO_KEY`:
     unknown."""
@@ -107,23 +99,19 @@ class HistoryDrafter:
         windows: WindowPolicy,
         gate: Gate,
         max_num_requests: int,
-        siblings: SiblingIndex | None = None,
         *,
         shares: bool = True,
     ) -> None:
-        """`siblings`: drafts from samples of the same prompt, where the history drafts nothing.
-        `shares`: whether to draft from the shared indexes."""
+        """`shares`: whether to draft from the shared indexes."""
         self.gate = gate
         self.acceptance = Acceptance()
         self._counts: defaultdict[str, Any] = defaultdict(int)
         self.indexes = RequestIndexes(directory, max_num_requests, shares=shares)
         self._asking = Backoff()
         self._windows = windows
-        self._siblings = siblings
         self._requests: dict[str, tuple[int, str]] = {}
         """Request -> its place in the arrays, and its prompt key."""
         self._free = list(range(max_num_requests))
-        self._sibling_slots = np.full(max_num_requests, NO_SLOT, np.int32)
         self._window = np.zeros(max_num_requests, np.int32)
         self._keys = without_noise(max_num_requests)
         self._starts = without_turns(max_num_requests)
@@ -146,10 +134,6 @@ class HistoryDrafter:
         place = self._free.pop()
         self._requests[request.id] = (place, request.prompt_key)
         self.indexes.begin(place, request.prompt_key)
-        if self._siblings:
-            prompt = request.num_prompt_tokens, request.turn_start
-            slot = self._siblings.add(request.prompt_key, *prompt)
-            self._sibling_slots[place] = slot
         self._window[place] = self._windows.first(1)[0]
         self._max_tokens[place] = request.max_tokens
         self._keys[place] = request.sample_key
@@ -161,8 +145,6 @@ class HistoryDrafter:
         for id in self._requests.keys() - set(ids):
             place, key = self._requests.pop(id)
             self._free.append(place)
-            if self._siblings:
-                self._siblings.remove(int(self._sibling_slots[place]))
             self.indexes.end(place, key)
 
     def places(self, ids: Sequence[str]) -> np.ndarray:
@@ -234,10 +216,9 @@ class HistoryDrafter:
         num_accepted = np.clip(num_sampled - 1, 0, num_drafted)
         evidence = self._evidence[places]
         self.acceptance.observe(evidence, num_drafted, num_accepted)
-        for source, of in (("shared", is_shared), ("sibling", is_sibling)):
-            rows = of(evidence[:, 0])
-            self._counts[f"num_{source}_draft_tokens"] += int(num_drafted[rows].sum())
-            self._counts[f"num_{source}_accepted_tokens"] += int(num_accepted[rows].sum())
+        rows = is_shared(evidence[:, 0])
+        self._counts["num_shared_draft_tokens"] += int(num_drafted[rows].sum())
+        self._counts["num_shared_accepted_tokens"] += int(num_accepted[rows].sum())
         self._window[places] = self._windows.next(self._window[places], num_drafted, num_accepted)
 
     def _draft(
@@ -253,8 +234,7 @@ class HistoryDrafter:
         own_slots = self.indexes.slots[places]
         shared_slots = self.indexes.shared_slots
         nothing = (own_slots == NO_INDEX).all() and not len(shared_slots)
-        nothing = (nothing and self._siblings is None) or not max_draft_tokens
-        if nothing or not self.gate.looks(len(places)):
+        if nothing or not max_draft_tokens or not self.gate.looks(len(places)):
             return drafts
         # A verification emits one token more than it accepts.
         room = self._max_tokens[places] - num_tokens - 1
@@ -271,8 +251,6 @@ class HistoryDrafter:
         )
         if len(shared_slots) and self._asking.looks(len(places)):
             self._ask_shared(drafts, *text)
-        if self._siblings:
-            self._ask_siblings(self._siblings, drafts, places, *text[:3])
         self._evidence[places] = drafts.evidence
         probabilities = self.acceptance.of_drafts(drafts.evidence, drafts.num)
         known = (float(num_tokens.sum()), self.acceptance.num_observed)
@@ -328,21 +306,3 @@ class HistoryDrafter:
     def _num_expected(self, drafts: Drafts) -> np.ndarray:
         """Return the expected number of accepted tokens of each row; float64 [rows]."""
         return self.acceptance.of_drafts(drafts.evidence, drafts.num).sum(axis=1)
-
-    def _ask_siblings(
-        self,
-        siblings: SiblingIndex,
-        drafts: Drafts,
-        places: np.ndarray,
-        token_ids: np.ndarray,
-        num_tokens: np.ndarray,
-        windows: np.ndarray,
-    ) -> None:
-        """Draft from running samples of the same prompt for the rows that have no draft yet."""
-        slots = self._sibling_slots[places]
-        siblings.extend(slots, token_ids, num_tokens)
-        windows[drafts.num > 0] = 0
-        matched = np.zeros(len(places), np.int32)
-        num_live = siblings.draft(slots, token_ids, num_tokens, windows, drafts.tokens, matched)
-        drafts.evidence[num_live > 0] = live_evidence(matched[num_live > 0])[:, None]
-        drafts.num = drafts.num + num_live

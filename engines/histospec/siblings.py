@@ -1,4 +1,4 @@
-"""Running samples of one prompt draft for each other. Pure.
+"""Texts that still grow draft for each other and for themselves. Pure.
 
     text:   pages of 64 tokens, those of one response linked both ways; -1 where nothing is yet
     tables: one per length of match: hash of that many tokens -> place of the token after them,
@@ -64,16 +64,15 @@ class SiblingIndex:
         """Bytes of the groups' arrays."""
         return sum(group.array.nbytes for group in self._groups.values())
 
-    def add(self, group: str, num_prompt_tokens: int, turn_start: int = 0) -> int:
-        """Add a new request and return its slot. The slot is valid until `remove`. Tokens before
-        `turn_start` are of earlier turns, and are never drafted."""
+    def add(self, group: str, num_prompt_tokens: int) -> int:
+        """Add a new request and return its slot. The slot is valid until `remove`."""
         if group not in self._groups:
             self._group_rows, row = _with_free_row(self._group_rows)
             self._group_rows[row] = [0, 0, 0, 0, *self._matches]
             self._groups[group] = _Group(row)
         self._groups[group].num_live += 1
         self._slot_rows, slot = _with_free_row(self._slot_rows)
-        start = max(num_prompt_tokens - self._matches[1], turn_start, 0)
+        start = max(num_prompt_tokens - self._matches[1], 0)
         self._slot_rows[slot] = [self._groups[group].row, start, start, _NONE]
         self._slots[slot] = group
         return slot

@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 
-import pytest
 from rich.console import Console
 
 from refrain.benchmarks import deciding
@@ -28,8 +27,3 @@ def test_every_pool_is_looked_at_in_a_round(monkeypatch):
         assert figures[f"moves_{num_engines}"] == sum(row["moves"] for row in own)
         last = [looked for engines, looked in looked_at if engines == num_engines][-1]
         assert set(last) == set(range(num_engines // 4))
-
-
-def test_rounds_are_counted():
-    with pytest.raises(ValueError, match="--rounds 0: give at least 1"):
-        deciding.measure(Namespace(rounds=0), Console(quiet=True))

@@ -16,17 +16,6 @@ def test_seconds_are_added_up_as_far_as_they_lie_in_the_stretches():
     assert watch.seconds("nothing", (0.0, 10.0)) == 0.0
 
 
-async def test_calls_are_timed_and_pass_through():
-    watch = Stopwatch()
-
-    async def answer(value, *, more=0):
-        return value + more
-
-    assert await watch.timed_async("a", answer)(1, more=2) == 3
-    assert watch.timed("b")(max)(1, 2) == 2
-    assert [len(watch.spans[name]) for name in "ab"] == [1, 1]
-
-
 @pytest.mark.parametrize("arguments", [["--steps", "1"], ["--rollouts", "64,100"]])
 def test_sizes_that_make_no_sense_are_refused(arguments):
     result = CliRunner().invoke(main, ["bench", "overhead", *arguments])

@@ -1,14 +1,13 @@
 """A recorded step gets the history that the run had at that time, and can be dealt by tokens."""
 
-from refrain.benchmarks.recorded import engines_by_tokens, write_history
+from refrain.benchmarks.recorded import write_history
 from refrain.engines.histospec.index import END
 from refrain.engines.histospec.index_file import index_path, open_index
 from refrain.engines.histospec.shared import SharedReader
 from refrain.engines.store.rows import rollout_rows
 from refrain.engines.store.store import Store
 from refrain.schemas.rollout import Split
-from refrain.schemas.step import PromptGroup
-from tests.store.test_store import make_plan, make_rewards, make_rollout
+from tests.store.test_store import make_rewards, make_rollout
 
 KEYS = {step: ("a", "b") if step % 2 else ("c", "d") for step in range(1, 9)}
 """Prompts of each step. An epoch has two steps."""
@@ -35,19 +34,3 @@ def test_history_is_of_the_steps_before_and_of_two_epochs_at_most(tmp_path):
     shared, num_refused = SharedReader(directory).read()
     assert num_refused == 0
     assert set().union(*map(texts, shared.values())) == {13, 14, 15, 16}
-
-
-def test_dealing_by_tokens_ignores_passes():
-    """By tokens, the longest prompt is alone on its engine, although it takes few passes. A new
-    prompt counts as one of mean length."""
-    expected = {"long": (300.0, 20.0), "slow": (100.0, 90.0), "short": (80.0, 10.0), "new": None}
-    groups = [
-        PromptGroup(prompt_key=key, engine=0, expected_tokens=None)
-        if known is None
-        else PromptGroup(
-            prompt_key=key, engine=0, expected_tokens=known[0], expected_passes=known[1]
-        )
-        for key, known in expected.items()
-    ]
-    plan = make_plan([]).model_copy(update={"groups": tuple(groups)})
-    assert engines_by_tokens(plan, 2) == {"long": 0, "new": 1, "slow": 1, "short": 1}

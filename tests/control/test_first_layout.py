@@ -83,11 +83,6 @@ def test_many_begin_in_a_lower_degree_than_few():
     assert begun(many, costs=FREE) < 8
 
 
-def test_also_to_a_lower_one():
-    many = [2000] * 1500
-    assert begun(many, 8, costs=FREE) == begun(many, 2, costs=FREE) < 8
-
-
 def change_after(history, wake_s):
     """Return the number of the first stage that begins in another layout, and its TP degree, or
     (None, 2). `history`: lengths of each stage."""

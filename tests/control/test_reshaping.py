@@ -311,12 +311,6 @@ def test_reshaping_needs_a_profile_of_both_degrees(most_tokens, chosen):
     assert [move.tp_degree for move in moves] == chosen
 
 
-def test_several_switches_in_one_stage():
-    lengths = long_tailed(128, 0)
-    switches = play(switching(lengths).decide, lengths).switches
-    assert [tp for _, tp in switches] == [4, 8]
-
-
 def test_the_maximum_switches_in_one_direction():
     lengths = long_tailed(64, 2)
     up = play(switching(remaining=Maximum(16_000), wait_shares=()).decide, lengths)

@@ -70,9 +70,3 @@ def test_a_problem_is_in_the_exit_status(
     done = doctor()
     assert done.exit_code == status, done.output
     assert done.output.splitlines()[-1] == last
-
-
-def test_nowhere_to_write_is_refused_first(tmp_path: Path) -> None:
-    done = doctor("--json", tmp_path / "no" / "machine.json")
-    assert done.exit_code == 2
-    assert "there is no such directory" in done.output

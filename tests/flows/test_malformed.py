@@ -10,7 +10,7 @@ from refrain.flows.cli import main
 from tests.flows.malformed import Malformed, cases
 
 SEED = 17
-NUM, SHARES = 160, 2
+NUM, SHARES = 100, 2
 EXPENSIVE = ("vllm", "ray", "prefect", "mlflow")
 """Modules that must not be imported before all input has been checked."""
 

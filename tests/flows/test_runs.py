@@ -18,12 +18,11 @@ from refrain.schemas.progress import Ending
 from refrain.tasks.run.crashes import CRASHES_FILE, note_crash
 from refrain.tasks.run.find import find_run
 from refrain.tasks.run.ray_cluster import RayDied
-from refrain.tasks.run.record import list_runs, read_run
+from refrain.tasks.run.record import read_run
 from refrain.tasks.run.run_dir import (
     CONFIG_FILE,
     LOCK_FILE,
     SUMMARY_FILE,
-    check_run_dir,
     claim_run_dir,
     is_live,
 )
@@ -54,16 +53,6 @@ def runs(tmp_path: Path) -> Path:
     (runs / ".prefect").mkdir()
     (runs / "simulations").mkdir()
     return runs
-
-
-def test_states(runs: Path) -> None:
-    states = {record.name: record.state for record in list_runs(runs)}
-    assert states == {
-        "killed": RunState.STOPPED,
-        "done": RunState.FINISHED,
-        "broken": RunState.FAILED,
-        "interrupted": RunState.STOPPED,
-    }
 
 
 def test_table_lists_all_runs(runs: Path) -> None:
@@ -240,11 +229,3 @@ def test_steps_of_a_run_of_an_earlier_version_are_in_its_store(tmp_path: Path) -
     record = read_run(run_dir)
     assert ([step.step for step in record.steps], record.num_steps) == ([1], None)
     assert "1/?" in refrain("runs", "--runs-dir", tmp_path)
-
-
-def test_resuming_checks_are_as_before(runs: Path) -> None:
-    config = read_run(runs / "done").config
-    assert config is not None
-    check_run_dir(config, resume=True)
-    with FileLock(runs / "done" / LOCK_FILE), pytest.raises(ValueError, match="live run"):
-        claim_run_dir(config, resume=True)

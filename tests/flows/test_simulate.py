@@ -153,16 +153,6 @@ def test_same_arguments_same_bytes(directory):
         assert len(one) > 1000
 
 
-def test_many_engines_are_summed_up():
-    output = succeed("trace.parquet", *H100, "--engines", "17").output
-    assert "median" in output
-
-
-def test_the_pictures_have_a_place_of_their_own(directory):
-    succeed("trace.parquet", *H100, "--policies", "even")
-    assert [file.name for file in (directory / "runs/simulations/trace").iterdir()] == ["even.png"]
-
-
 def test_the_pictures_share_step_and_axis(monkeypatch):
     drawn = []
 
@@ -283,24 +273,12 @@ def test_impossible_exports_are_reported(directory, args, message):
     assert f"error: {message}" in result.output
 
 
-def test_trace_without_source_has_no_comparison():
-    found = simulated("trace.parquet", *H100)
-    assert not [name for name in found["figures"] if "error" in name]
-    assert "measured_s" not in found["rows"][0]
-
-
 def test_drafting_pays_when_it_is_accepted():
     policies = ("--policies", "even,even+ngram:4")
     found = simulated("trace.parquet", *H100, *policies, "--acceptance", "0.8")
     assert found["figures"]["even_ngram_4_speedup"] > 1.5
     wrong = simulated("trace.parquet", *H100, *policies, "--acceptance", "0")
     assert wrong["figures"]["even_ngram_4_speedup"] < 1.0
-
-
-def test_draft_model_costs_more_than_a_lookup():
-    policies = ("--policies", "even+ngram:4,even+qwen2.5-0.5b:4", "--acceptance", "0.8")
-    found = simulated("trace.parquet", *H100, *policies)
-    assert found["figures"]["even_qwen2_5_0_5b_4_speedup"] < 1.0
 
 
 def test_a_draft_model_drafts_ahead_and_ngrams_in_turn():
@@ -331,17 +309,6 @@ def test_a_paper_with_one_setting_has_plain_figures():
     assert found["figures"]["ranked_speedup"] != 1.0
     other = simulated("--paper", "rhymerl", "--seed", "1")
     assert other["figures"] != found["figures"]
-
-
-def test_help_shows_the_layout_defaults():
-    text = " ".join(succeed("--help").output.split())
-    for option, field in (
-        ("--tp", "tp_degree"),
-        ("--gpus-per-node", "gpus_per_node"),
-        ("--max-num-seqs", "max_num_seqs"),
-    ):
-        own = text.split(f"{option} ")[1].split(" --")[0]
-        assert f"[default: {ClusterLayout.model_fields[field].default}]" in own
 
 
 def test_help_imports_nothing_heavy():

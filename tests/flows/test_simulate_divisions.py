@@ -48,7 +48,6 @@ def test_every_division_has_a_row_and_the_fastest_is_recommended() -> None:
             f"rollout.num_engines={best['engine_gpus']} "
             f"trainer.num_processes={best['trainer_gpus']}"
         )
-    assert simulated(T, *DIVIDED) == found
 
 
 def test_divisions_are_labelled_as_a_simulation() -> None:

@@ -96,10 +96,3 @@ def test_history_drafting_takes_n_grams_time_unless_it_was_measured_itself(direc
         seconds[name] = [row["step_s"] for row in rows]
     assert seconds["ngram"][0] == seconds["own"][0]
     assert seconds["ngram"][1] < seconds["own"][1]
-
-
-def test_drafting_by_acceptance_stays_as_it_is_beside_it():
-    both = simulated("mine", *H100, "--policies", "even+ngram:4,even+histospec")
-    alone = simulated("mine", *H100, "--policies", "even+ngram:4")
-    assert both["figures"]["baseline_step_s"] == alone["figures"]["baseline_step_s"]
-    assert both["figures"]["even_histospec_speedup"] > 1.0

@@ -80,12 +80,6 @@ def test_samples_of_a_prompt_stay_together():
     assert estimate(two.ravel(), 4) < estimate(two, 4)
 
 
-def test_speculation_takes_fewer_and_dearer_steps():
-    latency, lengths = DraftingLatency(step_s=0.02), np.array([100, 300])
-    drafting = estimate_rollout_s(latency, 1, lengths, 1, tokens_per_pass=2.0, window=5)
-    assert drafting == pytest.approx(150 * 0.02 * 1.05)
-
-
 def test_tokens_per_pass_may_differ_between_responses():
     latency, lengths = DraftingLatency(step_s=0.02), np.array([[300, 300], [100, 100], [80, 80]])
     same = np.full(lengths.shape, 2.0)
@@ -96,10 +90,6 @@ def test_tokens_per_pass_may_differ_between_responses():
     rates = np.array([[5.0, 5.0], [2.0, 2.0], [1.0, 1.0]])
     seconds = estimate_rollout_s(latency, 1, lengths, 3, tokens_per_pass=rates, window=5)
     assert seconds == pytest.approx(80 * 0.02 * 1.05)
-
-
-def test_more_than_the_mean_length_counts():
-    assert estimate(np.full(3, 50.0), 1) < estimate(np.array([10, 50, 90]), 1)
 
 
 def test_expected_lengths_keep_the_median_and_the_longest():

@@ -100,20 +100,6 @@ def test_long_group_outlier_is_deferred_to_shortest_group():
     assert moves == [Defer(sample("3-0", 1), 0), Defer(sample("3-0", 0), 1)]
 
 
-@pytest.mark.parametrize(("tokens", "moves"), [(150, 0), (151, 1)])
-def test_only_beyond_the_threshold(tokens, moves):
-    plan = plan_of(growth=1.5)
-    view = view_of({0: {sample("0-0"): tokens}, 6: BUSY})
-    assert len(policy(plan).decide(view)) == moves
-
-
-@pytest.mark.parametrize(("num_left", "moves"), [(2, 2), (3, 0)])
-def test_only_within_the_last_tenth(num_left, moves):
-    # A group has 2 * 10 samples, so its last tenth are 2.
-    left = {sample("0-0", i): 1000 for i in range(num_left)}
-    assert len(policy().decide(view_of({0: left, 6: BUSY}))) == moves
-
-
 @pytest.mark.parametrize(("group_size", "last_share", "moves"), [(2, 0.1, 1), (2, 0.0, 0)])
 def test_the_last_of_a_small_group_counts_as_its_last_tenth(group_size, last_share, moves):
     plan = plan_of(group_size=group_size)

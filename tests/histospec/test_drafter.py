@@ -21,7 +21,6 @@ from refrain.engines.histospec.library import PromptHistory
 from refrain.engines.histospec.matching import IndexTable
 from refrain.engines.histospec.replay import replay
 from refrain.engines.histospec.shared import SharedLibrary
-from refrain.engines.histospec.siblings import SiblingIndex
 from refrain.engines.histospec.window import AIMD, Fixed
 from refrain.engines.inference.sampling.noise import perturbed_argmax
 from refrain.schemas.drafting import DraftingConfig
@@ -59,7 +58,7 @@ class Engine:
         for id in ids:
             if not self.drafter.knows(id):
                 key = KEYS[len(id) % 2]
-                self.drafter.begin(DraftedRequest(id, key, len(self.texts[id]) + 500, len(PROMPT)))
+                self.drafter.begin(DraftedRequest(id, key, len(self.texts[id]) + 500))
         table = np.zeros((len(ids), 600), np.int32)
         for row, id in zip(table, ids, strict=True):
             row[: len(self.texts[id])] = self.texts[id]
@@ -131,7 +130,7 @@ def three_rows(drafter):
     """Return the arguments of `propose` for three alike requests, and what history drafts."""
     ids = ("a", "b", "c")
     for id in ids:
-        drafter.begin(DraftedRequest(id, KEYS[0], 600, len(PROMPT)))
+        drafter.begin(DraftedRequest(id, KEYS[0], 600))
     drafter.settle()
     table = np.tile([*PROMPT, 1, 2, 3], (3, 1)).astype(np.int32)
     rows = (drafter.places(ids), np.ones(3, np.int32), table, np.full(3, 6, np.int32))
@@ -154,7 +153,7 @@ def test_the_better_draft_is_verified(drafter, three_rows):
 
 
 def test_drafts_of_others_count_as_drafting(drafter):
-    drafter.begin(DraftedRequest("x", "", 600, len(PROMPT)))
+    drafter.begin(DraftedRequest("x", "", 600))
     rows = (drafter.places(["x"]), np.array([1]), np.array([PROMPT], np.int32), np.array([3]))
     assert drafter.propose(*rows, 100, others_of([[1, 2]], 0.1)) == [[1, 2]]
     assert drafter.take_counts().num_drafting_steps == 1
@@ -224,24 +223,6 @@ def test_places_are_given_back(drafter):
         drafter.end_others([f"r{n}"])
     assert drafter.knows("r39")
     assert not drafter.knows("r38")
-
-
-def test_siblings_draft_where_there_is_no_history(tmp_path):
-    """Two samples have the same answer. The second one, some tokens behind, drafts from the
-    first."""
-    drafter = HistoryDrafter(tmp_path, AIMD(), Gate(None), 4, SiblingIndex())
-    answer = list(range(1, 21))
-    engine = Engine(drafter, {"x": answer, "yyy": answer})
-    for _ in range(12):
-        engine.step(["x"])
-    while engine.left["yyy"]:
-        engine.step([id for id in ("x", "yyy") if engine.left[id]])
-    assert engine.num_passes["x"] == len(answer)
-    assert engine.num_passes["yyy"] < len(answer) // 2
-    # Siblings have their own classes: they teach nothing about drafts from histories.
-    changed = drafter.acceptance.by_class != Acceptance().by_class
-    assert changed.any()
-    assert not changed[:NUM_EVIDENCE].any()
 
 
 def test_restored_drafter_drafts_alike(drafter, tmp_path):
@@ -365,7 +346,7 @@ def test_drafter_predicts_the_token_a_sample_draws(tmp_path):
         for foresees in num_right:
             drafter = HistoryDrafter(tmp_path, AIMD(), Gate(None), 1)
             key = {"sample_key": sample_key} if foresees else {}
-            drafter.begin(DraftedRequest(f"{n}", KEYS[0], 99, len(PROMPT), **key))
+            drafter.begin(DraftedRequest(f"{n}", KEYS[0], 99, **key))
             lengths = np.array([text.shape[1]], np.int32)
             (draft,) = drafter.propose(drafter.places([f"{n}"]), np.array([1]), text, lengths, 99)
             num_right[foresees] += draft[0] == drawn

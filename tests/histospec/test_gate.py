@@ -39,7 +39,7 @@ def tokens_per_s(times, probabilities, kept):
     return float((len(kept) + gained) / seconds[0])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     rows=st.lists(st.lists(SHARES, max_size=3), min_size=1, max_size=4),
     token=st.sampled_from([0.0, 0.05, 0.3, 2.0]),

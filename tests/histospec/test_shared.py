@@ -73,7 +73,7 @@ def longest(prompt, responses, context, least, most):
     return 0, 0
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(prompt=TOKENS, files=st.lists(RESPONSES, min_size=1, max_size=3), start=TOKENS)
 def test_of_several_indexes_the_one_that_knows_most_drafts(prompt, files, start):
     """The index with the longest and most frequent match drafts, as a prompt's own index would."""

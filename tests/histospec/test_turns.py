@@ -18,7 +18,6 @@ from refrain.engines.histospec.matching import IndexTable
 from refrain.engines.histospec.predicted_gain import ResponseGroup, predict_gain
 from refrain.engines.histospec.refill import refill
 from refrain.engines.histospec.shared import SharedLibrary
-from refrain.engines.histospec.siblings import SiblingIndex
 from refrain.engines.histospec.window import Fixed
 from refrain.engines.histospec.worker import histories
 from refrain.engines.store.tables import INDEXED
@@ -154,7 +153,7 @@ class Replayed:
         for number, (before, sampled) in enumerate(parts):
             start = len(before) if number else 0
             at, most = len(before), len(before) + 200
-            request = DraftedRequest(f"{name}-{number}", key, most, at, turn_start=start)
+            request = DraftedRequest(f"{name}-{number}", key, most, turn_start=start)
             self.drafter.begin(request)
             self.counts[number] += self._turn(request.id, np.append(before, sampled), at)
             self.drafter.end_others([])
@@ -233,18 +232,6 @@ def test_a_turn_begins_with_the_draft_for_its_observation(tmp_path):
         for num in range(3):
             got = drafted(index, before + turn[:num], len(before), 9)
             assert got == turn[num:]
-
-
-def test_running_samples_draft_no_observed_token_either(tmp_path):
-    drafter = HistoryDrafter(tmp_path, Fixed(8), Gate(None), 4, SiblingIndex(), shares=False)
-    engine, observed = Replayed(drafter), [OBSERVED + i for i in range(8)]
-    turn = [*range(20, 40)]
-    for number in range(2):
-        engine.run(KEYS[0], str(number), [(turn, observed), (turn[::-1], [])])
-    assert engine.counts[:2, 1].min() > 0
-    quotes = [*observed[2:6], 50, 51]
-    engine.run(KEYS[0], "2", [(turn, observed), (quotes, [])])
-    assert is_observed(engine.offered) == set()
 
 
 def test_the_device_drafts_no_observed_token_either():

@@ -334,7 +334,7 @@ async def test_shared_index_changes_no_token(engines, learner, prompts, on_one_e
 
 @pytest.mark.parametrize("index", [0, 1])
 async def test_most_steps_go_past_vllms_scheduler(engines, learner, prompts, index):
-    """Engine 1 drafts, so its steps have drafts of siblings."""
+    """Engine 1 drafts."""
     actor = engines[index].actor
     await actor.count_steps.remote()
     todo = [(index, request) for request in requests(prompts)]

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(REFERENCE not in os.environ, reason="run by test_v2"),
     pytest.mark.asyncio(loop_scope="module"),
 ]
-DRAFTED = DraftingConfig(gate=False, siblings=False, shared_tokens=0, max_draft=6)
+DRAFTED = DraftingConfig(gate=False, shared_tokens=0, max_draft=6)
 
 
 class KeyedWorker(WorkerExtension):

@@ -23,7 +23,7 @@ OFF = {"drafting": DraftingConfig(enabled=False), "specactor": SpecActorConfig()
 
 def drafting_from(history_dir: Path) -> dict[str, Any]:
     """Return the changes of a configuration that drafts whenever the history has a draft."""
-    drafting = DraftingConfig(enabled=True, gate=False, siblings=False, max_draft=MAX_DRAFT)
+    drafting = DraftingConfig(enabled=True, gate=False, max_draft=MAX_DRAFT)
     return {"drafting": drafting, "specactor": SpecActorConfig(), "history_dir": history_dir}
 
 

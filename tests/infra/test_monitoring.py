@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import REPOSITORY
 from tests.infra.test_cluster_files import CLUSTER, admits, policies_of, templates
 
 MONITORING = CLUSTER / "monitoring"
@@ -113,21 +112,6 @@ def test_dashboard_uses_the_provided_datasource() -> None:
     }
 
 
-def test_panels_have_titles_and_places_of_their_own() -> None:
-    everything = read("dashboard.json")["panels"]
-    assert len({one["id"] for one in everything}) == len(everything)
-    assert len({one["title"] for one in everything}) == len(everything)
-    cells = [
-        (x, y)
-        for one in everything
-        for at in (one["gridPos"],)
-        for x in range(at["x"], at["x"] + at["w"])
-        for y in range(at["y"], at["y"] + at["h"])
-    ]
-    assert len(cells) == len(set(cells))
-    assert max(x for x, _ in cells) == 23
-
-
 @pytest.mark.parametrize("metric", sorted(dashboard_metrics()))
 def test_metrics_are_some_that_vllm_and_ray_have(metric: str) -> None:
     """Look in the sources of vLLM and Ray. The browser test of a cluster asks a real node for the
@@ -139,10 +123,3 @@ def test_metrics_are_some_that_vllm_and_ray_have(metric: str) -> None:
     sources = "".join((PACKAGES / file).read_text() for file in SOURCES[kind])
     own = f"vllm:{re.sub('_(total|bucket)$', '', name)}" if kind == "vllm" else f"node_{name}"
     assert f'"{own}"' in sources
-
-
-def test_docs_explain_how_to_start_monitoring() -> None:
-    text = (REPOSITORY / "docs" / "cluster.md").read_text()
-    assert "compose.monitoring.yaml" in text
-    assert "monitoring/pod-monitor.yaml" in text
-    assert "monitoring/dashboard.json" in text

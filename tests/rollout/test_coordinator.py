@@ -7,7 +7,6 @@ import pytest
 from refrain.engines.rollout.coordinator import Coordinator
 from refrain.engines.rollout.deaths import MAX_IN_VAIN, MAX_RESTARTS, Deaths
 from refrain.engines.rollout.interface import EngineDied, EngineFails, WeightSyncError
-from refrain.engines.rollout.moves import Migrate, RolloutView
 from tests.rollout.fakes import FakeEngine, Recorder, request, weights
 
 REQUESTS = [(i % 2, request(f"p{i}", 3 + 5 * (i % 4))) for i in range(12)]
@@ -33,12 +32,6 @@ async def test_every_request_finishes_exactly_once():
     assert sum(share.num_tokens for share in shares) == sum(len(t) for t in tokens.values())
 
 
-async def test_one_engine_or_two_gives_the_same_tokens():
-    one, *_ = await roll_out([FakeEngine(0)], [(0, r) for _, r in reversed(REQUESTS)])
-    two, *_ = await roll_out([FakeEngine(0), FakeEngine(1)])
-    assert one == two
-
-
 async def test_a_dead_engines_requests_go_to_the_living_and_it_comes_back():
     dying = FakeEngine(1, die_at_tick=2)
     other = FakeEngine(0)
@@ -48,13 +41,6 @@ async def test_a_dead_engines_requests_go_to_the_living_and_it_comes_back():
     assert dying.num_starts == 2
     assert dying.version == 0
     assert shares[1].num_restarts == 1
-
-
-async def test_the_only_engine_is_restarted():
-    tokens, finished, _ = await roll_out(
-        [FakeEngine(0, die_at_tick=4)], [(0, r) for _, r in REQUESTS]
-    )
-    assert len(finished) == len(tokens) == len(REQUESTS)
 
 
 async def test_an_engine_that_keeps_dying_fails_the_stage_by_name():
@@ -177,47 +163,6 @@ async def test_a_rollout_counts_when_it_is_durable():
     assert durable == len(REQUESTS)
     assert {num_finished for num_finished, _ in seen} > {0}
     assert all(num_finished == num_durable for num_finished, num_durable in seen)
-
-
-class MoveOnce:
-    """Migrates every request once to the other engine, when it has two tokens."""
-
-    def __init__(self) -> None:
-        self.moved = set()
-
-    def decide(self, view: RolloutView):
-        moves = [
-            Migrate(id, 1 - engine.engine)
-            for engine in view.engines
-            for id, tokens in engine.progress.items()
-            if tokens == 2 and id not in self.moved
-        ]
-        self.moved |= {move.id for move in moves}
-        return moves
-
-
-async def test_migration_changes_no_token():
-    policy = MoveOnce()
-    moved, finished, _ = await roll_out([FakeEngine(0), FakeEngine(1)], policies=[policy])
-    assert policy.moved
-    assert len(finished) == len(REQUESTS)
-    assert moved == (await roll_out([FakeEngine(0), FakeEngine(1)]))[0]
-
-
-async def test_stages_follow_one_another():
-    engines = [FakeEngine(0), FakeEngine(1)]
-    coordinator = Coordinator(engines)
-    await coordinator.start()
-    seen = []
-
-    async def keep(rollouts):
-        seen.extend(rollouts)
-
-    for version in range(3):
-        await coordinator.load_weights(weights(version))
-        await coordinator.roll_out(REQUESTS, keep)
-    assert len(seen) == 3 * len(REQUESTS)
-    assert {r.generated.spans[0].policy_version for r in seen} == {0, 1, 2}
 
 
 async def test_engine_events_are_requested_after_handling_the_last():

@@ -201,15 +201,6 @@ def test_a_death_at_a_beginning_loses_and_doubles_nothing(dying, method):
     assert engines[dying].num_starts == 2
 
 
-def test_an_engine_that_dies_where_stages_begin_comes_again_there():
-    engines = fleet(wake_s=0.002)
-    engines[6].die_at_tick = 20
-    recorder, _ = in_turn(engines, works := works_of(2), BeginIn(4, 4))
-    assert_once(recorder, works, engines)
-    assert (begun_on(engines, 1), begun_on(engines, 2)) == ({6}, {6})
-    assert engines[6].num_starts == 2
-
-
 def test_after_the_trainer_come_those_that_stages_begin_on():
     engines = fleet(wake_s=0.001)
 

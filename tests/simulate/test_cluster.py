@@ -64,16 +64,6 @@ SETS = (
 )
 
 
-def test_same_seed_same_bytes():
-    def run():
-        results = compare(
-            generate(SMALL, 5, range(1, 5)), ClusterLayout(num_engines=8), LATENCY, SETS
-        )
-        return "".join(row.model_dump_json() for row in [*results, *summarise(results)])
-
-    assert run() == run()
-
-
 def test_policy_sets_side_by_side():
     trace = generate(SMALL, 5, range(1, 5))
     rows = summarise(compare(trace, ClusterLayout(num_engines=8), LATENCY, SETS))
@@ -136,17 +126,6 @@ def test_a_latency_model_without_figures_is_refused():
         simulate_step(trace.step(1), ClusterLayout(num_engines=1), nothing)
     with pytest.raises(ValueError, match="t has 2 steps: simulate one at a time"):
         simulate_step(trace, ClusterLayout(num_engines=1), LATENCY)
-
-
-def test_a_small_cache_costs_time():
-    trace = generate(SMALL, 5, [1])
-    longest = int((trace.column("prompt_tokens") + trace.column("response_tokens")).max())
-    plain = simulate_step(trace, ClusterLayout(num_engines=2), LATENCY).step
-    layout = ClusterLayout(num_engines=2, max_context_tokens=longest)
-    tight = simulate_step(trace, layout, LATENCY).step
-    assert tight.num_preempted > 0
-    assert tight.step_s > plain.step_s
-    assert tight.num_tokens == plain.num_tokens
 
 
 def test_picture_shows_busy_engines(tmp_path):

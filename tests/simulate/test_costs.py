@@ -169,19 +169,3 @@ def test_accepted_tokens_never_exceed_drafted_ones(acceptance, window, steps):
     for step in range(batch.steps_at(0.2), batch.steps_at(0.2) + steps):
         told = one.progress(step)
         assert 0 <= told.num_accepted_tokens <= told.num_draft_tokens
-
-
-def test_counting_changes_nothing():
-    counted, plain = (
-        batch_of(member("a", IN_TURN, 0.3), member("b", AHEAD, 0.7)) for _ in range(2)
-    )
-    for i in range(1, 40):
-        counted.count([id_of("a"), id_of("b"), id_of("c")], i * 0.07)
-    assert {n: m.finished_s for n, m in finish(counted).items()} == pytest.approx(
-        {n: m.finished_s for n, m in finish(plain).items()}
-    )
-
-
-def test_a_window_that_drafts_nothing_is_refused():
-    with pytest.raises(ValueError, match="a draft window is at least 1, not 0"):
-        batch_of(member("a")).redraft({id_of("a"): DraftSetting("small", 0)}, 1.0)

@@ -199,13 +199,6 @@ def test_a_full_cache_preempts_and_is_never_exceeded():
         assert sum(m.context(steps) for m in members if m.joined is not None) <= 300
 
 
-def test_drafting_may_begin_when_the_cache_is_almost_full():
-    requests = [(0.03, 60 + 10 * i, 10, 8) for i in range(9)]
-    for i in range(150):
-        fast, slow, _ = both(requests, [(i * 0.01 + 1e-4, NGRAM)], 9, 300)
-        assert same(fast, slow)
-
-
 def test_drafting_may_begin_while_another_request_joins():
     """The prefill ends before any request must leave. Then the youngest leave first."""
     for i in range(60):
@@ -231,24 +224,6 @@ def test_single_request_gains_the_predicted_speedup(acceptance, window):
     assert speedup * (1 - (window + 1) / 10_000) <= measured <= speedup * (1 + 1e-9)
 
 
-def test_drafts_that_are_all_rejected_cost_their_time():
-    drafting, plain = batch_of(), batch_of(setting=None)
-    for batch in (drafting, plain):
-        batch.add([member("a", 101, 0.0)], 0.0)
-    slow_s, *counts = finish(drafting)["a"]
-    fast_s, *none = finish(plain)["a"]
-    prefill_s = LATENCY.prefill_s(1, 1, 10)
-    assert slow_s - prefill_s == pytest.approx((fast_s - prefill_s) * 1.04 + 100 * 0.004)
-    assert counts == [100, 400, 0]
-    assert none == [0, 0, 0]
-
-
-def test_ten_steps_at_eleven_tenths_are_eleven_tokens():
-    batch = batch_of(setting=DraftSetting("ngram", 1))
-    batch.add([member("a", 12, 0.1)], 0.0)
-    assert finish(batch)["a"][1:] == (10, 10, 1)
-
-
 def test_looking_changes_nothing():
     looked, plain = batch_of(), batch_of()
     for batch in (looked, plain):
@@ -257,16 +232,6 @@ def test_looking_changes_nothing():
         looked.advance(i * 0.01)
         looked.steps_at(i * 0.01)
     assert finish(looked) == finish(plain)
-
-
-def test_setting_the_same_again_changes_nothing():
-    again, plain = batch_of(), batch_of()
-    for batch in (again, plain):
-        batch.add([member(i, 50 + 7 * i, i / 9) for i in range(9)], 0.0)
-    for i in range(50):
-        again.set_drafting(NGRAM, i * 0.02)
-    assert finish(again) == finish(plain)
-    assert again.intervals == plain.intervals
 
 
 @given(st.floats(0.0, 1.0), st.floats(0.011, 0.5), st.integers(1, 6))

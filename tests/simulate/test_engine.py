@@ -86,15 +86,6 @@ def test_migrated_request_continues_where_it_was():
     )
 
 
-def test_progress_is_what_the_steps_so_far_have_made():
-    policy = MoveOnce()
-    roll_out({"c": 100}, [(0, "c")], num_engines=1, policies=[policy], report_s=0.11)
-    for view in policy.views[:-1]:
-        (tokens,) = view.engines[0].progress.values()
-        assert tokens == 1 + int((view.elapsed_s - 0.01) / 0.011 + 1e-6)
-    assert len(policy.views) >= 9
-
-
 def test_a_request_is_cut_at_its_limit():
     engine = VirtualEngine(0, 1, LATENCY, {request("a").id: 500})
 
@@ -199,19 +190,3 @@ def test_a_move_keeps_whole_tokens_and_what_was_drafted(settings):
         assert after.num_draft_tokens - before.num_draft_tokens == 2 * verified
     else:
         assert accepted == verified == 0
-
-
-def test_a_request_of_unknown_acceptance_is_drafted_in_vain():
-    engine = VirtualEngine(0, 1, LATENCY, {request("a").id: 11})
-
-    async def run():
-        await engine.load_weights(PolicyWeights(0, b"", ()))
-        await engine.set_drafting(NGRAM)
-        await engine.submit([request("a")])
-        (rollout,) = (await engine.next_events()).finished
-        return rollout
-
-    rollout = run_virtual(run())
-    assert rollout.finished_s == pytest.approx(0.01 + 10 * DRAFTING_S)
-    assert rollout.generated.num_verifications == 10
-    assert rollout.generated.num_accepted_tokens == 0

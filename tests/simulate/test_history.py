@@ -16,7 +16,6 @@ from refrain.engines.simulate.engine import VirtualEngine
 from refrain.engines.simulate.history import DRAFTINGS, PAPER, replay_step
 from refrain.engines.simulate.member import PARTS, Passes, SimulatedRequest
 from refrain.engines.simulate.trace import Trace
-from refrain.schemas.drafting import DraftingConfig
 from refrain.schemas.rollout import DraftSetting, RequestId, RolloutRequest, Split
 from refrain.schemas.simulate import ClusterLayout
 from refrain.schemas.weights import PolicyWeights
@@ -257,28 +256,6 @@ def test_a_moved_request_keeps_its_remaining_passes():
     assert after.num_accepted_tokens == 15 + 59 - 15
 
 
-def test_the_rollouts_carry_the_replayed_counts():
-    trace = trace_of((1, "a", [LONG, LONG[:30]]), (2, "a", [LONG, LONG[3:], LONG[:9]]))
-    replays = replay_of(trace, 2, UNGATED["doubling"])
-    lengths = {id: int(1 + passes.num_tokens) for id, passes in replays.items()}
-    engine = VirtualEngine(0, 1, LINEAR, lengths, replays=replays)
-
-    async def run():
-        await engine.load_weights(PolicyWeights(0, b"", ()))
-        await engine.set_drafting(HISTOSPEC)
-        await engine.submit([RolloutRequest(id, (1, 2, 3), 0, 99) for id in replays])
-        found = []
-        while len(found) < 3:
-            found += (await engine.next_events()).finished
-        return {rollout.request.id: rollout.generated for rollout in found}
-
-    for id, generated in run_virtual(run()).items():
-        passes = replays[id]
-        assert generated.num_verifications == passes.num_verifications
-        assert generated.num_draft_tokens == passes.num_draft_tokens
-        assert generated.num_accepted_tokens == passes.num_tokens - passes.num_passes
-
-
 @dataclass(frozen=True)
 class Dear(LinearLatency):
     """Decoding takes a second, and each draft token of the batch 0.6 s more. For one request alone,
@@ -323,27 +300,6 @@ def test_an_engine_has_its_share_of_the_batch():
     ):
         plain, drafting = compare(FOUR, layout, DEAR, policy_sets, [2])
         assert (drafting.step_s < plain.step_s) == pays
-
-
-def test_the_paper_waits_for_a_match_of_three():
-    """By default, two tokens come without a match, then 38 with drafts of 16. With the paper's
-    setting, three come without a match, then 37 with drafts of 2, 4, 6, 8, 10 and 1."""
-    trace = trace_of((1, "a", [LONG]), (2, "a", [[7, *LONG[1:]]]))
-    assert DRAFTINGS["goodput"] == DraftingConfig()
-    (shipped,), (paper,) = (
-        replay_of(trace, 2, DRAFTINGS[name], STEPWISE).values() for name in ("goodput", "paper")
-    )
-    assert shipped == Passes(5, 40, 3, 35)
-    assert paper == Passes(9, 40, 6, 31)
-
-
-def test_same_trace_same_rows():
-    groups = [(step, key, [LONG, LONG[step:]]) for step in (1, 2, 3) for key in "abcd"]
-    sets = [PolicySet(name, histospec=config) for name, config in DRAFTINGS.items()]
-    layout = ClusterLayout(num_engines=2, max_context_tokens=100)
-    once, again = (compare(trace_of(*groups), layout, LINEAR, sets) for _ in range(2))
-    assert once == again
-    assert len({row.step_s for row in once}) > 2
 
 
 @pytest.mark.parametrize("column", ["prompt_token_ids", "response_token_ids"])

@@ -125,41 +125,6 @@ def test_every_assignment_keeps_the_limits(contenders, racers, max_batch):
     assert list(found) == assigned(contenders[::-1], racers[::-1], max_batch)
 
 
-@settings(deadline=None)
-@given(contenders, racers, st.integers(1, 4))
-def test_the_lowest_acceptance_comes_first(contenders, racers, max_batch):
-    """If a request races by a method, so does each request with a lower acceptance, unless it has
-    the method already or is on that engine."""
-    found = assigned(contenders, racers, max_batch)
-    rank = {c.id: (c.acceptance is None, c.acceptance or 0.0, c.id.prompt_key) for c in contenders}
-    assert [rank[id] for id, _, _ in found] == sorted(rank[id] for id, _, _ in found)
-    for c in contenders:
-        for id, drafter, engine in found:
-            lacks = drafter not in c.drafters and engine not in c.engines
-            if lacks and rank[c.id] < rank[id]:
-                assert any(other[:2] == (c.id, drafter) for other in found)
-
-
-def test_depth_first():
-    """The request with the lowest acceptance gets both methods. The next one gets the rest."""
-    lowest, next_one = contender(1, 0.2), contender(2, 0.4)
-    freed = [Racer(engine, None, 0) for engine in (5, 6)]
-    assert assigned([next_one, lowest], freed, 1) == [
-        (request(1), "ngram", 5),
-        (request(1), "large", 6),
-    ]
-    assert assigned([next_one, lowest], freed, 2)[2:] == [
-        (request(2), "ngram", 5),
-        (request(2), "large", 6),
-    ]
-
-
-def test_a_freed_engine_takes_the_method_with_the_fewest_engines():
-    racers = [Racer(4, "ngram", 1), Racer(5, None, 0), Racer(6, None, 0)]
-    found = assigned([contender(1, 0.2), contender(2, 0.3)], racers, 1)
-    assert [(drafter, engine) for _, drafter, engine in found] == [("ngram", 6), ("large", 5)]
-
-
 def policy(max_batch=2):
     return BestOfN(METHODS, initial="small", max_batch=max_batch)
 

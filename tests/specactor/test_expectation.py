@@ -2,33 +2,14 @@
 
 from itertools import product
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refrain.engines.latency.expectation import expected_tokens, streamed_step
-from tests.specactor.expectations import (
-    paper_tokens,
-    paper_tokens_per_s,
-    streamed_tokens_per_s,
-)
 from tests.specactor.machine import Machine
 
 windows, acceptances = st.integers(1, 16), st.floats(0, 1)
-
-
-def test_planning_uses_a_better_estimate_than_the_paper():
-    """The paper's leaves out the model's own token, and counts half of a partial window."""
-    errors = []
-    for window, p, ratio in product((2, 4, 8), (0.5, 0.9), (0.13, 0.31, 0.78)):
-        machine = Machine(window, p, lambda _: ratio, lambda _: 1.0, batch=8).run(150)  # noqa: B023
-        point, truth = (window, p, ratio, 1.0), machine.tokens_per_s
-        estimates = streamed_tokens_per_s(*point), paper_tokens_per_s(*point)
-        errors.append([abs(estimate / truth - 1) for estimate in estimates])
-    streamed, paper = np.mean(errors, axis=0)
-    assert streamed < 0.02
-    assert paper > 0.2
 
 
 def test_a_request_that_has_its_drafter_alone_waits_less():
@@ -46,13 +27,6 @@ def test_at_most_two_windows_less_one_are_wasted(window):
     assert counts.max_wasted == 2 * window - 1
 
 
-@settings(deadline=None)
-@given(windows, acceptances)
-def test_the_paper_s_sum(window, p):
-    partial = sum(p**a * (1 - p) * (a + 1) / 2 for a in range(window))
-    assert paper_tokens(window, p) == pytest.approx(partial + window * p**window)
-
-
 def test_extremes():
     """With no token right, speed is that of plain decoding. With all right, the slower of drafter
     and verifier limits it."""
@@ -61,7 +35,6 @@ def test_extremes():
         assert (step.tokens, step.verifying) == (pytest.approx(1.0), pytest.approx(step.rejecting))
         at_one = streamed_step(window, 1.0, 1.0 / ratio, alone).tokens
         assert at_one == pytest.approx(max(1.0, min(window, 1 / ratio)), rel=0.01)
-    assert (paper_tokens(5, 1.0), paper_tokens(5, 0.0)) == (pytest.approx(5.0), 0.5)
 
 
 def test_a_window_of_one_brings_nothing():

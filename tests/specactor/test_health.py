@@ -38,13 +38,6 @@ def test_acceptance_by_policy_version_adds_up_over_steps():
     assert health.history("small") == history
 
 
-def test_counts_of_one_version_are_one_rate():
-    health = DrafterHealth()
-    health.add(0, "small", 300, 0)
-    health.add(0, "small", 0, 100)
-    assert health.history("small") == {0: 0.75}
-
-
 def test_a_collapse_takes_it_off_the_ladder_at_once():
     health = health_of(0.8, 0.82)
     assert not health.collapsed("small", LADDER, BATCH)

@@ -41,11 +41,6 @@ def test_the_rate_is_what_counting_gives():
     assert measured < 0.5, "the rate must be far below the probability"
 
 
-def test_a_window_of_one_has_the_probability_as_its_rate():
-    assert token_acceptance(1, 0.37) == pytest.approx(0.37)
-    assert (token_acceptance(8, 0.0), token_acceptance(8, 1.0)) == (0.0, 1.0)
-
-
 @pytest.mark.parametrize(("window", "rate"), [(0, 0.5), (3, 1.2), (3, float("nan"))])
 def test_no_rate_is_refused(window, rate):
     with pytest.raises(ValueError, match="acceptance rate"):

@@ -35,7 +35,7 @@ def propose(drafter, slots, texts, windows):
     return [drafts[i, :n].tolist() for i, n in enumerate(num_drafts)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_tokens=st.sampled_from([1, 2, 3, 3, 50]),

@@ -1,6 +1,5 @@
 """Algorithm 1 finds the best split of the GPUs: none in an enumeration is better."""
 
-import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -14,70 +13,10 @@ from refrain.engines.latency.drafting_pace import pace
 from refrain.engines.latency.forecast import step_s
 from refrain.engines.specactor.planner import Cluster, split_gpus
 from refrain.schemas.rollout import DraftSetting
-from tests.specactor.expectations import paper_tokens_per_s, streamed_tokens_per_s
 from tests.specactor.latencies import AffineLatency, affine_latencies
 
 MAX_WINDOW = 10
 MACHINE = AffineLatency()
-
-
-def line_5(latency, batch) -> int:
-    """Return the paper's w_max for one drafter and one verifier, with coefficients from two
-    batches. V' and beta depend on the window that they bound: take the least window that reaches
-    its bound."""
-    draft_slope, alpha = line(batch, lambda b: latency.draft_s("small", b, 1))
-
-    def bound(window):
-        slope, beta = line(batch, lambda b: latency.verify_s(1, b, 0, window))
-        return max(math.ceil(slope / draft_slope), math.ceil(beta / alpha))
-
-    return next(window for window in itertools.count(1) if window >= bound(window))
-
-
-def line(batch, seconds_at) -> tuple[float, float]:
-    """Return slope and intercept through this batch and one twice as large."""
-    slope = (seconds_at(2 * batch) - seconds_at(batch)) / batch
-    return slope, seconds_at(batch) - batch * slope
-
-
-def best_tgs(expectation, latency, batch, p, max_window) -> float:
-    d = latency.draft_s("small", batch, 1)
-    return max(
-        expectation(w, p, d, latency.verify_s(1, batch, 0, w)) for w in range(1, max_window + 1)
-    )
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    st.floats(1, 20),
-    st.floats(0.5, 10),
-    st.floats(0, 5),
-    st.floats(1, 20),
-    st.floats(0.5, 10),
-    st.integers(1, 500),
-    st.floats(0, 1),
-)
-def test_line_5_loses_nothing_by_the_paper_s_own_expectation(
-    base, each, per_draft, alpha, slope, batch, p
-):
-    drafter = {"small": (alpha * 1e-3, (slope + per_draft) * 1e-5)}
-    latency = AffineLatency(base * 1e-3, each * 1e-5, per_draft * 1e-5, drafter)
-    bound = line_5(latency, batch)
-    within, beyond = (
-        best_tgs(paper_tokens_per_s, latency, batch, p, most) for most in (bound, bound + 10)
-    )
-    assert within == pytest.approx(beyond)
-
-
-def test_line_5_can_lose_by_the_exact_one():
-    """At V / D = 1.8, the third token is often there, but not always."""
-    latency = AffineLatency(7.4e-3, 2e-5, 0.0, {"small": (3.87e-3, 1.17e-5)})
-    bound = line_5(latency, 292)
-    within, beyond = (
-        best_tgs(streamed_tokens_per_s, latency, 292, 0.93, most) for most in (bound, bound + 1)
-    )
-    assert bound == 2
-    assert beyond > 1.05 * within
 
 
 CLUSTER = Cluster(64, 8, 4, 1000.0, max_batch=64, max_drafted=64)

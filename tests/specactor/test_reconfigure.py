@@ -142,12 +142,6 @@ def test_no_setting_is_faster(latency, p, batch):
     assert all(speeds[s] * (1 + NEAR) < found * (1 + NEAR + 1e-9) for s in shorter)
 
 
-def test_misguessed_requests_draft_less_far():
-    windows = [LADDER.best_setting("small", p, 64).window for p in (0.1, 0.5, 0.9)]
-    assert windows == sorted(windows)
-    assert windows[0] < windows[-1]
-
-
 def test_ended_requests_are_forgotten():
     decider = policy()
     turns(decider, {0: MIXED}, 0)

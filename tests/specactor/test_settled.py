@@ -8,10 +8,9 @@ from math import sqrt
 import pytest
 
 from refrain.benchmarks.papers.drafters import LATENCY, SMALL
-from refrain.engines.latency.drafting_pace import pace
 from refrain.engines.latency.forecast import step_s
 from refrain.engines.rollout.moves import Redraft
-from refrain.engines.specactor.ladder import NEAR, Ladder, choose_drafter, token_acceptance
+from refrain.engines.specactor.ladder import NEAR, Ladder, choose_drafter
 from refrain.engines.specactor.planner import Cluster, split_gpus
 from refrain.engines.specactor.reconfigure import Reconfiguration
 from refrain.schemas.drafting import HISTORY, NGRAM
@@ -113,12 +112,6 @@ def test_acceptance_is_measured_without_bias():
     assert abs(sum(scores)) / sqrt(len(scores)) < 3
 
 
-def test_the_rate_at_the_full_window_is_no_acceptance():
-    """Inverting the rate at the full window gives more than the true 0.5."""
-    run = machine(True, 32, 8, 0.5)
-    assert token_acceptance(8, run.num_accepted / run.num_drafted) > 0.6
-
-
 def test_drafting_ahead_pays_where_taking_turns_does_not():
     """At a batch of 322 and with 1.4 of the draft times, 0.65 of the tokens are accepted."""
 
@@ -193,14 +186,3 @@ def test_request_above_mean_acceptance_drafts_further():
     policy.decide(view_of(alone, 2000))
     (move,) = policy.decide(view_of(alone, 3000))
     assert move.drafting == on.best_setting("small", 0.95, 1, 3000.0)
-
-
-def test_the_pace_of_specactor_s_plan():
-    """At b = 321 and p = 0.77, a step verifies 1.4 tokens of a window of 3. Drafting pays."""
-    context_tokens = 321 * 2048.0
-    verify_s = partial(step_s, LATENCY, 4, 321, context_tokens)
-    drafted_for = DraftSetting(SMALL, 3, coupled=False), 0.77
-    found = pace(drafted_for, 321, LATENCY.draft_s(SMALL, 321, 1), verify_s)
-    decode_s = LATENCY.decode_s(4, 321, context_tokens)
-    assert found.num_verified == pytest.approx(1.4, abs=0.05)
-    assert found.tokens_per_s * decode_s == pytest.approx(1.33, abs=0.01)

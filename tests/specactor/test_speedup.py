@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.optimize import brentq
 
 from refrain.engines.latency.analytic import LOOKUP_S, AnalyticLatency
 from refrain.engines.latency.expectation import expected_tokens
@@ -24,23 +23,6 @@ batches = st.integers(1, 1024)
 acceptances = st.floats(0, 1)
 
 
-def break_even_acceptance(drafter: str, batch: int) -> float | None:
-    """Return the acceptance above which drafting pays, or None if it does not pay even at p = 1.
-    The speed-up of each window rises continuously in p, so there is one root."""
-
-    def gain(acceptance: float) -> float:
-        windows = range(1, LADDER.max_window + 1)
-        return max(LADDER.speedup(drafter, acceptance, batch, window) for window in windows) - 1.0
-
-    if gain(0.0) >= 0.0:
-        return 0.0
-    return float(brentq(gain, 0.0, 1.0)) if gain(1.0) > 0.0 else None
-
-
-def pays(drafter: str, batch: int, acceptance: float) -> bool:
-    return LADDER.best(drafter, acceptance, batch).speedup > 1.0
-
-
 def test_expected_tokens():
     assert expected_tokens(0, 0.3) == 1.0
     assert expected_tokens(3, 0.5) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
@@ -56,11 +38,6 @@ def test_expected_tokens_is_the_mean_over_where_the_first_mismatch_falls(window,
     assert expected_tokens(window, p) == pytest.approx(mean)
 
 
-@given(drafters, batches)
-def test_nothing_accepted_never_pays(drafter, batch):
-    assert LADDER.best(drafter, 0.0, batch) == (0, 1.0)
-
-
 @given(drafters, batches, acceptances)
 def test_not_drafting_is_the_unit_and_the_least(drafter, batch, acceptance):
     assert LADDER.speedup(drafter, acceptance, batch, 0) == 1.0
@@ -71,16 +48,6 @@ def test_not_drafting_is_the_unit_and_the_least(drafter, batch, acceptance):
 def test_more_acceptance_never_slows_down(drafter, batch, one, other):
     slow, fast = (LADDER.best(drafter, p, batch).speedup for p in sorted((one, other)))
     assert slow <= fast * (1 + 1e-12)
-
-
-@given(drafters, batches)
-def test_break_even_is_where_paying_begins(drafter, batch):
-    acceptance = break_even_acceptance(drafter, batch)
-    if acceptance is None:
-        assert not pays(drafter, batch, 1.0)
-    else:
-        assert not pays(drafter, batch, max(0.0, acceptance - 1e-6))
-        assert pays(drafter, batch, min(1.0, acceptance + 1e-6))
 
 
 def test_large_batches_stop_paying():
@@ -95,7 +62,3 @@ def test_large_batches_stop_paying():
     assert surface.max_paying_batch(0.0) == surface.max_paying_batch(0.59) == 0
     assert 0 < surface.max_paying_batch(0.6) <= surface.max_paying_batch(0.99)
     assert early.best(MODEL, 0.8, 1).window >= early.best(MODEL, 0.8, 256).window
-
-
-def test_cheap_drafts_pay_earlier():
-    assert break_even_acceptance(HISTORY, 64) < break_even_acceptance(MODEL, 64)

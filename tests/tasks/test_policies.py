@@ -341,11 +341,6 @@ async def test_a_queue_expects_what_the_last_step_showed():
     assert later._limits.latency.decode_s(1, 8, 800.0) == measured.decode_s(1, 8, 800.0)
 
 
-def test_an_engine_takes_a_prompt_token_for_a_draft_token():
-    measured = MeasuredLatency(STEP_COSTS)
-    assert measured.prefill_s(1, 2, 100.0) == pytest.approx(0.01 + 2 * (1e-4 + 100 * 1e-5))
-
-
 def test_other_policies_wait_until_all_samples_are_started():
     decided: list[RolloutView] = []
     once = OnceStarted(SimpleNamespace(decide=lambda view: decided.append(view) or ["a move"]))

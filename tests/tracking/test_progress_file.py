@@ -119,10 +119,6 @@ def test_unreadable_progress_is_none(tmp_path: Path) -> None:
     assert read_progress(tmp_path) is None
 
 
-def test_figures_of_rollouts_under_way() -> None:
-    assert (ROLLING.tokens_per_second, ROLLING.idle_share) == (500.0, 0.5)
-
-
 def test_a_full_disk_is_waited_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_failures: list
 ) -> None:

@@ -22,7 +22,6 @@ from refrain.engines.histospec.budget import max_draft_tokens
 from refrain.engines.histospec.drafter import DraftedRequest, HistoryDrafter
 from refrain.engines.histospec.drafting import NO_KEY
 from refrain.engines.histospec.gate import Gate
-from refrain.engines.histospec.siblings import SiblingIndex
 from refrain.engines.histospec.step_times import pass_content
 from refrain.engines.histospec.window import window_policy
 from refrain.engines.inference.drafting.gating import max_step_tokens, times_and_gate
@@ -35,8 +34,6 @@ from refrain.schemas.config import EngineConfig
 from refrain.schemas.drafting import HISTORY
 from refrain.schemas.engine import EngineSetup
 from refrain.schemas.rollout import DraftSetting
-
-_SIBLING_BYTES = 2**28
 
 
 class Proposer:
@@ -54,7 +51,6 @@ class Proposer:
             window_policy(drafting.window, drafting.max_draft),
             gate,
             runner.vllm_config.scheduler_config.max_num_seqs,
-            SiblingIndex(max_bytes=_SIBLING_BYTES) if drafting.siblings else None,
             shares=drafting.shared_tokens > 0,
         )
         vocab_size = runner.model_config.get_vocab_size()
@@ -198,7 +194,6 @@ class Proposer:
             id,
             key,
             max_tokens,
-            state.num_prompt_tokens,
             sample_key=self._foreseen_key(id) if key else NO_KEY,
             turn_start=self._extra_args(id).get(TURN_START, 0),
         )

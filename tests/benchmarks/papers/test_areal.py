@@ -10,8 +10,8 @@ from refrain.benchmarks.papers.areal import (
     run_asynchronous,
     simulate_asynchronous,
 )
-from refrain.benchmarks.papers.pipeline import Configuration, simulate_pipeline
-from refrain.benchmarks.papers.rhymerl import dealt, on_policy
+from refrain.benchmarks.papers.pipeline import simulate_pipeline
+from refrain.benchmarks.papers.rhymerl import on_policy
 from tests.benchmarks.papers.test_pipeline import EIGHT, LATENCY, TWO, script_of, small_script
 from tests.simulate.latencies import LinearLatency
 
@@ -112,18 +112,6 @@ def test_measured_rate_counts_tokens_of_the_window():
     tokens = sum(len(s.rollout.generated.token_ids) for s in samples(whole))
     # Approximately: at the start all samples are short, and at the end few are left.
     assert found.tokens_per_s == pytest.approx(tokens / whole.taken_s[-1], rel=0.4)
-
-
-def test_engines_are_busy_where_a_barrier_makes_them_wait():
-    barrier = Configuration(name="x", plan=dealt, barrier=True)
-    waiting = simulate_pipeline(small_script(0), EIGHT, LATENCY, barrier, train_s=5.0)
-    assert simulated(0).idle_share < 0.2 < waiting.idle_share
-
-
-def test_same_seed_same_result():
-    once, again = (simulated(1).model_dump_json() for _ in range(2))
-    assert once == again
-    assert simulated(2).model_dump_json() != once
 
 
 def test_too_few_steps_are_refused():

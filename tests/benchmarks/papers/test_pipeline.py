@@ -256,13 +256,6 @@ def test_a_migrated_sample_stays_in_its_step():
     assert [step.num_migrated for step in others] == [0] * 6
 
 
-def test_shares_are_of_the_planned_samples_of_the_window():
-    """The deferred sample of step 1 does not count: the first two steps are the warm-up."""
-    assert moved_once(Defer, oversample=1.0).migrated_share == 0.0
-    found = moved_once(Migrate).model_copy(update={"measured": (1, 2)})
-    assert found.intra_share == found.migrated_share == pytest.approx(1 / 4)
-
-
 def test_a_plan_knows_nothing_of_the_step_under_way():
     """Step 3 is planned before step 2 has finished."""
     script = script_of([{"a": 10}, {"a": 20}, {"a": 40}, {"a": 80}, {"b": 1}])

@@ -102,12 +102,6 @@ def test_views_count_drafting_since_the_last_change():
     assert settings == {GOOD}
 
 
-def test_views_without_drafting_have_no_counts():
-    looks = Once(None)
-    roll_out({"a": 100}, [(0, "a")], looks, setting=None)
-    assert all(not view.engines[0].drafting for view in looks.views)
-
-
 def test_copy_has_generated_tokens_and_its_request_continues():
     engines = [engine_of(i, {"a": 100}) for i in range(2)]
     id = request("a").id

@@ -254,19 +254,3 @@ def test_free_switches_never_cost(lengths, base):
     assert run.step_s <= 1.01 * plain.step_s
     assert by_request(run) == by_request(plain)
     assert works_at_once(run) == 0.0
-
-
-def test_a_tail_is_worth_a_switch_and_free_ones_are_worth_more():
-    paid, free = planned(LENGTHS), planned(LENGTHS, costs=FREE)
-    assert paid.switches
-    assert free.step_s < paid.step_s < static(LENGTHS).step_s
-
-
-def test_uniform_lengths_never_switch_from_the_best_layout():
-    lengths = [4000] * 128
-    plain = {tp: static(lengths, tp) for tp in (2, 4, 8)}
-    best = min(plain, key=lambda tp: plain[tp].step_s)
-    assert best == 4
-    run = planned(lengths, base=4, higher=(8,))
-    assert not run.switches
-    assert run.step_s == plain[4].step_s

@@ -14,7 +14,6 @@ from refrain.benchmarks.papers.specactor import (
     HEADS,
     PARTS,
     WHOLE,
-    SpeculationRow,
     simulate_speculation,
     variants,
 )
@@ -93,23 +92,6 @@ def test_heads_draft_more_the_fewer_requests_run_and_only_where_it_pays(case, si
     assert wrong.head_drafting()(1, 2048.0) is None
     variant = next(v for v in variants(wrong) if v.name == HEADS)
     assert wrong.simulate(variant).step.step_s == simulated[FAIR].step.step_s
-
-
-def test_freed_engine_works_again_with_another_drafter(simulated):
-    before, after = (simulated[part].timelines for part in PARTS[1:])
-    first = min(range(len(before)), key=lambda engine: before[engine][-1].end_s)
-    later = [at for at in after[first] if at.start_s > before[first][-1].end_s]
-    assert {at.drafter for at in later} - {SMALL}
-
-
-def test_n_gram_is_of_no_use_to_the_last(simulated):
-    rows = {
-        name: SpeculationRow(variant, simulated[name], 1.0, 1.0, 1.0, None)
-        for variant in variants(Case.draw(SPEC, LAYOUT, 8, 0))
-        if (name := variant.name)
-    }
-    assert rows[BASELINE].last_rate is None
-    assert rows["n-gram"].last_rate < 0.25 < rows[PARTS[-1]].last_rate
 
 
 @pytest.mark.slow

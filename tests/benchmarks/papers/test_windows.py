@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from refrain.benchmarks.papers.windows import GatedHistory, TokenLatency
+from refrain.benchmarks.papers.windows import GatedHistory
 from refrain.engines.simulate.clock import run_virtual
 from refrain.engines.simulate.engine import VirtualEngine
 from refrain.engines.simulate.member import Passes
@@ -34,30 +34,6 @@ def test_drafting_is_off_where_it_does_not_pay():
     assert GATE(1, 100.0) == DraftSetting("histospec", 1)
     assert GATE(2, 100.0) is None
     assert GatedHistory(DEAR, 1, (Passes(1, 1.0, 1, 4),))(1, 100.0) is None
-
-
-def test_an_engine_drafts_once_its_batch_is_small_enough():
-    ids = {name: RequestId(Split.TRAIN, 1, name, 0) for name in "ab"}
-    lengths = {ids["a"]: 20, ids["b"]: 220}
-    replays = dict.fromkeys(lengths, GATE.by_window)
-    engine = VirtualEngine(0, 1, DEAR, lengths, replays=replays, choose_drafting=GATE)
-
-    async def run():
-        await engine.load_weights(PolicyWeights(0, b"", ()))
-        await engine.submit([RolloutRequest(id, (1,), 0, 999) for id in lengths])
-        found = []
-        while len(found) < 2:
-            found += (await engine.next_events()).finished
-        return {rollout.request.id.prompt_key: rollout for rollout in found}
-
-    done = run_virtual(run())
-    assert done["a"].finished_s == 20.0
-    assert done["a"].generated.num_draft_tokens == 0
-    passes = 200 / 3
-    assert done["b"].finished_s == pytest.approx(
-        20.0 + passes * GATE.pass_s(DRAFTED, 1, 1.0), rel=0.02
-    )
-    assert done["b"].generated.num_draft_tokens == pytest.approx(passes * 4, rel=0.02)
 
 
 FAR, NEAR = Passes(1, 8.0, 1, 10), Passes(1, 2.0, 1, 1)
@@ -94,10 +70,3 @@ def test_an_engine_verifies_as_its_batch_is():
     assert done["a"].finished_s == pytest.approx(1 + 10 * 1.6, rel=0.01)
     assert done["b"].finished_s == pytest.approx(1 + 10 * 1.6 + 10 * 4.0, rel=0.01)
     assert done["b"].generated.num_draft_tokens == 10 + 100
-
-
-def test_a_plan_reckons_with_what_is_faster():
-    token_s = TokenLatency(GATE)
-    assert token_s.decode_s(1, 2, 100.0) == 1.0
-    pass_s = GATE.pass_s(DRAFTED, 1, 100.0)
-    assert token_s.decode_s(1, 1, 100.0) == pytest.approx(pass_s / 3)
