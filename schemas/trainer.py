@@ -195,8 +195,8 @@ class TrainerConfig(Frozen):
             )
         if self.routing_replay and self.context_parallel > 1:
             raise ValueError(
-                "trainer.routing_replay gives whole rows their experts, and context_parallel shares "
-                "rows among processes: set context_parallel: 1, or routing_replay: false"
+                "trainer.routing_replay needs whole rows, and trainer.context_parallel shares them "
+                "among processes: set context_parallel: 1, or routing_replay: false"
             )
         return self
 
