@@ -9,6 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
 
 from refrain.engines.balance import longest_first
 from refrain.engines.learn.diagnostics import Sums, combine, nothing_like
@@ -193,3 +195,9 @@ def _idle_pass(
     loss, sums = _loss(policy, reference, batch, nothing, config)
     loss.backward()
     return nothing_like(sums)
+
+
+def clip_gradient(policy: PolicyModel, max_norm: float) -> float:
+    """Clip the policy's gradient. Return its norm before."""
+    norm = clip_grad_norm_(policy.parameters(), max_norm)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 from refrain.engines.learn import checkpoint, training_state
@@ -27,6 +25,7 @@ from refrain.engines.learn.export import StartFiles, find_start_files, write_exp
 from refrain.engines.learn.gradient import (
     Reference,
     accumulate_gradient,
+    clip_gradient,
     reference_kl,
     with_old_logprobs,
     with_teacher_logprobs,
@@ -253,7 +252,7 @@ class Learner:
         metrics = accumulate_gradient(
             self._policy, self._reference, share, self._config, self._world_size
         )
-        norm = self._clip_gradient()
+        norm = clip_gradient(self._policy, self._config.trainer.max_grad_norm)
         if not math.isfinite(norm) or not math.isfinite(metrics["actor/pg_loss"]):
             return self._skip(norm, metrics["actor/pg_loss"])
         self._num_skipped = 0
@@ -286,11 +285,6 @@ class Learner:
         for state in self._optimizer.state.values() if device else ():
             for moment in MOMENTS:
                 state[moment] = state[moment].to(device)
-
-    def _clip_gradient(self) -> float:
-        """Clip the gradient and return its norm before clipping."""
-        norm = clip_grad_norm_(self._policy.parameters(), self._config.trainer.max_grad_norm)
-        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
     @property
     def notes(self) -> tuple[str, ...]:
