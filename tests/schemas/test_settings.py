@@ -60,10 +60,3 @@ def test_a_setting_of_several_classes_shows_the_values_of_all():
     assert described_values(kind.field) == "`builtin`, `function`, `environment`"
     (timeout,) = (one for one in declared_settings(TrainConfig) if one.name == "reward.timeout_s")
     assert described_values(timeout.field) == "float > 0"
-
-
-def test_a_draft_head_works_with_any_tp_degree_but_in_one_layout():
-    given = GIVEN | {"specactor": {"head": "head"}, "rollout": {"tp_degree": 2}}
-    assert TrainConfig.model_validate(given).tp_degrees == (2,)
-    with pytest.raises(ValueError, match="head drafts in one layout of the engines"):
-        TrainConfig.model_validate(given | {"pat": {"tp_degrees": [4]}})
