@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import nan
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from refrain.engines.inference.engine.running import Running
@@ -25,10 +26,12 @@ UNDRAFTED = CONFIG.engine.model_copy(
 )
 
 
-def output_of(token_ids):
+def output_of(token_ids, experts=None):
     """Return a fake of vLLM's `CompletionOutput`, with the fields that engines read."""
     logprobs = SimpleNamespace(logprobs=[-0.5] * len(token_ids))
-    return SimpleNamespace(token_ids=token_ids, logprobs=logprobs, spec_decode_metrics=None)
+    return SimpleNamespace(
+        token_ids=token_ids, logprobs=logprobs, spec_decode_metrics=None, routed_experts=experts
+    )
 
 
 def finished(request, token_ids) -> Rollout:
@@ -205,7 +208,22 @@ def test_rejections_are_verifications_that_stopped_early():
         per_step_accepted=[3, 1, 0, 1],
         per_step_drafted=[3, 2, 1, 1],
     )
-    output = SimpleNamespace(token_ids=[], logprobs=None, spec_decode_metrics=metrics)
+    output = output_of([])
+    output.spec_decode_metrics = metrics
     found = Running(request, 3, 1.0).generated_with(output)
     assert (found.num_draft_tokens, found.num_accepted_tokens) == (12, 6)
     assert (found.num_verifications, found.num_rejections) == (6, 3)
+
+
+def test_a_moved_request_keeps_the_experts_of_its_first_engine():
+    """Each engine reports all positions but the last, and the second has computed the first ones
+    anew."""
+    request = replace(requests([(5, 6, 7)])[0], generated=None)
+    experts = np.arange(1, 13, dtype=np.uint8).reshape(6, 1, 2)
+    before = Running(request, 3, 1.0).generated_with(output_of([8, 9], experts[:4]))
+    assert before.experts == experts[:4].tobytes()
+    moved = Running(replace(request, generated=before), 3, 1.0)
+    anew = experts + 100
+    whole = moved.generated_with(output_of([10, 11], anew))
+    assert whole.experts == experts[:4].tobytes() + anew[4:].tobytes()
+    assert moved.generated_with(output_of([10, 11])).experts == before.experts

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from refrain.engines.histospec.index import build_index
-from refrain.engines.histospec.index_file import index_path, write_index
 from refrain.engines.inference.engine.in_process import InProcessEngine
 from refrain.engines.learn.learner import Learner
 from refrain.engines.learn.packing import TokenSequence
@@ -22,17 +20,14 @@ from refrain.engines.learn.policy import score_sequences
 from refrain.engines.learn.routing_replay import replayed_share
 from refrain.engines.store.rows import rollout_rows
 from refrain.schemas.config import EngineConfig, TrainConfig
-from refrain.schemas.rollout import RequestId, Rollout, RolloutRequest
+from refrain.schemas.rollout import Rollout
 from refrain.schemas.weights import PolicyWeights
-from tests.inference.real import key, requests, tokens_of
+from tests.inference.real import requests
 from tests.inference.test_experts import SHAPE, VOCAB_SIZE, config_of, weights_of
 
 pytestmark = pytest.mark.engine
 
 BYTES_PER_TOKEN = SHAPE["num_hidden_layers"] * SHAPE["num_experts_per_tok"]
-SCARCE_KV_BYTES = 24 * 32 * 2 * 2 * 2 * 32 * 4
-"""24 blocks of 32 tokens: keys and values of 2 layers with 2 heads of 32 floats. The requests of
-the tests need several times as many, so vLLM preempts some."""
 
 
 @pytest.fixture
@@ -154,65 +149,11 @@ async def dense_mismatch(
     return mismatch(learner, rollouts, [b""] * len(rollouts))
 
 
-async def test_experts_are_complete_with_drafts_preemptions_and_moves(
-    prompts, tmp_path: Path
-) -> None:
-    """Prompts come in chunks and from the prefix cache, and histories hold right and wrong
-    drafts."""
-    config, history = replaying(config_of(tmp_path / "model"), "float32"), tmp_path / "history"
-    history.mkdir()
-    learner, todo = started(config), requests(prompts)
-    weights = weights_of(learner)
-    async with engine_of(config.engine, weights) as engine:
-        plain = await engine.generate(todo)
-    assert_complete_and_right(learner, plain)
-    for i, prompt in enumerate(prompts):
-        own = [r.generated.token_ids for r in plain if r.id.prompt_key == key(i)]
-        index = build_index(prompt, own[:2], [0.5, 1.0])
-        write_index(index, key(i), index_path(history, key(i)))
-    rollout = config.rollout.model_copy(
-        update={
-            "kv_cache_bytes": SCARCE_KV_BYTES,
-            "max_num_batched_tokens": 64,
-            "max_num_seqs": 16,
-        }
-    )
-    tight = config.model_copy(update={"rollout": rollout}).engine
-    drafting = tight.model_copy(update={"history_dir": history, "pooled": True})
-    other = config.engine.model_copy(update={"pooled": True})
-    async with engine_of(drafting, weights) as one, engine_of(other, weights) as two:
-        done = await moved(one, two, todo)
-    assert sum(rollout.generated.num_accepted_tokens for rollout in done) > 100
-    assert any(r.generated.num_draft_tokens > r.generated.num_accepted_tokens for r in done)
-    finished = {rollout.id: rollout for rollout in done}
-    assert tokens_of(finished) == tokens_of({rollout.id: rollout for rollout in plain})
-    assert_complete_and_right(learner, done)
-    (column,) = {rollout_rows(done)["experts"].type}
-    assert str(column) == "large_binary"
-
-
-async def moved(
-    one: InProcessEngine, two: InProcessEngine, todo: list[RolloutRequest]
-) -> list[Rollout]:
-    """Generate on one engine, and move half of what is running to the other one: a part with keys
-    and values, and a part without."""
-    await one.submit(todo)
-    going = await asyncio.wait_for(running(one), 60.0)
-    leaving: list[RolloutRequest] = []
-    for ids, keep_kv in ((going[::4], True), (going[1::4], False)):
-        part = await one.withdraw(ids, keep_kv=keep_kv)
-        assert all(request.generated and request.generated.experts for request in part)
-        assert any(request.kv for request in part) == keep_kv
-        leaving += part
-    finished = await two.generate(leaving)
-    await asyncio.wait_for(one._drained.wait(), 120.0)
-    return finished + one._finished
-
-
-async def running(engine: InProcessEngine) -> list[RequestId]:
-    """Return requests of which the front end knows some tokens, as soon as there are four."""
-    while len(known := [id for id, num in (await engine._num_tokens()).items() if num > 4]) < 4:
-        assert engine._failure is None
-        assert len(engine._finished) < 12, "too late to move requests"
-        await asyncio.sleep(0.02)
-    return known
+async def test_experts_are_complete_and_right(prompts, tmp_path: Path) -> None:
+    """The samples of a prompt share its blocks in the prefix cache."""
+    config = replaying(config_of(tmp_path / "model"), "float32")
+    learner = started(config)
+    async with engine_of(config.engine, weights_of(learner)) as engine:
+        rollouts = await engine.generate(requests(prompts))
+    assert_complete_and_right(learner, rollouts)
+    assert str(rollout_rows(rollouts)["experts"].type) == "large_binary"
