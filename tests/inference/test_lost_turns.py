@@ -31,6 +31,7 @@ from tests.inference.real import CONFIG, requests, weights_of
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="package"),
 ]

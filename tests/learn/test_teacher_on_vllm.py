@@ -21,7 +21,7 @@ from tests.conftest import DEMO
 from tests.learn.conftest import as_batch, make_batch, on_policy, started
 from tests.sockets import free_port
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TEACHER, STUDENT = DEMO / "model", DEMO / "drafter"
 NUM_TOKENS = 36
