@@ -217,7 +217,9 @@ def logprob(value: Any) -> Change:
 
 
 @pytest.mark.parametrize(
-    "failed", [drop, late, status(429), status(503), status(500), status(408)], ids=repr
+    "failed",
+    [drop, late, status(429), status(503), status(500), status(408)],
+    ids=["drop", "late", "429", "503", "500", "408"],
 )
 def test_a_request_is_repeated(small: SmallServer, failed: Change, caplog: Any) -> None:
     small.changes = [failed] * 2
