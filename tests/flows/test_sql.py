@@ -43,7 +43,7 @@ def test_sql_answers_with_a_table_or_csv(run_dir: Path) -> None:
 def test_two_columns_of_one_name_are_both_shown(run_dir: Path) -> None:
     query = (
         "SELECT a.step, b.step, a.num_samples, b.num_samples FROM lengths a JOIN lengths b "
-        "ON b.step = a.step + 1 WHERE a.num_samples < b.num_samples"
+        "ON b.step = a.step + 1 WHERE a.num_samples < b.num_samples ORDER BY a.step"
     )
     file = run_dir / "answer.csv"
     shown = CliRunner().invoke(main, ["sql", str(run_dir), query]).output.splitlines()
