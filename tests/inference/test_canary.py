@@ -193,6 +193,8 @@ def test_no_number_in_a_long_canary_is_refused(where: int) -> None:
 PREPARED = """
 import os, torch
 torch.cuda.is_available = lambda: {on_gpu}
+from refrain.engines.machine import cuda
+cuda.cuda_build = lambda: "13.0" if {on_gpu} else None
 from refrain.engines.inference.engine.process import prepare_process
 prepare_process(1, batch_invariant={wanted})
 print(os.environ.get("VLLM_BATCH_INVARIANT"))

@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from refrain.engines.learn.diagnostics import LOWS, PEAKS
-from refrain.engines.learn.gradient import Reference, accumulate_gradient
+from refrain.engines.learn.gradient import Reference, accumulate_gradient, clip_gradient
 from refrain.engines.learn.learner import ADAM_BETA1, Learner
 from refrain.engines.learn.loading import Loading, load_policy
 from refrain.engines.learn.minibatch import Share, assign_share, cut_minibatches
@@ -238,13 +239,14 @@ class Watched(Learner):
 
     def _update(self, share: Share) -> dict[str, float] | None:
         self.updates.append({"share": share, "policy": deepcopy(self._policy)})
-        metrics = super()._update(share)
+        with mock.patch("refrain.engines.learn.learner.clip_gradient", self._watched_clipping):
+            metrics = super()._update(share)
         self.updates[-1] |= {"after": self.weights(), "metrics": metrics}
         return metrics
 
-    def _clip_gradient(self) -> float:
-        self.updates[-1]["gradient"] = gradients(self._policy.model)
-        return super()._clip_gradient()
+    def _watched_clipping(self, policy: PolicyModel, max_norm: float) -> float:
+        self.updates[-1]["gradient"] = gradients(policy.model)
+        return clip_gradient(policy, max_norm)
 
 
 TRAINER = {
