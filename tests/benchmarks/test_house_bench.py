@@ -24,6 +24,7 @@ def test_it_counts_this_repository(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_a_request_reaches_vllm_in_a_dozen_calls(tmp_path: Path) -> None:
     file = tmp_path / "house.json"
     command = [sys.executable, "-m", "refrain.flows.cli", "bench", "house", f"--json={file}"]

@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 LINE = re.compile(
     r"step +(\d+)  reward ([\d.]+)  accepted (\d+)/(\d+)  differ (\S+)  tokens ([0-9a-f]{8})"

@@ -13,7 +13,7 @@ from refrain.engines.inference.engine.trace import NUM_PASSES
 from refrain.schemas.trainer import TraceConfig
 from tests.inference.real import CONFIG, requests, roll_out, tokens_of, weights_of
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 async def test_an_engine_traces_a_step(ray_cluster, learner, prompts, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.inference.v2_cases import NUM_PROMPTS, REFERENCE
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="package")
 async def test_with_asynchronous_scheduling(on_one_engine, prompts, tmp_path: Path):
     """Each step is scheduled while the one before runs, as on a GPU."""
