@@ -36,6 +36,8 @@ class FinishReason(StrEnum):
     """The environment failed (`environment.on_error`)."""
 
 
+MAX_EXPERTS = 255
+"""Most experts of a layer that a byte of `Generated.experts` can tell apart."""
 OVERLONG = (FinishReason.LENGTH, FinishReason.CONTEXT)
 """Reasons of a response that was cut because it had no room left."""
 

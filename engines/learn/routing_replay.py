@@ -27,12 +27,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from refrain.engines.learn.packing import MicroBatch, TokenSequence
 from refrain.engines.learn.small_copy import small_copy
 from refrain.engines.user_files import first_line
+from refrain.schemas.rollout import MAX_EXPERTS
 
 _SETTING = "trainer.routing_replay"
 _ROUTER = re.compile(r"Top[kK]Router$")
 """Names of the modules of transformers that choose `top_k` experts with `torch.topk`."""
-MAX_EXPERTS = 255
-"""Most experts of a layer that a byte can tell apart, besides unknown ones."""
 _NUM_TOKENS = 8
 """Tokens on which the check tries a small copy."""
 

@@ -402,7 +402,7 @@ def test_a_speculator_of_ones_own_is_called_as_it_was() -> None:
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     supported.check_version()
     installed = {"vllm": "0.33.1"}
-    monkeypatch.setattr(supported, "_version", installed.get)
+    monkeypatch.setattr(supported, "installed_version", installed.get)
     with pytest.raises(ValueError, match=r"vLLM 0\.33\.1 is installed, but .* need vLLM 0\.32"):
         supported.check_version()
     installed["vllm"] = "0.320.0"

