@@ -21,7 +21,7 @@ from refrain.flows.environment import quieten
 from refrain.schemas.environment import EnvironmentTask
 from refrain.schemas.rollout import RequestId, RolloutRequest, Split, VersionSpan
 from tests.conftest import REPOSITORY
-from tests.ray_token import make_token
+from tests.ray_token import make_token, second_node
 from tests.tasks.ray_death import kill
 
 TOOL = '''
@@ -152,19 +152,8 @@ def _node(_: Any) -> str:
 
 
 def main(directory: Path) -> None:
-    import ray
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
-    )
-    node = cluster.add_node(num_cpus=2)
-    try:
-        ray.init(cluster.address, namespace="nodes", log_to_driver=False, logging_level="ERROR")
+    with second_node("nodes", num_cpus=2) as node:
         print(json.dumps(asyncio.run(lose_a_node(directory, node))))
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from refrain.schemas.rollout import (
     VersionSpan,
 )
 from refrain.schemas.weights import PolicyWeights
-from tests.ray_token import make_token
+from tests.ray_token import make_token, second_node
 from tests.rollout.fakes import request, token_at
 from tests.tasks.ray_death import kill
 
@@ -196,18 +196,8 @@ async def lose_a_node(node: Any, kind: str) -> dict[str, Any]:
 
 
 def main(kind: str) -> None:
-    import ray
-    from ray.cluster_utils import Cluster
-
-    gpus = {"num_cpus": 2, "num_gpus": 1}
-    cluster = Cluster(initialize_head=True, head_node_args=gpus | {"include_dashboard": False})
-    node = cluster.add_node(**gpus)
-    try:
-        ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+    with second_node(num_cpus=2, num_gpus=1) as node:
         print(json.dumps(asyncio.run(lose_a_node(node, kind))))
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 if __name__ == "__main__":
