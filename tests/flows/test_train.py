@@ -30,7 +30,6 @@ DRAWN_PER_STEP = 14
 DRAWN = "SELECT step, report->>'drawn' FROM steps ORDER BY step"
 PIPELINED = {
     "staleness": 1,
-    "histopipe": {"min_growth": 1.0, "last_share": 0.9},
     "rollout__oversample": 0.1,
 }
 
@@ -52,8 +51,8 @@ def processes(run_dir: Path) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def slowed(run_dir: Path) -> Iterator[None]:
-    """Let the run's engines work a fifth of the time. On a fast machine, responses would end before
-    they can be migrated."""
+    """Let the run's engines work a fifth of the time. On a fast machine, the rollout would end
+    before a test can disturb it."""
     cores = [p for p in processes(run_dir) if "VLLM::EngineCore" in " ".join(p.cmdline())]
     assert cores
     over = threading.Event()
@@ -154,7 +153,7 @@ def wait_for_copy(copies: Path, step: int) -> None:
 
 def forget_lengths(run_dir: Path) -> None:
     """Make all responses of the first epoch short, and delete those of the second. Nearly every
-    response is then an outlier."""
+    response then outgrows its forecast."""
     # The store's process lives some seconds longer than its killed driver.
     with connect(run_dir / STORE_FILE, read_only=False, lock_timeout_s=60.0) as con:
         con.execute("UPDATE rollouts SET response_tokens = 3 WHERE split = 'train' AND step <= 2")
@@ -163,18 +162,14 @@ def forget_lengths(run_dir: Path) -> None:
         con.execute("DELETE FROM plans WHERE split = 'train' AND step > 2")
 
 
-def assert_moved(run_dir: Path) -> None:
-    """Assert that requests migrated or were deferred, and that the next step trained on the latter.
-    The numbers of both depend on the machine's speed."""
+def assert_deferred_add_up(run_dir: Path) -> None:
+    """Assert that the next step trained on a step's deferred samples. Whether a move pays depends
+    on the machine's speed, so their number may be 0 (`tests/inference` forces moves)."""
     reports = [json.loads(report) for (report,) in query(run_dir, "SELECT report FROM steps")]
-    moved = {
-        kind: sum(report["metrics"][f"rollout/num_{kind}"] for report in reports)
-        for kind in ("migrated", "deferred")
-    }
-    deferred = query(run_dir, "SELECT count(*) FROM rollouts WHERE origin_step < step")
-    assert sum(moved.values()) > 0
-    assert [(moved["deferred"],)] == deferred
-    assert moved["deferred"] <= 2 * (DRAWN_PER_STEP - PROMPTS_PER_STEP) * GROUP_SIZE
+    deferred = sum(report["metrics"]["rollout/num_deferred"] for report in reports)
+    carried = query(run_dir, "SELECT count(*) FROM rollouts WHERE origin_step < step")
+    assert [(deferred,)] == carried
+    assert deferred <= 2 * (DRAWN_PER_STEP - PROMPTS_PER_STEP) * GROUP_SIZE
 
 
 def kill_history_worker(run_dir: Path) -> None:
@@ -315,7 +310,7 @@ def test_run_killed_anywhere_resumes(refrain: Any, whole_run: Path, tmp_path: Pa
         kill_history_worker(run_dir)
         command.finish()
     assert_complete_in_a_pipeline(run_dir)
-    assert_moved(run_dir)
+    assert_deferred_add_up(run_dir)
     assert_drafted(run_dir)
     assert processes(run_dir) == []
     with live_snapshot(run_dir, 1.0) as snapshot:

@@ -1,8 +1,10 @@
 """Real engines that all tests of this folder share, because they take a minute to start."""
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 import pytest_asyncio
@@ -13,7 +15,7 @@ from refrain.engines.learn.learner import Learner
 from refrain.schemas.drafting import DraftingConfig, SpecActorConfig
 from refrain.schemas.rollout import RequestId, Rollout, RolloutRequest
 from tests.inference.heads import random_head
-from tests.inference.pace import PacedEngine
+from tests.inference.pace import PacedEngine, dial
 from tests.inference.real import CONFIG, requests, roll_out, weights_of
 from tests.inference.switching import BLOCK, double_requests, engine_of, generate, longest
 
@@ -34,6 +36,15 @@ def prompts() -> list[tuple[int, ...]]:
 @pytest.fixture(scope="package")
 def history_dir(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("history")
+
+
+@pytest.fixture
+def history(history_dir: Path) -> Iterator[Path]:
+    """Return the engines' history directory. What a test writes there is deleted, even if it fails:
+    the next test's engines would draft from it."""
+    yield history_dir
+    for path in history_dir.iterdir():
+        rmtree(path) if path.is_dir() else path.unlink()
 
 
 @pytest.fixture(scope="package")
@@ -67,6 +78,14 @@ async def engines(ray_cluster, history_dir, head_dir):
     yield engines
     for engine in engines:
         await engine.shutdown()
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def ungated(engines) -> AsyncIterator[None]:
+    """Let drafters draft at once and everywhere, however slow or fast this machine's steps are."""
+    await dial(engines, 1.0)
+    yield
+    await dial(engines, 1.0, gate=True)
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")

@@ -42,6 +42,13 @@ async def set_pace(engine: RayEngine, step_s: float) -> None:
     await engine.actor.set_pace.remote(step_s)
 
 
+async def dial(engines: Sequence[RayEngine], temperature: float, *, gate: bool = False) -> None:
+    """Sample at `temperature`, and let drafters forget what they learnt. Without `gate` they draft
+    even where it saves nothing."""
+    for engine in engines:
+        await engine.actor.dial.remote(temperature, gate)
+
+
 @asynccontextmanager
 async def paced(engines: Sequence[RayEngine]) -> AsyncIterator[None]:
     """Make the steps of these engines slow inside the context."""

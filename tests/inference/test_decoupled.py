@@ -38,10 +38,8 @@ ENOUGH = 50
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
-async def drafters(engines, history_dir):
-    """Start the drafters. Delete all histories: tests that need one write it."""
-    for path in history_dir.glob("*.index"):
-        path.unlink()
+async def drafters(engines):
+    """Start the drafters."""
     said: list[str] = []
     drafters = Drafters(CONFIG.engine.drafter_processes, engines[1:], said.append)
     await drafters.start()
@@ -113,7 +111,7 @@ async def test_no_drafter_changes_a_token(
 
 
 async def test_history_and_a_model_draft_in_one_verification(
-    engines, drafters, learner, prompts, on_one_engine, history_dir
+    engines, drafters, learner, prompts, on_one_engine, history
 ):
     """Both together get more tokens accepted than either alone.
 
@@ -128,13 +126,11 @@ async def test_history_and_a_model_draft_in_one_verification(
         return drafts_of(finished)[2]
 
     by_model = await accepted(DECOUPLED)
-    await history_of(engines[0], learner, prompts[:NUM_PROMPTS], history_dir)
+    await history_of(engines[0], learner, prompts[:NUM_PROMPTS], history)
     by_history = await accepted(None)
     for _ in range(MOST_ROLLOUTS):
         if (by_both := await accepted(DECOUPLED)) > max(by_model, by_history):
             break
-    for path in history_dir.glob("*.index"):
-        path.unlink()
     assert by_both > max(by_model, by_history) > 0
 
 

@@ -254,12 +254,13 @@ def drafts_of(finished: dict[RequestId, Rollout]) -> tuple[int, int, int]:
     )
 
 
-async def test_drafts_change_no_token(engines, learner, prompts, on_one_engine, history_dir):
+@pytest.mark.usefixtures("ungated")
+async def test_drafts_change_no_token(engines, learner, prompts, on_one_engine, history):
     """Right and wrong drafts give the tokens of engine 0, which does not draft.
 
     So do requests that move in the middle of a response, and indexes that vanish or are damaged.
     """
-    await history_of(engines[0], learner, prompts, history_dir)
+    await history_of(engines[0], learner, prompts, history)
     weights, todo = weights_of(learner, prompts), [(1, r) for r in requests(prompts)]
     finished, outcome = await roll_out(engines, weights, todo)
     assert tokens_of(finished) == tokens_of(on_one_engine)
@@ -285,28 +286,29 @@ async def test_drafts_change_no_token(engines, learner, prompts, on_one_engine, 
     def spoil(view: RolloutView) -> None:
         """Delete all indexes once all requests have begun."""
         if all(num_tokens for engine in view.engines for num_tokens in engine.progress.values()):
-            for path in history_dir.iterdir():
+            for path in history.iterdir():
                 path.unlink()
 
     for i in range(0, len(prompts), 2):
-        path = index_path(history_dir, key(i))
+        path = index_path(history, key(i))
         path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     finished, outcome = await roll_out(engines, weights, todo, on_progress=spoil)
     assert tokens_of(finished) == tokens_of(on_one_engine)
     assert outcome.shares[1].drafting.num_damaged == len(prompts) // 2
-    assert not list(history_dir.glob("*.index"))
+    assert not list(history.glob("*.index"))
     finished, outcome = await roll_out(engines, weights, todo)
     assert tokens_of(finished) == tokens_of(on_one_engine)
     assert outcome.shares[1].drafting.num_without_index == len(todo)
 
 
-async def test_shared_index_changes_no_token(engines, learner, prompts, on_one_engine, history_dir):
+@pytest.mark.usefixtures("ungated")
+async def test_shared_index_changes_no_token(engines, learner, prompts, on_one_engine, history):
     """Draft for prompts without history from the responses of other prompts.
 
     Then damage the shared files, and delete them.
     """
     weights, todo = weights_of(learner, prompts), [(1, r) for r in requests(prompts)]
-    shared = SharedLibrary(history_dir, DraftingConfig())
+    shared = SharedLibrary(history, DraftingConfig())
     shared.add(await earlier(engines[0], learner, prompts))
     finished, outcome = await roll_out(engines, weights, todo)
     assert tokens_of(finished) == tokens_of(on_one_engine)
@@ -314,19 +316,18 @@ async def test_shared_index_changes_no_token(engines, learner, prompts, on_one_e
     assert drafting.num_without_index == len(todo)
     # The engine does not count shared drafts in a request's last step: the request has ended.
     _, num_drafted, num_accepted = drafts_of(finished)
-    # The gate has learned in earlier tests that drafts save little here, so it keeps only a few.
     assert num_accepted > 10
     assert 0.5 * num_drafted < drafting.num_shared_draft_tokens <= num_drafted
     assert 0 < drafting.num_shared_accepted_tokens < drafting.num_shared_draft_tokens
 
-    known = set(shared_dir(history_dir).glob("*.index"))
+    known = set(shared_dir(history).glob("*.index"))
     shared.add([PromptHistory(key(0), 2, prompts[0], [[5] * 9], [1.0])])
-    (path,) = set(shared_dir(history_dir).glob("*.index")) - known
+    (path,) = set(shared_dir(history).glob("*.index")) - known
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     finished, outcome = await roll_out(engines, weights, todo)
     assert tokens_of(finished) == tokens_of(on_one_engine)
     assert outcome.shares[1].drafting.num_damaged == 1
-    rmtree(shared_dir(history_dir))
+    rmtree(shared_dir(history))
     finished, outcome = await roll_out(engines, weights, todo)
     assert tokens_of(finished) == tokens_of(on_one_engine)
     assert outcome.shares[1].drafting.num_drafting_steps == 0

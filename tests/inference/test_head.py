@@ -1,6 +1,6 @@
 """A draft head in a real engine changes no token, and drafts right where it knows the policy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from refrain.schemas.drafting import HEAD
 from refrain.schemas.rollout import DraftSetting, RequestId, Rollout, RolloutRequest
 from refrain.schemas.weights import PolicyWeights
 from tests.inference.heads import memoryless, right_head
+from tests.inference.pace import dial
 from tests.inference.real import requests, weights_of
 from tests.inference.switching import assert_as_before, generate
 from tests.inference.test_engine import drafts_of, history_of
@@ -27,11 +28,6 @@ DRAFTING = DraftSetting(HEAD, 4)
 
 def drafted(todo: list[RolloutRequest]) -> list[RolloutRequest]:
     return [replace(request, drafting=DRAFTING) for request in todo]
-
-
-async def dial(engines: Sequence[RayEngine], temperature: float, *, gate: bool = False) -> None:
-    for engine in engines:
-        await engine.actor.dial.remote(temperature, gate)
 
 
 def accepted_share(finished: Mapping[RequestId, Rollout]) -> float:
@@ -77,18 +73,16 @@ async def test_right_and_wrong_heads_change_no_token(
 
 
 async def test_a_head_and_history_together_change_no_token(
-    engines: list[RayEngine], learner, prompts, on_one_engine, history_dir: Path
+    engines: list[RayEngine], learner, prompts, on_one_engine, history: Path
 ):
     """A new engine drafts from a head at once, from history where it knows more."""
-    await history_of(engines[0], learner, prompts[:8], history_dir)
+    await history_of(engines[0], learner, prompts[:8], history)
     await dial(engines, 1.0)
     weights: PolicyWeights = weights_of(learner, prompts)
     await engines[1].load_weights(weights)
     todo = requests(prompts[:16])
     by_history = await generate(engines[1], todo)
     by_both = await generate(engines[1], drafted(todo))
-    for path in history_dir.glob("*.index"):
-        path.unlink()
     await dial(engines, 1.0, gate=True)
     for finished in (by_history, by_both):
         assert_as_before(finished, {id: on_one_engine[id] for id in finished})

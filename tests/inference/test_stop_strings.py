@@ -59,14 +59,15 @@ def begun(rollout: Rollout, num_tokens: int) -> RolloutRequest:
     return replace(rollout.request, generated=generated if num_tokens else None)
 
 
+@pytest.mark.usefixtures("ungated")
 async def test_responses_end_with_the_token_that_completes_a_stop_string(
-    engines, learner, prompts, on_one_engine, history_dir
+    engines, learner, prompts, on_one_engine, history
 ):
     """This holds without drafts, and with drafts that continue after the stop string.
 
     It also holds if another engine generated all tokens but the last one.
     """
-    await history_of(engines[0], learner, prompts, history_dir)
+    await history_of(engines[0], learner, prompts, history)
     decode = load_tokenizer(CONFIG.model.path).decode
     lengths = {id: until_stop(r, STOP, decode) for id, r in on_one_engine.items()}
     cut = {id for id, r in on_one_engine.items() if lengths[id] < r.num_tokens}

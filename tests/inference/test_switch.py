@@ -19,7 +19,7 @@ from refrain.engines.rollout.interface import WeightSyncError
 from refrain.engines.rollout.moves import Reshape, RolloutView
 from refrain.schemas.drafting import DraftingConfig, SpecActorConfig
 from refrain.schemas.layout import Pool
-from tests.inference.pace import paced
+from tests.inference.pace import dial, paced
 from tests.inference.real import CONFIG, requests, roll_out
 from tests.inference.switching import (
     MOVED_AT,
@@ -120,13 +120,14 @@ async def test_up_again_and_down_again(engines, tp2, tp4, weights, long_requests
 
 
 async def test_drafts_from_history_go_on_after_a_move(
-    engines, tp2, weights, long_requests, without_switch, history_dir
+    engines, tp2, weights, long_requests, without_switch, history
 ):
     for request in long_requests:
         key, prompt = request.id.prompt_key, request.prompt_token_ids
         group = [r for r in without_switch.values() if r.id.prompt_key == key]
         index = build_index(prompt, [r.generated.token_ids for r in group], [0.0, 1.0, 0.5, 1.0])
-        write_index(index, key, index_path(history_dir, key))
+        write_index(index, key, index_path(history, key))
+    await dial([tp2], 1.0)
     for keep_kv in (False, True):
         await load([engines[0], tp2], weights)
         moved = await move(engines[:1], tp2, long_requests, keep_kv=keep_kv)
@@ -138,8 +139,7 @@ async def test_drafts_from_history_go_on_after_a_move(
         assert sum(g.num_accepted_tokens for g in drafted) > 100
         # Draft tokens that vLLM adds only to pad a step do not count.
         assert all(g.num_draft_tokens >= g.num_accepted_tokens > 0 for g in drafted)
-    for path in history_dir.glob("*.index"):
-        path.unlink()
+    await dial([tp2], 1.0, gate=True)
 
 
 async def test_taken_in_prefill(engines, tp2, weights, prompts):
