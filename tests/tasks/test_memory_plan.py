@@ -162,6 +162,11 @@ def test_proposed_settings_fit(model: Path) -> None:
     assert needs(preset(model, *said.split(" and ")), "32xH100-40GB")
 
 
+def test_a_teacher_that_does_not_fit_may_be_on_a_server(model: Path) -> None:
+    said = refusal(preset(model, f"algorithm.teacher={model}"), "8xH100-57GB")
+    assert "algorithm.teacher_server in place of algorithm.teacher" in said
+
+
 def test_ranks_share_rows_of_samples_that_no_rank_can_hold(model: Path) -> None:
     long = ("data.max_response_tokens=200000", "trainer.micro_batch_tokens=210000")
     said = refusal(preset(model, *long))
