@@ -23,13 +23,14 @@ better than whole responses do, so a lap with tools is compared with the better 
                           KV cache has room for all conversations
     cached_share_half     the same if it has room for half of them
     answers_per_s         answers of one actor to turns whose tool returns at once
-    journal_share         share of its time that the store spends on the journal: the largest of
-                          the laps with turns and of these answers
+    journal_share         share of its time that the store spends on the journal: the largest
+                          median of laps with turns, or of these answers
 """
 
 import asyncio
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -150,8 +151,11 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         groups = [_compared(*group) for group in zip(*laps, strict=True)]
         found |= {f"{name}_{number}": median(one[name] for one in groups) for name in groups[0]}
     tools = rows_with(rows, kind="tools")
-    talking = [answers, *rows_with(rows, kind="instant"), *tools]
-    found["journal_share"] = max(row["journal_s"] / row["seconds"] for row in talking)
+    shares: dict[tuple[object, ...], list[float]] = defaultdict(list)
+    for row in (answers, *rows_with(rows, kind="instant"), *tools):
+        kind = row["kind"], row.get("conversations"), row.get("kv")
+        shares[kind].append(row["journal_s"] / row["seconds"])
+    found["journal_share"] = max(map(median, shares.values()))
     found["identical"] = min(row["identical"] for row in tools)
     for end in dict.fromkeys(row["kv"] for row in tools):
         own = rows_with(tools, kv=end)
