@@ -14,6 +14,8 @@ import httpx
 if TYPE_CHECKING:
     from prefect.server.api.server import SubprocessASGIServer
 
+APP = "refrain.flows.prefect_app:create_app"
+"""What the server's process runs."""
 LOOK_S = 1.0
 """Seconds between two checks of the server."""
 
@@ -69,7 +71,7 @@ def _make_server() -> "SubprocessASGIServer":
             command += ["--app-dir", str(Path(__file__).parents[2])]
             command += ["--host", "127.0.0.1", "--port", str(self.port), "--log-level", "error"]
             return subprocess.Popen(
-                [*command, "--lifespan", "on", "refrain.flows.prefect_app:create_app"],
+                [*command, "--lifespan", "on", APP],
                 env={**os.environ, **own, **given},
                 start_new_session=True,
             )

@@ -21,6 +21,7 @@ import yaml
 from refrain.benchmarks.chaos.faults import Moment, RunMode, Strike, Target
 from refrain.benchmarks.chaos.run_traces import shared_by
 from refrain.engines.tracking.progress_file import read_progress
+from refrain.flows.own_server import APP
 from refrain.schemas.drafting import NGRAM
 from refrain.schemas.latency import PointKind, Profile
 from refrain.schemas.progress import RunProgress
@@ -49,7 +50,7 @@ SIGNS = {
     Target.SCORER: "ray::RewardActor",
     Target.RAYLET: "raylet/raylet",
     Target.GCS: "gcs/gcs_server",
-    Target.PREFECT: "prefect.server.api.server",
+    Target.PREFECT: APP,
     Target.ENVIRONMENTS: "ray::EnvironmentActor",
     Target.ENVIRONMENT_WORKER: r"^\S+ -c .* environment \d+$",
     Target.ENVIRONMENT_GUARD: r"guard\.py \d+ .* environment \d+$",
