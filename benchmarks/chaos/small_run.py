@@ -308,8 +308,8 @@ def _have_target(values: dict[str, Any], strike: Strike, directory: Path) -> Non
 
 
 def profile_as_if_it_paid(file: Path) -> Path:
-    """Write the demo's profile with two changes: an engine of TP 2 is ten times as fast, which it
-    is not on a CPU, and a draft model takes ten times as long as a lookup."""
+    """Write the demo's profile with two changes. An engine of TP 2 is ten times as fast, which no
+    CPU shows. A draft model takes ten times as long as a lookup."""
     baseline = CHECKOUT / "benchmarks" / "baselines" / "profile_demo.json"
     profile = Profile.model_validate_json(baseline.read_bytes())
     at_tp_2 = [

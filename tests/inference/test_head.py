@@ -72,18 +72,17 @@ async def test_right_and_wrong_heads_change_no_token(
         assert shares["other noise"] < 0.7
 
 
+@pytest.mark.usefixtures("ungated")
 async def test_a_head_and_history_together_change_no_token(
     engines: list[RayEngine], learner, prompts, on_one_engine, history: Path
 ):
     """A new engine drafts from a head at once, from history where it knows more."""
     await history_of(engines[0], learner, prompts[:8], history)
-    await dial(engines, 1.0)
     weights: PolicyWeights = weights_of(learner, prompts)
     await engines[1].load_weights(weights)
     todo = requests(prompts[:16])
     by_history = await generate(engines[1], todo)
     by_both = await generate(engines[1], drafted(todo))
-    await dial(engines, 1.0, gate=True)
     for finished in (by_history, by_both):
         assert_as_before(finished, {id: on_one_engine[id] for id in finished})
     without = [one for one in by_both.values() if not by_history[one.id].generated.num_draft_tokens]
