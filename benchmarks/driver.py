@@ -53,7 +53,7 @@ from refrain.engines.reports.tables import plain_table
 from refrain.engines.rollout.coordinator import Coordinator
 from refrain.engines.rollout.interface import EngineEvents
 from refrain.engines.store.actor import StoreClient, start_store
-from refrain.engines.store.rows import rollout_rows
+from refrain.engines.store.rows import rollout_rows, to_stream
 from refrain.schemas.bench import BenchReport
 from refrain.schemas.config import EngineConfig, TrainConfig
 from refrain.schemas.data import Prompt
@@ -88,14 +88,15 @@ class StandInEngine(MadeUpEngine):
         mark_children(mark)
         return Marked(mark, ray.get_runtime_context().get_node_id(), given_gpus())
 
-    async def next_events(self, num_received: int) -> tuple[EngineEvents, pa.Table | None]:
+    async def next_events(self, num_received: int) -> tuple[EngineEvents, pa.Buffer | None]:
         await asyncio.sleep(_EVENT_S)
         del self._told[: num_received - self._num_received]
         self._num_received = num_received
         self._told += self._finish(_FINISHED_AT_ONCE)
         finished = tuple(rollout.without_tokens(row) for row, rollout in enumerate(self._told))
         progress = {request.id: 1 for request in self._queue}
-        return EngineEvents(finished, progress), rollout_rows(self._told) if finished else None
+        rows = to_stream(rollout_rows(self._told)) if finished else None
+        return EngineEvents(finished, progress), rows
 
 
 class EngineHost:
@@ -109,7 +110,7 @@ class EngineHost:
 
     async def next_events(
         self, index: int, num_received: int
-    ) -> tuple[EngineEvents, pa.Table | None]:
+    ) -> tuple[EngineEvents, pa.Buffer | None]:
         return await self._engines[index].next_events(num_received)
 
 

@@ -52,6 +52,7 @@ SELECT 'train' AS split, step, step AS origin_step, epoch, prompt_key, sample_in
     version_spans, num AS num_draft_tokens, num // 2 AS num_accepted_tokens,
     num // 4 AS num_verifications, 0 AS num_rejections, step AS started_s, step + 1 AS finished_s
 FROM made;
+UPDATE rollouts SET entropy = -list_avg(inference_logprobs) WHERE entropy IS NULL;
 INSERT INTO rewards
 SELECT 'train', step, prompt_key, sample_index, (hash(i) % 101) / 100, '{{"format": 1.0}}'
 FROM made;

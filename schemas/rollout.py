@@ -54,6 +54,11 @@ class RequestId:
     def __str__(self) -> str:
         return f"{self.split}/{self.step}/{self.prompt_key}/{self.sample_index}"
 
+    def __reduce__(self) -> tuple[type, tuple[Split, int, str, int]]:
+        """Engines send an id a request several times a second: by fields it is pickled in a third
+        of the time."""
+        return RequestId, (self.split, self.step, self.prompt_key, self.sample_index)
+
     @property
     def origin(self) -> "RequestId":
         """Id of the sample in the step whose plan drew it. A deferred one has a negative index."""
@@ -323,6 +328,7 @@ class FinishedRollout:
     row: int
     """Index of its row in `rows`."""
     rows: Any = None
-    """Rows of all rollouts that were reported together: a Ray object reference, or the table."""
+    """Rows of all rollouts that were reported together: the table, or a Ray object reference to its
+    Arrow stream."""
     num_observed: int = 0
     """Tokens that the environment gave."""

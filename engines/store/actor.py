@@ -31,7 +31,7 @@ TOKENS_AT_ONCE = 8 * 2**20
 """Most tokens of one write, if it has rollouts of several engines. They take 8 bytes each."""
 
 Batch = tuple[Any, list[int], int]
-"""The table of an engine's rows or a reference to it, the rows to store, and their epoch."""
+"""Rows of an engine (a table, or a reference to its Arrow stream), which to store, their epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,8 @@ class StoreActor:
             table, why = _fetched(rows, max(0.0, until_s - time.monotonic()))
             lost.append(why)
             if table is not None:
-                tables[epoch].append(table.take(selected))
+                whole = selected == list(range(table.num_rows))
+                tables[epoch].append(table if whole else table.take(selected))
         for epoch, added in tables.items():
             self._store.add_rollouts(pa.concat_tables(added), epoch)
         return lost
@@ -105,10 +106,12 @@ def _fetched(rows: Any, timeout_s: float) -> "tuple[pa.Table | None, str]":
     import ray
     from ray.exceptions import RayError
 
+    from refrain.engines.store.rows import from_stream
+
     if not isinstance(rows, ray.ObjectRef):
         return rows, ""
     try:
-        return ray.get(rows, timeout=timeout_s), ""
+        return from_stream(ray.get(rows, timeout=timeout_s)), ""
     except RayError as error:
         return None, f"{type(error).__name__}: {error}"
 

@@ -43,6 +43,7 @@ CREATE TABLE rollouts (
     sample_index INTEGER NOT NULL,           -- -1 - index when it was deferred
     response_token_ids INTEGER[] NOT NULL,   -- sampled and observed
     inference_logprobs FLOAT[] NOT NULL,     -- of the sampled tokens
+    entropy DOUBLE,                          -- their mean, negated; NULL: none, or an older row
     response_tokens INTEGER NOT NULL,        -- sampled
     finish_reason VARCHAR NOT NULL,
     engine INTEGER NOT NULL,
@@ -152,6 +153,7 @@ ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns {_TURNS} DEFAULT [];
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS observed_tokens INTEGER DEFAULT 0;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS environment_score DOUBLE;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS experts BLOB;
+ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS entropy DOUBLE;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns.element.ended_s DOUBLE;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns.element.num_draft_tokens INTEGER;
 ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns.element.num_accepted_tokens INTEGER;
@@ -160,7 +162,7 @@ ALTER TABLE rollouts ADD COLUMN IF NOT EXISTS turns.element.num_accepted_tokens 
 
 ABSENT_ROLLOUTS = f"""
 SELECT NULL::{_TURNS} AS turns, NULL::INTEGER AS observed_tokens,
-    NULL::DOUBLE AS environment_score, NULL::BLOB AS experts
+    NULL::DOUBLE AS environment_score, NULL::BLOB AS experts, NULL::DOUBLE AS entropy
 WHERE false
 """
 """No rows, with the columns of `rollouts` that older files lack. A query that unites it with older

@@ -36,6 +36,7 @@ def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
         "sample_index": column(lambda r: r.request.id.sample_index, pa.int32()),
         "prompt_token_ids": _lists([r.prompt_token_ids for r in requests], np.int32),
         **generated_columns(generated),
+        "entropy": column(lambda r: _entropy(r.generated.inference_logprobs), pa.float64()),
         "response_tokens": column(lambda r: r.num_tokens, pa.int32()),
         "finish_reason": column(lambda r: str(r.finish_reason), pa.string()),
         "engine": column(lambda r: r.engine, pa.int32()),
@@ -49,6 +50,19 @@ def rollout_rows(rollouts: Sequence[Rollout]) -> pa.Table:
         "experts": column(lambda r: r.generated.experts or None, pa.large_binary()),
     }
     return pa.table(columns)
+
+
+def to_stream(table: pa.Table) -> pa.Buffer:
+    """Return the table as an Arrow stream. Ray sends a small one 20 times as fast as a table."""
+    stream = pa.BufferOutputStream()
+    with pa.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table)
+    return stream.getvalue()
+
+
+def from_stream(stream: pa.Buffer) -> pa.Table:
+    """Return the table of an Arrow stream. The table's memory is that of the stream."""
+    return pa.ipc.open_stream(stream).read_all()
 
 
 def generated_columns(generated: Sequence[Generated]) -> dict[str, pa.Array]:
@@ -92,6 +106,12 @@ def _check_turns(generated: Generated, name: str) -> None:
 def _drafter(rollout: Rollout) -> str:
     setting = rollout.request.drafting
     return setting.drafter if setting else HISTORY
+
+
+def _entropy(logprobs: Sequence[float]) -> float | None:
+    """Estimate the policy's entropy at the rollout's temperature, without bias: the mean negative
+    log-probability of the sampled tokens, in nats per token."""
+    return -float(np.mean(logprobs, dtype=np.float64)) if len(logprobs) else None
 
 
 def _versions(rollout: Rollout) -> list[int]:

@@ -29,15 +29,15 @@ CHUNK = 512
 """Responses that a search reads at once."""
 _KEY = "split, step, prompt_key, sample_index"
 _REWARDS = f"LEFT JOIN rewards USING ({_KEY})"
-ENTROPY = "if(len(inference_logprobs) > 0, -list_avg(inference_logprobs), NULL)"
-"""Mean negative log-probability of the sampled tokens. It estimates the policy's entropy at the
-rollout's temperature, in nats per token, without bias."""
+_OLDER = "entropy IS NULL AND response_tokens > 0"
+"""Rows of older stores, in which `entropy` is yet to be computed."""
+_ENTROPY = "if(len(inference_logprobs) > 0, -list_avg(inference_logprobs), NULL)"
 SORTS = {
     "step": "step",
     "epoch": "origin_step",
     "reward": "reward",
     "length": "response_tokens",
-    "entropy": ENTROPY,
+    "entropy": "entropy",
 }
 """SQL of each order, the largest first. `epoch` is for the samples of one prompt."""
 
@@ -86,9 +86,11 @@ class SampleFilter:
         }
         return " AND ".join(condition for condition, holds in conditions.items() if holds)
 
-    @property
-    def order(self) -> str:
-        first = f"{SORTS[self.sort]} {'ASC' if self.reverse else 'DESC'} NULLS LAST"
+    def order(self, read: Read) -> str:
+        by = SORTS[self.sort]
+        if by == "entropy" and read(f"FROM rollouts SELECT 1 WHERE {_OLDER} LIMIT 1"):
+            by = _ENTROPY
+        first = f"{by} {'ASC' if self.reverse else 'DESC'} NULLS LAST"
         return f"{first}, step DESC, prompt_key, sample_index"
 
 
@@ -130,7 +132,7 @@ class Sample:
 
     @property
     def entropy(self) -> float | None:
-        """As `ENTROPY`, in nats per token."""
+        """As the column `entropy`, in nats per token."""
         return -fmean(self.inference_logprobs) if self.inference_logprobs else None
 
     @property
@@ -176,7 +178,7 @@ def find(read: Read, wanted: SampleFilter, limit: int, offset: int = 0) -> Page:
     """Return one page of the matching samples."""
     rows = read(
         f"SELECT {_KEY}, (SELECT count(*) FROM {wanted.source} WHERE {wanted.where}) AS num "
-        f"FROM {wanted.source} WHERE {wanted.where} ORDER BY {wanted.order} "
+        f"FROM {wanted.source} WHERE {wanted.where} ORDER BY {wanted.order(read)} "
         f"LIMIT {limit} OFFSET {offset}"
     )
     return Page(_samples(read, [_key(row) for row in rows]), rows[0]["num"] if rows else 0)
@@ -196,12 +198,13 @@ def search(
     `contains`: returns for each response (its token ids) whether it has the text.
     """
     end_s = time.monotonic() + timeout_s
-    table = ask(f"SELECT {_KEY} FROM {wanted.source} WHERE {wanted.where} ORDER BY {wanted.order}")
     hits: list[Key] = []
 
     def read(query: str) -> list[Row]:
         return ask(query).to_pylist()
 
+    order = wanted.order(read)
+    table = ask(f"SELECT {_KEY} FROM {wanted.source} WHERE {wanted.where} ORDER BY {order}")
     num_searched = 0
     while num_searched < table.num_rows and len(hits) < offset + limit:
         if time.monotonic() > end_s:

@@ -23,6 +23,7 @@ from refrain.engines.data.tokenizer import TokenDecoder
 from refrain.engines.reports.samples import likelihood_level
 from refrain.engines.store import archive, samples
 from refrain.engines.store.listener import Snapshot, listen
+from refrain.engines.store.open_database import connect
 from refrain.engines.store.rows import rollout_rows
 from refrain.engines.store.samples import SORTS, SampleFilter
 from refrain.engines.store.store import Store
@@ -148,6 +149,18 @@ def test_pages_have_the_samples_in_order(
     values = [value(sample) for sample in shown]
     expected = pytest.approx(sorted(known, reverse=not reverse))
     assert values[: len(known)] == expected, "unscored samples come last"
+
+
+def test_samples_of_an_older_refrain_are_sorted_by_entropy(
+    run_dir: Path, every_sample: list[samples.Sample], tmp_path: Path
+) -> None:
+    """They lack the column."""
+    older = copytree(run_dir, tmp_path / "older")
+    with connect(older / STORE_FILE, read_only=False, lock_timeout_s=0.0) as con:
+        con.execute(f"UPDATE rollouts SET entropy = NULL WHERE step > {NUM_STEPS // 2}")
+    shown = RunSamples(older, 60.0).page(SampleFilter(sort="entropy"), "", 1000).samples
+    values = [sample.entropy for sample in shown]
+    assert values == sorted((sample.entropy for sample in every_sample), reverse=True)
 
 
 def test_a_live_run_shows_what_an_ended_one_shows(run_dirs: dict[str, Path]) -> None:

@@ -71,7 +71,7 @@ class Hashes:
 
     async def next_events(self, num_received: int) -> tuple[Any, Any]:
         from refrain.engines.rollout.interface import EngineEvents
-        from refrain.engines.store.rows import rollout_rows
+        from refrain.engines.store.rows import rollout_rows, to_stream
 
         del self._finished[: num_received - self._num_acknowledged]
         self._num_acknowledged = num_received
@@ -85,7 +85,7 @@ class Hashes:
                 self._finished.append(self._rollout(r, started_s))
                 del self._running[id], progress[id]
         told = tuple(rollout.without_tokens(row) for row, rollout in enumerate(self._finished))
-        return EngineEvents(told, progress), rollout_rows(self._finished)
+        return EngineEvents(told, progress), to_stream(rollout_rows(self._finished))
 
     def _rollout(self, r: RolloutRequest, started_s: float) -> Rollout:
         num = r.max_response_tokens

@@ -14,7 +14,7 @@ import ray
 from refrain.engines.rollout.interface import EngineDied
 from refrain.engines.store import actor
 from refrain.engines.store.actor import StoreClient, start_store
-from refrain.engines.store.rows import rollout_rows
+from refrain.engines.store.rows import rollout_rows, to_stream
 from refrain.schemas.rollout import Split
 from tests.store.test_store import make_rollout
 
@@ -56,7 +56,7 @@ class Source:
     """The part of an engine's process that makes rows."""
 
     def told(self, rollouts):
-        return rollout_rows(rollouts)
+        return to_stream(rollout_rows(rollouts))
 
 
 def told_of(rollouts, rows):

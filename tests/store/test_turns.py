@@ -25,7 +25,7 @@ from refrain.engines.store.tables import INDEXED, SCORING, TRAINING
 from refrain.schemas.rollout import FinishReason, Rollout, Split, Turn, VersionSpan
 from tests.store.test_store import add_rollouts, make_report, make_rewards, make_rollout
 
-NEW_COLUMNS = ("turns", "observed_tokens", "environment_score")
+NEW_COLUMNS = ("turns", "observed_tokens", "environment_score", "entropy")
 numbers = st.floats(-1e6, 1e6)
 answered = st.builds(
     Turn,
@@ -144,7 +144,7 @@ def test_a_response_without_room_for_an_observation_is_truncated(store: Store) -
 
 def write_older_store(path: Path, *rollouts: Rollout) -> None:
     """Write a store as it was before there were conversations."""
-    create, num_removed = re.subn(r"    (turns|observed_tokens|environment_score) .*\n", "", CREATE)
+    create, num_removed = re.subn(rf"    ({'|'.join(NEW_COLUMNS)}) .*\n", "", CREATE)
     assert num_removed == len(NEW_COLUMNS)
     with connect(
         path, read_only=False, lock_timeout_s=0, format=replace(RUN, create=create)
@@ -166,7 +166,8 @@ def test_an_older_store_goes_on(tmp_path: Path) -> None:
     assert not columns_of(path) & set(NEW_COLUMNS)
     with open_read_only(path) as store:
         (row,) = store.rollouts(Split.TRAIN, 1).to_pylist()
-        assert [row[name] for name in ("response_tokens", *NEW_COLUMNS)] == [3, None, None, None]
+        assert row["response_tokens"] == 3
+        assert [row[name] for name in NEW_COLUMNS] == [None] * len(NEW_COLUMNS)
         assert store.scoring_rows(Split.TRAIN, 1)["turns"].to_pylist() == [[]]
         assert store.index_rows(Split.TRAIN, {"a": 1}).num_rows == 0
     assert query_all(path, "SELECT count(turns) FROM rollouts").to_pylist()[0].popitem()[1] == 0
@@ -237,7 +238,7 @@ def test_steps_of_an_older_archive_are_read(old_archive: Path) -> None:
     with Store(old_archive) as store:
         store.truncate_after(0, 0)
         rows = store.rollouts(Split.TRAIN, 1, NEW_COLUMNS).to_pylist()
-    assert rows == [{"turns": [], "observed_tokens": 0, "environment_score": None}]
+    assert rows == [{"turns": [], "observed_tokens": 0, "environment_score": None, "entropy": None}]
 
 
 def test_a_conversation_leaves_with_its_turns(

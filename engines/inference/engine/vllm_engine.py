@@ -31,7 +31,7 @@ from refrain.engines.inference.weights.received_weights import HandedWeights
 from refrain.engines.inference.weights.source import WeightSources
 from refrain.engines.rollout.interface import EngineEvents
 from refrain.engines.shared_memory import clear_dead
-from refrain.engines.store.rows import rollout_rows
+from refrain.engines.store.rows import rollout_rows, to_stream
 from refrain.schemas.config import EngineConfig
 from refrain.schemas.counts import DraftingCounts, KVCounts
 from refrain.schemas.engine import ALONE, EngineSetup
@@ -302,8 +302,8 @@ class VLLMEngine:
     async def take_drafting_counts(self) -> DraftingCounts:
         return await self._drafting.take_counts() if self._config.speculates else DraftingCounts()
 
-    async def next_events(self, num_received: int) -> tuple[EngineEvents, pa.Table | None]:
-        """Return events, and the rows of the finished rollouts, as two replies.
+    async def next_events(self, num_received: int) -> tuple[EngineEvents, pa.Buffer | None]:
+        """Return events, and the stream of the finished rollouts' rows, as two replies.
 
         Repeat a finished rollout until `num_received` counts it: an abandoned call loses it.
         """
@@ -321,7 +321,7 @@ class VLLMEngine:
         own = [r.request for r in self._running.values() if r.request.drafting]
         drafting = await self._drafting.progress(own) if own else {}
         finished = tuple(rollout.without_tokens(row) for row, rollout in enumerate(self._finished))
-        rows = rollout_rows(self._finished) if finished else None
+        rows = to_stream(rollout_rows(self._finished)) if finished else None
         num_waiting = self._conversations.num_waiting if self._conversations else 0
         return EngineEvents(finished, self._progress(), drafting, num_waiting), rows
 
