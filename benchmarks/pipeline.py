@@ -1,6 +1,7 @@
 """Train end to end in several modes: rollouts, rewards, training and checkpoints of real runs.
 
     refrain bench pipeline --engines 2,4 --json benchmarks/baselines/pipeline.json
+    refrain bench pipeline --modes sync,queue --set algorithm.type=dapo
 
     sync        every step waits for the one before
     pipelined   engines generate the next step while this one is trained on
@@ -115,6 +116,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--split-cores", action="store_true", help="reserve half of the cores for the trainer"
     )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings for all runs"
+    )
 
 
 def measure(args: Namespace, console: Console) -> Measured:
@@ -131,7 +135,7 @@ def measure(args: Namespace, console: Console) -> Measured:
             "mode": mode,
             "mode_order": orders[lap],
         }
-        given = (args.config, mode, num_engines, args.epochs)
+        given = (args.config, mode, num_engines, args.epochs, args.set)
         rows.append(row | run_once(*given, seed=lap, split_cores=args.split_cores))
         console.print(progress(rows, len(runs), args.laps), soft_wrap=True)
     return figures(rows, counts), rows
@@ -166,7 +170,14 @@ def overrides(
 
 
 def run_once(
-    config: Path, mode: str, num_engines: int, num_epochs: int, seed: int, *, split_cores: bool
+    config: Path,
+    mode: str,
+    num_engines: int,
+    num_epochs: int,
+    settings: Sequence[str],
+    seed: int,
+    *,
+    split_cores: bool,
 ) -> Row:
     """Run once from start to end. Raise RuntimeError with its last output if it fails."""
     cores = {
@@ -176,7 +187,7 @@ def run_once(
     given = overrides(mode, num_engines, num_epochs, seed, **cores)
     started_s, load = time.perf_counter(), os.getloadavg()[0]
     with TemporaryDirectory(prefix="refrain-bench-", ignore_cleanup_errors=True) as directory:
-        command = [*COMMAND, str(config), *given, f"runs_dir={directory}"]
+        command = [*COMMAND, str(config), *given, *settings, f"runs_dir={directory}"]
         watch = run_command(command, Path(directory), split_cores=split_cores)
         wall_s = time.perf_counter() - started_s
         row = read_run(Path(directory, NAME), num_engines, watch)
@@ -322,7 +333,7 @@ def _check(args: Namespace, counts: Sequence[int], modes: Sequence[str]) -> None
     if args.epochs < 2:
         raise ValueError(f"--epochs {args.epochs}: give at least 2: the first one is the warm-up")
     for mode, num_engines in product(modes, counts):
-        load_config(args.config, overrides(mode, num_engines, args.epochs))
+        load_config(args.config, (*overrides(mode, num_engines, args.epochs), *args.set))
 
 
 def _figures(rows: Sequence[Row]) -> dict[str, float]:

@@ -145,17 +145,17 @@ def test_figures_are_medians_and_ratios_of_medians():
 def test_a_lap_is_every_count_in_every_mode(monkeypatch, capsys, tmp_path):
     calls = []
 
-    def run_once(config, mode, num_engines, num_epochs, seed, split_cores):
+    def run_once(config, mode, num_engines, num_epochs, settings, seed, split_cores):
         calls.append((num_engines, mode))
         assert not split_cores
         assert seed == (len(calls) - 1) // 8
-        assert (str(config), num_epochs) == (CONFIG, 2)
+        assert (str(config), num_epochs, settings) == (CONFIG, 2, ["algorithm.type=dapo"])
         return row(mode, 10.0 + len(calls), num_engines)
 
     monkeypatch.setattr(pipeline, "run_once", run_once)
     monkeypatch.setenv("COLUMNS", "150")
     file = tmp_path / "found.json"
-    arguments = [CONFIG, "--engines=4,1", "--laps=2", "--epochs=2"]
+    arguments = [CONFIG, "--engines=4,1", "--laps=2", "--epochs=2", "--set", "algorithm.type=dapo"]
     launch_bench("pipeline", [*arguments, f"--json={file}"])
     names = [*COMPARED]
     assert [call[1] for call in calls] == [*names * 2, *[*names[1:], names[0]] * 2]
@@ -173,6 +173,7 @@ def test_a_lap_is_every_count_in_every_mode(monkeypatch, capsys, tmp_path):
     ("arguments", "message"),
     [
         ([CONFIG, "--engines", "0"], "--engines 0: give at least 1 each"),
+        ([CONFIG, "--set", "algorithm.type=x"], "algorithm.type: Input should be"),
         ([CONFIG, "--engines", "2,-1"], "--engines 2,-1: give at least 1 each"),
         ([CONFIG, "--engines", "2,,4"], "'2,,4' must list numbers, for example 2,4"),
         ([CONFIG, "--laps", "0"], "--laps 0: give at least 1"),
