@@ -73,7 +73,7 @@ MODES = {
     "queue": ("staleness=1", "rollout.placement=queue"),
     "queue_0": ("staleness=0", "rollout.placement=queue"),
     "queue_2": ("staleness=2", "rollout.placement=queue"),
-    "queue_4": ("staleness=4", "rollout.placement=queue"),
+    "queue_4": ("staleness=4", "rollout.placement=queue", "algorithm.tis_cap=2"),
 }
 COMPARED = ("sync", "pipelined", "histopipe", "queue")
 """Modes that are compared by default."""

@@ -206,7 +206,8 @@ class TrainConfig(Frozen):
     staleness: Kept[int] = Field(default=0, ge=0, le=16)
     """Policy versions that a response may be behind the one that is trained. 0: one step at a time,
     strictly on-policy. For example, `1`: engines generate the next step while this one is trained
-    on (RhymeRL). Raise it if engines wait for the trainer or for the last responses."""
+    on (RhymeRL). Raise it if engines wait for the trainer or for the last responses. Above 2, set
+    `algorithm.tis_cap`."""
     placement: Free[Literal["auto", "shared", "split"]] = "auto"
     """`shared`: engines and trainer take turns on the same GPUs; one GPU is enough. `split`: each
     has GPUs of its own. `auto`: shared with `staleness: 0`, split otherwise. Leave `auto`, unless
@@ -341,7 +342,9 @@ class TrainConfig(Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
         refuse_unusable(self.model_dump())
-        self.algorithm.check_rollouts(defers=self.defers, temperature=self.rollout.temperature)
+        self.algorithm.check_rollouts(
+            staleness=self.staleness, defers=self.defers, temperature=self.rollout.temperature
+        )
         if self.algorithm.overlong_buffer_tokens >= self.data.max_response_tokens:
             raise ValueError(
                 f"algorithm.overlong_buffer_tokens ({self.algorithm.overlong_buffer_tokens}) is "

@@ -96,8 +96,14 @@ def carry_out(strikes: Sequence[Strike], reference: RunTraces, directory: Path) 
             row = {"run": strikes[0].number, "struck": struck, "ends": ends, "seconds": seconds}
             row |= lost | {"complaints": [*found, *said]}
             rows.append(strike.model_dump(mode="json") | row)
-        if rows[-1]["ends"][-1:] == [0] and mlflow and undelivered(run.run_dir):
-            mlflow.wait()
+        # A driver in process with MLflow's database cannot deliver while files cannot grow.
+        is_full = any(
+            (one.target, one.fault) == (Target.DRIVER, Fault.DISK_FULL) for one in strikes
+        )
+        away = mlflow is not None or is_full
+        if rows[-1]["ends"][-1:] == [0] and away and undelivered(run.run_dir):
+            if mlflow:
+                mlflow.wait()
             run.start(resume=True)
             rows[-1]["ends"].append(run.wait(END_TIMEOUT_S))
         found = _complaints_of_end(run, reference)

@@ -32,7 +32,7 @@ class Stage:
         trainer_leaves: bool = False,
     ) -> None:
         given = {"model": {"path": "m"}, "data": {"train": ["d"], "validation": ["v"]}}
-        given |= {"staleness": staleness, "validate_every_steps": 1}
+        given |= {"staleness": staleness, "validate_every_steps": 1, "algorithm": {"tis_cap": 2.0}}
         self.config = TrainConfig.model_validate(given)
         self.done: list[str] = []
         self.may_validate = asyncio.Event()

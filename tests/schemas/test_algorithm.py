@@ -240,3 +240,13 @@ def test_a_kl_in_the_rewards_needs_whole_groups() -> None:
     assert train_config(algorithm=algorithm).algorithm.needs_reference
     with pytest.raises(ValidationError, match="reward_kl_coefficient needs whole groups"):
         train_config(algorithm=algorithm, staleness=1)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{"tis_cap": 2.0}, {"type": "areal"}, {"type": "dppo"}, {"file": "mine.py"}]
+)
+def test_very_stale_tokens_need_a_loss_for_them(algorithm: dict[str, float | str]) -> None:
+    assert train_config(staleness=2).staleness == 2
+    with pytest.raises(ValidationError, match=r"staleness=3: .*tis_cap=2"):
+        train_config(staleness=3)
+    assert train_config(algorithm=algorithm, staleness=16).staleness == 16

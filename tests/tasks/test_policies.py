@@ -358,7 +358,7 @@ def test_other_policies_wait_until_all_samples_are_started():
 
 @pytest.mark.parametrize(("staleness", "known"), [(0, 4), (1, 2), (2, 1), (4, 1)])
 def test_a_step_is_planned_with_what_is_trained_by_then(staleness, known):
-    run: Any = run_of(staleness=staleness, pat={})
+    run: Any = run_of(staleness=staleness, pat={}, algorithm={"tis_cap": 2.0})
     assert known_before(run, 4) == known
 
 
