@@ -21,6 +21,7 @@ from refrain.engines.rollout.interface import (
     WeightsLost,
     WeightSyncError,
 )
+from refrain.engines.rollout.slow_policy import SlowPolicy
 from refrain.engines.store.actor import CALL_TIMEOUT_S, StoreTimeout
 from refrain.schemas.run import RunRef
 from refrain.tasks.run.ray_cluster import ray_files, ray_logs
@@ -47,6 +48,7 @@ _ADVICE = {
     TrainerError: "Too slow: raise trainer.timeout_s. Out of memory: lower "
     "trainer.micro_batch_tokens, or raise trainer.num_processes. If it must hold a long sample, "
     "raise trainer.context_parallel too.",
+    SlowPolicy: "Switch off the technique that it controls, or list fewer pat.tp_degrees.",
     ScorerHangs: "Its process is stopped, or the driver's node lacks memory or CPU time: check "
     "that node. If one response takes longer to score: raise reward.timeout_s.",
 }

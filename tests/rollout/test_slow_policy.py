@@ -73,5 +73,24 @@ async def test_an_error_of_a_policy_is_the_stages(in_thread):
 
 async def test_policy_that_never_ends_is_named(monkeypatch):
     monkeypatch.setattr(slow_policy, "DECIDE_TIMEOUT_S", 0.02)
-    with pytest.raises(TimeoutError, match=r"Thinker took more than 0.02 s .* pat.tp_degrees"):
+    with pytest.raises(slow_policy.SlowPolicy, match=r"Thinker took more than 0.02 s to decide"):
         await roll_out(Thinker(), in_thread=True)
+
+
+async def test_a_stopped_process_is_no_slow_policy(monkeypatch):
+    """The event loop stands still past the limit, as after SIGSTOP, and then the policy goes on."""
+    monkeypatch.setattr(slow_policy, "DECIDE_TIMEOUT_S", 1.0)
+    stopped = asyncio.Event()
+
+    def decide():
+        loop.call_soon_threadsafe(stopped.set)
+        time.sleep(1.7)
+        return ["decided"]
+
+    async def stop():
+        await stopped.wait()
+        time.sleep(1.5)
+
+    loop, stopping = asyncio.get_running_loop(), asyncio.create_task(stop())
+    assert await slow_policy._ask(Thinker(), decide, in_thread=True) == ["decided"]
+    await stopping

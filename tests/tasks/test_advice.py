@@ -16,6 +16,7 @@ from refrain.engines.rollout.interface import (
     WeightsLost,
     WeightSyncError,
 )
+from refrain.engines.rollout.slow_policy import SlowPolicy
 from refrain.engines.store.actor import StoreTimeout
 from refrain.schemas.config import TrainConfig
 from refrain.schemas.resume import OnResume, settings_of
@@ -40,6 +41,7 @@ FULL = disk_full(Path("runs"), "checkpoint global_step_4", 12, 4)
         (WeightSyncError("engine 0 differs"), "rollout.canary_tolerance"),
         (WeightsLost("engine 2: is gone"), "pat.tp_degrees"),
         (TrainerError("rank 0 did not finish"), "trainer.timeout_s"),
+        (SlowPolicy("SampleQueue took more than 60 s"), "pat.tp_degrees"),
         (ScorerHangs("the scorer stood still"), "reward.timeout_s"),
         (StoreTimeout("store (add_rollouts): no answer in 600 s"), "runs_dir"),
         (OSError(errno.ENOSPC, "No space left on device"), "trainer.keep_checkpoints"),
