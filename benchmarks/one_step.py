@@ -8,6 +8,7 @@ from pathlib import Path
 
 from refrain.engines.rollout.coordinator import Coordinator
 from refrain.engines.rollout.stage import Outcome
+from refrain.engines.store.rows import from_stream
 from refrain.schemas.config import TrainConfig
 from refrain.schemas.data import Prompt
 from refrain.schemas.keys import sample_key
@@ -126,7 +127,7 @@ async def fetch(finished: Sequence[FinishedRollout]) -> list[Rollout]:
     """Return the same rollouts with their tokens, in order. Their requests lack the key of the
     noise."""
     tables = {id(rollout.rows): rollout.rows for rollout in finished}
-    rows = {key: (await reference).to_pylist() for key, reference in tables.items()}
+    rows = {key: from_stream(await reference).to_pylist() for key, reference in tables.items()}
     return [_fetched(rollout, rows[id(rollout.rows)][rollout.row]) for rollout in finished]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from refrain.benchmarks.one_step import fetch
-from refrain.engines.store.rows import rollout_rows
+from refrain.engines.store.rows import rollout_rows, to_stream
 from refrain.schemas.rollout import Turn
 from tests.store.test_turns import talk
 
@@ -18,7 +18,7 @@ def test_a_rollout_comes_back_with_its_turns(turns: tuple[Turn, ...]) -> None:
 
     async def fetched() -> list[Any]:
         rows: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        rows.set_result(rollout_rows(rollouts))
+        rows.set_result(to_stream(rollout_rows(rollouts)))
         told = [replace(one.without_tokens(row), rows=rows) for row, one in enumerate(rollouts)]
         return await fetch(told)
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from refrain.engines.inference.engine.vllm_engine import VLLMEngine
+from refrain.engines.store.rows import from_stream
 from refrain.schemas.config import EngineConfig, TrainConfig
 from refrain.schemas.keys import prompt_key, sample_key
 from refrain.schemas.rollout import RequestId, RolloutRequest, Split
@@ -103,7 +104,7 @@ class LocalEngine:
         while len(rows) < num:
             events, told = await self.engine.next_events(self._num_received)
             self._num_received += len(events.finished)
-            for row in told.to_pylist() if told is not None else ():
+            for row in from_stream(told).to_pylist() if told is not None else ():
                 rows[row["prompt_key"], row["sample_index"]] = row
         return rows
 
