@@ -50,12 +50,11 @@ def processes(run_dir: Path) -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def slowed(run_dir: Path, num_engines: int | None = None) -> Iterator[None]:
-    """Let some or all of the run's engines work a fifth of the time. On a fast machine, the rollout
-    would end before a test can disturb it."""
+def slowed(run_dir: Path) -> Iterator[None]:
+    """Let the run's engines work a fifth of the time. On a fast machine, the rollout would end
+    before a test can disturb it."""
     cores = [p for p in processes(run_dir) if "VLLM::EngineCore" in " ".join(p.cmdline())]
     assert cores
-    cores = cores[:num_engines]
     over = threading.Event()
 
     def stop_and_go() -> None:
