@@ -324,9 +324,11 @@ class AlgorithmConfig(Frozen):
         return self.dynamic_sampling and self.max_num_gen_batches > 1
 
     def check_rollouts(self, *, staleness: int, defers: bool, temperature: float) -> None:
-        """Raise ValueError if the loss does not allow for tokens that are so stale, if rewards need
-        whole groups in a step that may defer some samples, or if a server's teacher cannot score
-        tokens of this temperature."""
+        """Check the settings against the rollouts that a run makes.
+
+        Raise ValueError if tokens are too stale for the loss. Raise it if rewards need whole groups
+        and a step may defer samples, or if a served teacher cannot score at this temperature.
+        """
         clips = self.policy_loss == "clipped" and self.tis_cap is None and self.file is None
         if clips and staleness > LARGEST_STALENESS:
             raise ValueError(

@@ -96,7 +96,7 @@ def carry_out(strikes: Sequence[Strike], reference: RunTraces, directory: Path) 
             row = {"run": strikes[0].number, "struck": struck, "ends": ends, "seconds": seconds}
             row |= lost | {"complaints": [*found, *said]}
             rows.append(strike.model_dump(mode="json") | row)
-        # A driver in process with MLflow's database cannot deliver while files cannot grow.
+        # A driver whose files cannot grow cannot write to MLflow's database either.
         is_full = any(
             (one.target, one.fault) == (Target.DRIVER, Fault.DISK_FULL) for one in strikes
         )

@@ -38,8 +38,8 @@ async def _ask(policy: Policy, question: Callable[[], Sequence[M]], in_thread: b
         return question()
     thinking = asyncio.ensure_future(asyncio.to_thread(question))
     try:
-        # The limit is waited for in parts: however long this process is stopped, for example with
-        # its machine, only one part passes.
+        # Wait in parts. While this process is stopped, for example with its machine, only one part
+        # passes.
         for _ in range(_PARTS):
             done, _ = await asyncio.wait({thinking}, timeout=DECIDE_TIMEOUT_S / _PARTS)
             if done:
