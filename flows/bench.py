@@ -44,6 +44,10 @@ BENCHES = {
         "the demo over several seeds: does reward rise, also on held-out prompts?",
         "6 minutes a seed",
     ),
+    "distillation": Bench(
+        "a weak student taught by a teacher, and by rewards: samples until it is as good",
+        "half an hour",
+    ),
     "drafting": Bench(
         "drafters and draft windows on a recorded run: acceptance and rollout time",
         "a minute for the demo",

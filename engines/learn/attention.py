@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from refrain.engines.learn.recurrent import RECURRENT_BOUNDS
 from refrain.engines.learn.row_mask import PACKED, RowMask
 
 BLOCK = 512
@@ -32,8 +33,12 @@ MAX_SCORES = 2**28
 """Most scores of a block: 1 GiB in float32."""
 FLASH_WIDTH = 256
 """Widest head that flash attention supports."""
-HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_hidden_states"}
-"""Arguments that change nothing when samples lie in one row and there is no cache."""
+HARMLESS = {
+    *("position_ids", "use_cache", "output_attentions", "output_hidden_states"),
+    *RECURRENT_BOUNDS,
+}
+"""Arguments that change nothing when samples lie in one row and there is no cache. The mask has the
+samples' bounds."""
 
 
 class Scores(NamedTuple):

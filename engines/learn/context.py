@@ -185,7 +185,7 @@ def share_rows(policy: PolicyModel, context: ContextGroup | None, dtype: torch.d
     """
     if context is None:
         return
-    if policy.alone:
+    if policy.alone or policy.is_recurrent:
         raise ValueError(CARRIES_STATE)
     batch = lay_out([0, 1], probe_sequences(policy))
     expected = policy.score(batch, 1.0).logprobs

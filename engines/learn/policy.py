@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from refrain.engines.learn.bounds import SampleBounds
 from refrain.engines.learn.head import Head, decoder_of
 from refrain.engines.learn.packing import MicroBatch, TokenSequence, pack
+from refrain.engines.learn.recurrent import has_recurrent_layers, recurrent_bounds
 from refrain.engines.learn.rope import beyond, most_positions
 from refrain.engines.learn.routing_replay import RoutingReplay
 from refrain.engines.learn.row_mask import row_of
@@ -56,6 +57,7 @@ class PolicyModel(nn.Module):
         """Decoder layers: FSDP2's units, and what `engines.learn.compiled` compiles."""
         self._head = Head.of(model.config)
         self._most_positions = most_positions(model.config)
+        self.is_recurrent = has_recurrent_layers(model.config)
         self.alone = False
         """Whether each sample needs its own row (`engines.learn.sample_isolation`)."""
         self.replay: RoutingReplay | None = None
@@ -139,12 +141,16 @@ class PolicyModel(nn.Module):
     ) -> Float[Tensor, "tokens width"]:
         # Without this mask, models would look for samples in the positions of a part of the row.
         mask = None if segments.split is None else torch.ones_like(input_ids)[None]
+        bounds = {}
+        if self.is_recurrent:
+            bounds = recurrent_bounds(segments.bounds, len(input_ids))
         with row_of(segments):
             output = decoder_of(self.model)(
                 input_ids=input_ids[None],
                 attention_mask=mask,
                 position_ids=position_ids[None],
                 use_cache=False,
+                **bounds,
             )
         return output.last_hidden_state[0, predict_at]
 

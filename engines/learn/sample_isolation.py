@@ -1,7 +1,8 @@
 """Check, on the model itself, that the samples of a row stay apart.
 
-Attention knows where each sample begins; other layers do not. A state space or a convolution runs
-on from one sample into the next, which makes log-probabilities wrong by nats. The check packs two
+Attention knows where each sample begins; other layers may not. A state space or a convolution runs
+on from one sample into the next, which makes log-probabilities wrong by nats, unless its kernel
+takes the bounds (`engines.learn.recurrent`). The check packs two
 sequences into one row. The second one's values must not depend on the first one's tokens, nor on
 whether there is a first one.
 """
@@ -19,7 +20,8 @@ from refrain.engines.learn.policy import PolicyModel
 ALONE = (
     "each sample of this model gets its own row, which is slower than packing. The model carries "
     "state from one sample to the next (a state space, a convolution), or its attention needs a "
-    "mask of all pairs of tokens"
+    "mask of all pairs of tokens. If it has linear attention or convolutions, install "
+    "flash-linear-attention and causal-conv1d on GPUs: their kernels keep samples apart"
 )
 BY_PLACE = "attn_temperature_tuning"
 """Setting of Llama 4 that scales attention by a token's place in the row, not in its sample. Its

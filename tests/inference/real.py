@@ -40,7 +40,9 @@ def key(i: int) -> str:
     return hashlib.blake2b(b"%d" % i, digest_size=16).hexdigest()
 
 
-def requests(prompts: Sequence[tuple[int, ...]], seed: int = 0) -> list[RolloutRequest]:
+def requests(
+    prompts: Sequence[tuple[int, ...]], seed: int = 0, group_size: int = 4
+) -> list[RolloutRequest]:
     return [
         RolloutRequest(
             id=RequestId(Split.TRAIN, 1, key(i), j),
@@ -49,12 +51,19 @@ def requests(prompts: Sequence[tuple[int, ...]], seed: int = 0) -> list[RolloutR
             max_response_tokens=CONFIG.data.max_response_tokens,
         )
         for i, prompt in enumerate(prompts)
-        for j in range(4)
+        for j in range(group_size)
     ]
 
 
 async def roll_out(
-    engines, weights, assignments, policies=(), on_progress=None, pools=(), moves_kv=moves_long
+    engines,
+    weights,
+    assignments,
+    policies=(),
+    on_progress=None,
+    pools=(),
+    moves_kv=moves_long,
+    timeout_s=300.0,
 ):
     """Run a stage on the engines. Return the rollouts by request id, and the outcome."""
     coordinator = Coordinator(engines, policies, pools=pools)
@@ -65,7 +74,7 @@ async def roll_out(
         told.extend(rollouts)
 
     stage = coordinator.roll_out(assignments, keep, on_progress, moves_kv=moves_kv)
-    outcome = await asyncio.wait_for(stage, 300)
+    outcome = await asyncio.wait_for(stage, timeout_s)
     # Wait for engines that are restarting: the next test needs them.
     await coordinator.load_weights(weights)
     finished = {rollout.id: rollout for rollout in await fetch(told)}
