@@ -10,9 +10,10 @@ kinds of laps:
     instant   turns, and tools that return at once
     tools     the same turns, and tools that take their time
 
-The slots in use are the seconds that requests run in vLLM, over the slots and the seconds from the
-first submission to the last end. So the end of a lap counts, when slots run empty. Turns fill it
-better than whole responses do, so a lap with tools is compared with the better of the others.
+The share of slots in use is the time that requests run in vLLM, divided by the number of slots and
+by the time from the first submission to the last end. So the end of a lap counts, where slots run
+empty. It is shorter with turns than with whole responses, so a lap with tools is compared with the
+better of the other two.
 
     slots_in_use_N        slots in use with tools, over the better lap, N conversations a slot
     seconds_N             seconds of that lap, over those with instant tools

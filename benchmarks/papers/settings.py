@@ -64,7 +64,7 @@ class LinearLatency:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Where overlapping steps are simulated (`benchmarks.papers.rhymerl`)."""
+    """Sizes of the simulation of overlapping steps (`benchmarks.papers.rhymerl`)."""
 
     maxima: tuple[int, ...]
     """Longest responses, in tokens. Each has a simulation of its own."""

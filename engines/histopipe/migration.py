@@ -52,7 +52,7 @@ class _Targets:
 
 
 class Migration:
-    """The policy of one step. It remembers moved requests, so that none moves twice."""
+    """Moves the outliers of one step. It remembers moved requests, so that none moves twice."""
 
     def __init__(self, plan: StepPlan, *, last_share: float, defer_share: float) -> None:
         """Prepare the limits of each ranking group.

@@ -169,8 +169,8 @@ async def _transfer(
 
 
 async def _race(fleet: Fleet, stage: GenerationStage, moves: Sequence[Race]) -> None:
-    """Order the copies of all races at once, with one order to each origin: an engine pauses
-    while it saves keys and values."""
+    """Ask each engine once for all copies that races need from it: it pauses while it saves keys
+    and values."""
     first: dict[tuple[RequestId, int], Race] = {}
     for move in moves:
         first.setdefault((move.id, move.to_engine), move)
