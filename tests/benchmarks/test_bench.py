@@ -103,11 +103,11 @@ def test_list_describes_each_bench_and_its_duration():
     [
         (
             (),
-            "give the NAME of a bench; known: chaos, deciding, decoupled, demo, distillation, drafting,",
+            "give the NAME of a bench; known: chaos, deciding, decoupled, demo, distillation,",
         ),
         (
             ("speed",),
-            "there is no bench 'speed'; known: chaos, deciding, decoupled, demo, distillation, drafting",
+            "there is no bench 'speed'; known: chaos, deciding, decoupled, demo, distillation",
         ),
         (("index", "--fast"), "unrecognized arguments: --fast; `refrain bench index --help` lists"),
         (("index", "--repeats", "0"), "--repeats 0: give at least 1"),
