@@ -31,14 +31,13 @@ from refrain.tasks.run.run_dir import STORE_FILE
 WITHIN = 0.02
 """Held-out reward that the student may be below the teacher."""
 COMMON = [
-    "prompts_per_step=32",
-    "trainer.minibatches_per_step=4",
-    "validation_samples=8",
+    *("prompts_per_step=32", "num_epochs=4", "trainer.minibatches_per_step=4"),
+    *("trainer.decay=linear", "trainer.decay_steps=128", "validation_samples=8"),
 ]
 WAYS = {
-    "grpo": ["num_epochs=4", "validate_every_steps=2"],
+    "grpo": ["validate_every_steps=2"],
     "teacher": [
-        *("num_epochs=6", "validate_every_steps=4", "rollout.group_size=2"),
+        *("validate_every_steps=4", "rollout.group_size=2"),
         "algorithm.teacher={teacher}",
     ],
 }
