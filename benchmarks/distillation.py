@@ -3,10 +3,11 @@
     refrain bench distillation --json benchmarks/baselines/distillation.json
 
 The student is the demo's model. The teacher is the same model after `refrain train
-infra/demo/train.yaml`. The student is trained by GRPO, and by `algorithm.teacher` alone. Each has
-the number of samples an update that suits it. A teacher says something about each token, so
-16 samples are enough, in groups of two. Rewards say something about groups, so GRPO has 8 groups
-of 8.
+infra/demo/train.yaml`. The student makes 128 updates in each of three ways:
+
+    grpo      on 64 samples an update, 8 groups of 8
+    grpo_16   on 16 samples an update, 2 groups of 8
+    teacher   by `algorithm.teacher` alone, on 16 samples an update
 
 The bench counts the samples after which two validations in a row are at most WITHIN below the
 teacher's held-out reward. Complete runs under `--runs-dir` are read and not repeated.
@@ -31,17 +32,18 @@ from refrain.tasks.run.run_dir import STORE_FILE
 WITHIN = 0.02
 """Held-out reward that the student may be below the teacher."""
 COMMON = [
-    *("prompts_per_step=32", "num_epochs=4", "trainer.minibatches_per_step=4"),
-    *("trainer.decay=linear", "trainer.decay_steps=128", "validation_samples=8"),
+    *("trainer.minibatches_per_step=4", "trainer.decay=linear", "trainer.decay_steps=128"),
+    "validation_samples=8",
 ]
 WAYS = {
-    "grpo": ["validate_every_steps=2"],
+    "grpo": ["prompts_per_step=32", "num_epochs=4", "validate_every_steps=2"],
+    "grpo_16": ["prompts_per_step=8", "num_epochs=1", "validate_every_steps=4"],
     "teacher": [
-        *("validate_every_steps=4", "rollout.group_size=2"),
-        "algorithm.teacher={teacher}",
+        *("prompts_per_step=32", "num_epochs=4", "validate_every_steps=4"),
+        *("rollout.group_size=2", "algorithm.teacher={teacher}"),
     ],
 }
-"""Settings of each way to train the student."""
+"""Settings of each way to train the student: 128 updates."""
 HELD_OUT = """
     SELECT step, avg(reward) AS reward,
            (SELECT count(*) FROM rollouts r WHERE r.split = 'train' AND r.step <= v.step) AS samples

@@ -1,10 +1,9 @@
 """Check, on the model itself, that the samples of a row stay apart.
 
 Attention knows where each sample begins; other layers may not. A state space or a convolution runs
-on from one sample into the next, which makes log-probabilities wrong by nats, unless its kernel
-takes the bounds (`engines.learn.recurrent`). The check packs two
-sequences into one row. The second one's values must not depend on the first one's tokens, nor on
-whether there is a first one.
+on from one sample into the next, unless its kernel takes the bounds (`engines.learn.recurrent`).
+Log-probabilities are then wrong by nats. The check packs two sequences into one row. The second
+one's values must not depend on the first one's tokens, nor on whether there is a first one.
 """
 
 from collections.abc import Sequence
