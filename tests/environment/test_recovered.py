@@ -308,4 +308,4 @@ async def test_an_engine_that_dies_in_turn_3_costs_one_turn_of_a_conversation_at
     num_again = sum(engine.num_drawn for engine in engines) - sum(
         rollout.generated.num_sampled for rollout in finished
     )
-    assert 0 < num_again <= len(theirs) * TURN_TOKENS
+    assert 0 <= num_again <= len(theirs) * TURN_TOKENS
