@@ -3,11 +3,10 @@
     refrain bench distillation --json benchmarks/baselines/distillation.json
 
 The student is the demo's model. The teacher is the same model after `refrain train
-infra/demo/train.yaml`. The student makes 128 updates in each of three ways:
+infra/demo/train.yaml`. The student learns in two ways, whose learning rates fall to 0:
 
-    grpo      on 64 samples an update, 8 groups of 8
-    grpo_16   on 16 samples an update, 2 groups of 8
-    teacher   by `algorithm.teacher` alone, on 16 samples an update
+    grpo      128 updates on 64 samples each, 8 groups of 8
+    teacher   256 updates on 16 samples each, by `algorithm.teacher` alone
 
 The bench counts the samples after which two validations in a row are at most WITHIN below the
 teacher's held-out reward. Complete runs under `--runs-dir` are read and not repeated.
@@ -32,18 +31,17 @@ from refrain.tasks.run.run_dir import STORE_FILE
 WITHIN = 0.02
 """Held-out reward that the student may be below the teacher."""
 COMMON = [
-    *("trainer.minibatches_per_step=4", "trainer.decay=linear", "trainer.decay_steps=128"),
-    "validation_samples=8",
+    *("prompts_per_step=32", "trainer.minibatches_per_step=4", "validation_samples=8"),
+    "trainer.decay=linear",
 ]
 WAYS = {
-    "grpo": ["prompts_per_step=32", "num_epochs=4", "validate_every_steps=2"],
-    "grpo_16": ["prompts_per_step=8", "num_epochs=1", "validate_every_steps=4"],
+    "grpo": ["num_epochs=4", "trainer.decay_steps=128", "validate_every_steps=2"],
     "teacher": [
-        *("prompts_per_step=32", "num_epochs=4", "validate_every_steps=4"),
+        *("num_epochs=8", "trainer.decay_steps=256", "validate_every_steps=4"),
         *("rollout.group_size=2", "algorithm.teacher={teacher}"),
     ],
 }
-"""Settings of each way to train the student: 128 updates."""
+"""Settings of each way to train the student."""
 HELD_OUT = """
     SELECT step, avg(reward) AS reward,
            (SELECT count(*) FROM rollouts r WHERE r.split = 'train' AND r.step <= v.step) AS samples

@@ -25,7 +25,6 @@ def test_figures_leave_out_what_was_never_reached() -> None:
             for n in range(2)
         ),
         *({"way": "grpo", "seed": n, "held_out": run(0.1, 0.2 + n / 10)} for n in range(2)),
-        {"way": "grpo_16", "seed": 0, "held_out": run(0.1, 0.3)},
     ]
     found = figures(rows)
     assert found["samples_teacher"] == 100
