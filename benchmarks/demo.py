@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from refrain.benchmarks.laps import Measured, Row
+from refrain.engines.learn.checkpoint import CHECKPOINTS, MODEL_DIR, checkpoint_name
 from refrain.engines.reports.tables import plain_table
 from refrain.engines.store.archive import query_all
 from refrain.schemas.bench import BenchReport
@@ -44,6 +45,20 @@ def run_training(
         stdout=output,
     )
     return runs_dir / name
+
+
+def train_once(
+    config: str, name: str, seed: int, runs_dir: Path, settings: list[str], output: IO[str]
+) -> Path:
+    """Train as `run_training` does, unless a complete run of this name is there."""
+    if not (runs_dir / name / "summary.json").exists():
+        run_training(config, name, seed, runs_dir, settings, output)
+    return runs_dir / name
+
+
+def checkpoint_model(run_dir: Path, step: int) -> Path:
+    """Return the model directory of a run's checkpoint."""
+    return run_dir / CHECKPOINTS / checkpoint_name(step) / MODEL_DIR
 
 
 def read_row(seed: int, run_dir: Path) -> Row:

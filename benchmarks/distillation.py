@@ -21,7 +21,7 @@ from statistics import median
 
 from rich.console import Console
 
-from refrain.benchmarks.demo import CONFIG, run_training
+from refrain.benchmarks.demo import CONFIG, checkpoint_model, train_once
 from refrain.benchmarks.laps import Measured, Row, check_counts, rows_with
 from refrain.engines.reports.tables import plain_table
 from refrain.engines.store.archive import query_all
@@ -57,29 +57,19 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def measure(args: Namespace, console: Console) -> Measured:
     check_counts(args, "seeds")
-    teacher = _run(args.runs_dir, "the-teacher", 0, [], console)
-    reward = json.loads((teacher / "summary.json").read_text())["validation_last"]
-    rows: list[Row] = [{"way": "the teacher", "reward": reward}]
-    model = _last_model(teacher)
+    teacher = train_once(CONFIG, "the-teacher", 0, args.runs_dir, [], console.file)
+    summary = json.loads((teacher / "summary.json").read_text())
+    rows: list[Row] = [{"way": "the teacher", "reward": summary["validation_last"]}]
+    model = checkpoint_model(teacher, summary["steps"])
     for seed in range(1, args.seeds + 1):
         for way, own in WAYS.items():
             console.print(f"seed {seed}: {way}")
             settings = [one.format(teacher=model) for one in (*COMMON, *own)]
-            run = _run(args.runs_dir, f"{way}-{seed}", seed, settings, console)
+            name = f"{way}-{seed}"
+            run = train_once(CONFIG, name, seed, args.runs_dir, settings, console.file)
             held_out = query_all(run / STORE_FILE, HELD_OUT).to_pylist()
             rows.append({"way": way, "seed": seed, "held_out": held_out})
     return figures(rows), rows
-
-
-def _run(runs_dir: Path, name: str, seed: int, settings: list[str], console: Console) -> Path:
-    if not (runs_dir / name / "summary.json").exists():
-        run_training(CONFIG, name, seed, runs_dir, settings, console.file)
-    return runs_dir / name
-
-
-def _last_model(run: Path) -> Path:
-    steps = json.loads((run / "summary.json").read_text())["steps"]
-    return run / "checkpoints" / f"global_step_{steps}" / "model"
 
 
 def samples_until(held_out: Sequence[Row], reward: float) -> float:

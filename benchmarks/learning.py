@@ -21,7 +21,7 @@ from typing import get_args
 from rich.console import Console
 from scipy import stats
 
-from refrain.benchmarks.demo import CONFIG, run_training
+from refrain.benchmarks.demo import CONFIG, train_once
 from refrain.benchmarks.laps import Measured, Row, check_counts, rows_with
 from refrain.engines.reports.tables import plain_table
 from refrain.engines.store.archive import query_all
@@ -134,17 +134,15 @@ def show(report: BenchReport, console: Console) -> None:
 
 def _row(args: Namespace, algorithm: str, mode: str, seed: int, console: Console) -> Row:
     name = f"{algorithm}-{mode}-{seed}"
-    summary_file = args.runs_dir / name / "summary.json"
-    if not summary_file.exists():
-        overrides = [
-            f"num_epochs={args.epochs}",
-            f"staleness={MODES[mode]}",
-            f"algorithm.type={algorithm}",
-            *(["algorithm.tis_cap=2"] if MODES[mode] > LARGEST_STALENESS else []),
-        ]
-        run_training(CONFIG, name, seed, args.runs_dir, overrides, console.file)
-    summary = json.loads(summary_file.read_text())
-    (clipped,) = query_all(args.runs_dir / name / STORE_FILE, CLIPPED).to_pylist()
+    overrides = [
+        f"num_epochs={args.epochs}",
+        f"staleness={MODES[mode]}",
+        f"algorithm.type={algorithm}",
+        *(["algorithm.tis_cap=2"] if MODES[mode] > LARGEST_STALENESS else []),
+    ]
+    run_dir = train_once(CONFIG, name, seed, args.runs_dir, overrides, console.file)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    (clipped,) = query_all(run_dir / STORE_FILE, CLIPPED).to_pylist()
     first, last = summary["validation_first"], summary["validation_last"]
     return {
         "algorithm": algorithm,

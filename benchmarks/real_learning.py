@@ -23,7 +23,7 @@ from typing import get_args
 import numpy as np
 from rich.console import Console
 
-from refrain.benchmarks.demo import run_training
+from refrain.benchmarks.demo import checkpoint_model, train_once
 from refrain.benchmarks.laps import Measured, Row, rows_with
 from refrain.engines.reports.tables import plain_table
 from refrain.engines.store.archive import query_all
@@ -89,11 +89,8 @@ def measure(args: Namespace, console: Console) -> Measured:
 
 
 def _run(args: Namespace, algorithm: str, console: Console) -> Path:
-    run_dir = args.runs_dir / algorithm
-    if not (run_dir / "summary.json").exists():
-        settings = [f"algorithm.type={algorithm}", *args.set]
-        run_training(args.config, algorithm, args.seed, args.runs_dir, settings, console.file)
-    return run_dir
+    settings = [f"algorithm.type={algorithm}", *args.set]
+    return train_once(args.config, algorithm, args.seed, args.runs_dir, settings, console.file)
 
 
 def read_rows(run_dir: Path) -> list[Row]:
@@ -106,7 +103,7 @@ def read_rows(run_dir: Path) -> list[Row]:
     epochs = [epoch_row(rows_with(steps, epoch=epoch)) for epoch in _values(steps, "epoch")]
     for row, before, now in zip(epochs, versions, versions[1:], strict=False):
         responses = query_all(store, RESPONSES.format(version=now)).to_pylist()
-        model = config["model"]["path"] if before == 0 else _checkpoint(run_dir, before)
+        model = config["model"]["path"] if before == 0 else checkpoint_model(run_dir, before)
         row["kl"] = moved(model, responses)
     return [
         *({"kind": "step"} | row for row in steps),
@@ -117,10 +114,6 @@ def read_rows(run_dir: Path) -> list[Row]:
 
 def _values(rows: Sequence[Row], column: str) -> list:
     return list(dict.fromkeys(row[column] for row in rows))
-
-
-def _checkpoint(run_dir: Path, version: int) -> Path:
-    return run_dir / "checkpoints" / f"global_step_{version}" / "model"
 
 
 def held_out_rows(rewards: Sequence[Row]) -> list[Row]:

@@ -11,12 +11,12 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
+from refrain.benchmarks.demo import checkpoint_model
 from refrain.benchmarks.laps import check_counts, in_turn
 from refrain.benchmarks.one_step import Lap, roll_out, step_requests
 from refrain.engines.gpus.placement import Wanted
 from refrain.engines.inference.engine.ray_engine import RayEngine
 from refrain.engines.inference.engine.vllm_engine import VLLMEngine
-from refrain.engines.learn.checkpoint import checkpoints_dir
 from refrain.engines.rollout.coordinator import Coordinator
 from refrain.engines.store.store import Store, open_read_only
 from refrain.flows.simulate_input import find_trace
@@ -203,7 +203,7 @@ def _work(store: Store, config: TrainConfig, epoch: int, step: int) -> Work:
 
 
 def _weights(config: TrainConfig, policy_version: int) -> PolicyWeights:
-    model = checkpoints_dir(config) / f"global_step_{policy_version}" / "model"
+    model = checkpoint_model(config.run_dir, policy_version)
     file = (model if policy_version else config.model.path) / "model.safetensors"
     if not file.exists():
         raise ValueError(
