@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from refrain.engines.draft_head.model import DraftHead
+from refrain.engines.draft_head.model import DraftHead, draft_vocabulary
 from refrain.engines.draft_head.training import Agreement
 from refrain.engines.inference.engine.checkpoint_engine import CheckpointEngine
 from refrain.engines.inference.engine.in_process import InProcessEngine
@@ -111,17 +111,18 @@ def train_head(
     """Train a new head on `sequences`, and measure it on `held_out`. Raise RuntimeError when a
     batch has nothing to draft, or its loss is not finite."""
     policy = _load(config)
+    budget = max([UPDATE_TOKENS, *(one.num_input_tokens for one in (*sequences, *held_out))])
+    batches = pack(sequences, budget, alone=policy.alone)
     hidden_size = policy.model.config.get_text_config().hidden_size
     training = HeadTraining(
-        DraftHead(hidden_size),
+        DraftHead(hidden_size, draft_vocabulary([one.targets for one in batches])),
         policy,
         config.rollout.temperature,
         depth=depth,
         learning_rate=LEARNING_RATE,
         num_updates=num_updates,
+        keeps_hidden=True,
     )
-    budget = max([UPDATE_TOKENS, *(one.num_input_tokens for one in (*sequences, *held_out))])
-    batches = pack(sequences, budget, alone=policy.alone)
     measured, _ = draw_sequences(held_out, HELD_OUT_TOKENS, (config.seed,))
     tests = pack(measured, budget, alone=policy.alone)
     training.set_scale(batches[0])

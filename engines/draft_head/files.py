@@ -1,6 +1,6 @@
 """Save and load draft heads.
 
-DIRECTORY/head.safetensors    the weights, float32
+DIRECTORY/head.safetensors    the weights, float32, and the draft vocabulary, int64
 DIRECTORY/head.json           the sizes (`HeadSettings`)
 """
 
@@ -24,12 +24,14 @@ _REMEDY = "make the head again with `refrain drafter train`"
 class HeadSettings(Frozen):
     """Sizes of a draft head and of the policy that it was made for."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     """Version of the head's definition (`model.DraftHead`)."""
     hidden_size: PositiveInt
     inner_size: PositiveInt
     vocab_size: PositiveInt
     """Size of the policy's vocabulary."""
+    num_draft_tokens: PositiveInt
+    """Size of the draft vocabulary."""
     window: int = Field(ge=1, le=64)
     """Tokens that it was trained to draft one after the other."""
 
@@ -44,11 +46,12 @@ def save(head: DraftHead, directory: Path, *, vocab_size: int, window: int) -> N
         hidden_size=head.hidden_size,
         inner_size=head.inner_size,
         vocab_size=vocab_size,
+        num_draft_tokens=len(head.token_ids),
         window=window,
     )
     state = head.state_dict().items()
     with replacing(directory / WEIGHTS) as file:
-        save_file({name: one.detach().float().cpu().contiguous() for name, one in state}, file)
+        save_file({name: _as_saved(one) for name, one in state}, file)
     write_durably(directory / SETTINGS, settings.model_dump_json(indent=2) + "\n")
 
 
@@ -66,8 +69,14 @@ def load(directory: Path, *, hidden_size: int, vocab_size: int) -> DraftHead:
             f"ids, but this model has {hidden_size} and {vocab_size}: make a head for this model "
             "with `refrain drafter train`"
         )
-    head = DraftHead(hidden_size, settings.inner_size)
+    token_ids = torch.zeros(settings.num_draft_tokens, dtype=torch.int64)
+    head = DraftHead(hidden_size, token_ids, settings.inner_size)
     head.load_state_dict(_tensors(directory / WEIGHTS, head))
+    if not 0 <= head.token_ids.min() <= head.token_ids.max() < vocab_size:
+        raise ValueError(
+            f"{directory / WEIGHTS} has a draft vocabulary with token ids outside 0 to "
+            f"{vocab_size - 1}: {_REMEDY}"
+        )
     return head
 
 
@@ -89,6 +98,11 @@ def read_settings(directory: Path) -> HeadSettings:
             f"{file} is damaged or of another version of refrain ({where}: {first['msg']}): "
             f"{_REMEDY}"
         ) from error
+
+
+def _as_saved(tensor: Tensor) -> Tensor:
+    wide = tensor.detach().float() if tensor.is_floating_point() else tensor
+    return wide.cpu().contiguous()
 
 
 def _tensors(file: Path, head: DraftHead) -> dict[str, Tensor]:

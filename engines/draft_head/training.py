@@ -5,9 +5,9 @@
        └ state ─token n-1─► depth 1 ─token n─► depth 2
                             for hidden n       for hidden n+1
 
-At each depth the policy's own distribution is the target. The loss is KL(policy, head) at the
-sampling temperature, over sampled tokens only. The gradient stays inside the head. Only one chunk
-of logits exists at a time.
+At each depth the policy's own distribution over the head's draft vocabulary is the target. The loss
+is KL(policy, head) at the sampling temperature, over sampled tokens only. The gradient stays inside
+the head. Only one chunk of logits exists at a time.
 
 Source: ReDrafter (arXiv 2403.09919, section 3.3) distils from the policy, too. Deviations: it
 distils on continuations that the policy samples anew at each position; here the rollouts serve,
@@ -32,7 +32,8 @@ before it were right."""
 MAX_LOGITS = 2**24
 """Most logits of a chunk: 64 MiB in float32, and a few copies."""
 Logits = Callable[[Tensor], Tensor]
-"""The policy's `lm_head`: hidden states [N, H] to float32 logits [N, V]."""
+"""The policy's `lm_head`: hidden states [N, H] to float32 logits, [N, V] of all tokens or [N, D] of
+the draft vocabulary."""
 
 
 class SampledTokens(NamedTuple):
@@ -111,7 +112,9 @@ def backpropagate(
     head: DraftHead, tokens: SampledTokens, logits: Logits, temperature: float, depth: int
 ) -> float | None:
     """Add the loss's gradient to the head's gradients. Return the loss, in nats a token: the mean
-    of KL(policy, head) over all drafts, weighted by DECAY. None: there is nothing to draft."""
+    of KL(policy, head) over all drafts, weighted by DECAY. None: there is nothing to draft.
+
+    `logits`: of the draft vocabulary."""
     drafts = unroll(head, tokens, depth)
     weights = [DECAY**d for d in range(depth)]
     total = sum(w * len(one.at) for w, one in zip(weights, drafts, strict=True))
@@ -137,20 +140,22 @@ def measure(
     head: DraftHead,
     tokens: SampledTokens,
     logits: Logits,
+    draft_logits: Logits,
     temperature: float,
     depth: int,
     generator: torch.Generator,
 ) -> Agreement:
-    """Return how often head and policy agree under noise that drew these tokens. `generator`: on
-    the device of the tokens."""
+    """Return how often head and policy agree under noise that drew these tokens. `logits`: of all
+    tokens. `draft_logits`: of the draft vocabulary. `generator`: on the device of the tokens."""
     drafts = unroll(head, tokens, depth)
     right = [torch.zeros_like(tokens.follows) for _ in drafts]
     for chunk, target in _targets(tokens, logits, temperature):
         noise = hindsight_noise(target, tokens.token_ids[chunk], generator)
         for d, (rows, kept) in _drafts_in(chunk, drafts):
             at = drafts[d].at[rows]
-            scores = F.log_softmax(logits(drafts[d].outputs[rows]) / temperature, dim=-1)
-            right[d][at] = (scores + noise[kept]).argmax(-1) == tokens.token_ids[at]
+            scores = draft_logits(drafts[d].outputs[rows]) / temperature
+            drawn = (scores + noise[kept][:, head.token_ids]).argmax(-1)
+            right[d][at] = head.token_ids[drawn] == tokens.token_ids[at]
     return _count(drafts, right)
 
 

@@ -28,6 +28,9 @@ MAX_GRAD_NORM = 1.0
 WARMUP_UPDATES = 10
 """Updates over which the learning rate rises: AdamW's first steps are the least certain."""
 
+MOST_KEPT_BYTES = 4 * 2**30
+"""Host memory for hidden states. Those of batches beyond it are computed in each pass."""
+
 
 class HeadTraining:
     """A draft head, its optimiser and the policy that it drafts for."""
@@ -41,10 +44,12 @@ class HeadTraining:
         depth: int,
         learning_rate: float,
         num_updates: int | None = None,
+        keeps_hidden: bool = False,
     ) -> None:
         """`temperature`: that of the rollouts. `depth`: tokens that the head drafts in turn.
         `num_updates`: updates over which the learning rate falls to 0, along half a cosine; None:
-        it does not fall."""
+        it does not fall. `keeps_hidden`: keep the hidden states of batches for the next pass over
+        the same batches; the policy must not change."""
         self.head = head.to(policy.device).float()
         self._policy = policy
         self._temperature = temperature
@@ -55,6 +60,9 @@ class HeadTraining:
         self._learning_rate = learning_rate
         self._num_updates = num_updates
         self._num_done = 0
+        self._keeps_hidden = keeps_hidden
+        self._kept: dict[int, tuple[MicroBatch, Tensor]] = {}
+        """Batches with their hidden states on the host, by the batch's `id`."""
 
     def set_scale(self, batch: MicroBatch) -> None:
         """Make a new head repeat the policy's hidden states at their own scale."""
@@ -66,7 +74,8 @@ class HeadTraining:
         its loss is not finite; the head is unchanged then."""
         self._optimizer.zero_grad(set_to_none=True)
         with self._sampled(batch) as tokens:
-            loss = backpropagate(self.head, tokens, self._logits, self._temperature, self._depth)
+            logits = self._policy.logits_of(self.head.token_ids)
+            loss = backpropagate(self.head, tokens, logits, self._temperature, self._depth)
         if loss is None:
             return None
         norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), MAX_GRAD_NORM)
@@ -85,8 +94,9 @@ class HeadTraining:
         found = []
         for batch in batches:
             with self._sampled(batch) as tokens:
+                logits = self._logits, self._policy.logits_of(self.head.token_ids)
                 settings = (self._temperature, self._depth, generator)
-                found.append(measure(self.head, tokens, self._logits, *settings))
+                found.append(measure(self.head, tokens, *logits, *settings))
         return reduce(add, found)
 
     def tensors(self) -> list[Tensor]:
@@ -119,13 +129,22 @@ class HeadTraining:
         """Provide a batch's sampled tokens, with the policy's `lm_head` unsharded meanwhile."""
         policy = self._policy
         with torch.no_grad():
-            hidden = policy.hidden_states(batch)
+            hidden = self._hidden(batch)
             with _unsharded(policy):
                 token_ids = torch.from_numpy(batch.targets).to(policy.device)
                 embeddings = policy.model.get_input_embeddings()(token_ids)
                 after = torch.from_numpy(follows(batch)).to(policy.device)
                 with torch.enable_grad():
                     yield SampledTokens(hidden.float(), embeddings.float(), token_ids, after)
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
+        if found := self._kept.get(id(batch)):
+            return found[1].to(self._policy.device)
+        hidden = self._policy.hidden_states(batch)
+        num_bytes = sum(kept.nbytes for _, kept in self._kept.values()) + hidden.nbytes
+        if self._keeps_hidden and num_bytes <= MOST_KEPT_BYTES:
+            self._kept[id(batch)] = batch, hidden.cpu()
+        return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return the policy's logits, computed in the data type of its own output layer."""

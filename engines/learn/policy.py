@@ -13,13 +13,14 @@ backward pass recomputes: all logits of a micro-batch would need more memory tha
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -131,6 +132,13 @@ class PolicyModel(nn.Module):
     def logits(self, hidden: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens vocab"]:
         """Return the logits of hidden states, float32. With FSDP2, unshard the policy before."""
         return self._head.logits(self.model.get_output_embeddings()(hidden))
+
+    def logits_of(self, token_ids: Int[Tensor, "ids"]) -> Callable[[Tensor], Tensor]:
+        """Return a function as `logits` for these tokens alone. Call it again after an update."""
+        layer: Any = self.model.get_output_embeddings()
+        weight = layer.weight[token_ids]
+        bias = None if layer.bias is None else layer.bias[token_ids]
+        return lambda hidden: self._head.logits(linear(hidden.to(weight.dtype), weight, bias))
 
     def _hidden(
         self,

@@ -14,7 +14,7 @@ SIZES = {"hidden_size": 8, "vocab_size": 36}
 
 @pytest.fixture
 def saved(tmp_path):
-    head = DraftHead(8, 6)
+    head = DraftHead(8, torch.tensor([3, 5, 35]), 6)
     torch.nn.init.normal_(head.down.weight)
     save(head, tmp_path, vocab_size=36, window=4)
     return head, tmp_path
@@ -37,13 +37,19 @@ def torn(directory):
 
 
 def of_another_version(directory):
-    values = json.loads((directory / SETTINGS).read_text()) | {"version": 2}
+    values = json.loads((directory / SETTINGS).read_text()) | {"version": 1}
     (directory / SETTINGS).write_text(json.dumps(values))
 
 
 def of_another_size(directory):
     values = json.loads((directory / SETTINGS).read_text()) | {"inner_size": 7}
     (directory / SETTINGS).write_text(json.dumps(values))
+
+
+def of_another_vocabulary(directory):
+    tensors = load_file(directory / WEIGHTS)
+    tensors["token_ids"][2] = 36
+    save_file(tensors, directory / WEIGHTS)
 
 
 def with_nan(directory):
@@ -59,6 +65,7 @@ def with_nan(directory):
         (torn, r"head\.safetensors cannot be read .*: make the head again with"),
         (of_another_version, r"head\.json is damaged or of another version of refrain \(version"),
         (of_another_size, r"head\.safetensors has .*, but head\.json needs .*: make the head"),
+        (of_another_vocabulary, r"has a draft vocabulary with token ids outside 0 to 35: make the"),
         (with_nan, r"head\.safetensors has values in scale that are not finite: make the head"),
     ],
 )

@@ -1,10 +1,12 @@
 """A draft head computes what it is defined as."""
 
+import numpy as np
 import torch
 
-from refrain.engines.draft_head.model import DraftHead
+from refrain.engines.draft_head.model import DraftHead, draft_vocabulary
 
 NUM_ROWS, SIZE, INNER = 3, 8, 5
+VOCABULARY = torch.arange(16)
 
 
 def normed(x: list[float]) -> list[float]:
@@ -35,7 +37,7 @@ def stepped(weights: dict[str, list], hidden: list[float], embeddings: list[list
 
 def test_it_computes_its_definition():
     torch.manual_seed(0)
-    head = DraftHead(SIZE, INNER).double()
+    head = DraftHead(SIZE, VOCABULARY, INNER).double()
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
     hidden, *embeddings = torch.randn(3, NUM_ROWS, SIZE, dtype=torch.double)
@@ -49,6 +51,12 @@ def test_it_computes_its_definition():
 
 
 def test_a_new_head_repeats_the_hidden_state():
-    head = DraftHead(SIZE)
+    head = DraftHead(SIZE, VOCABULARY)
     state = head.begin(torch.randn(NUM_ROWS, SIZE))
     assert torch.allclose(head.step(state, torch.randn(NUM_ROWS, SIZE)), state, atol=1e-5)
+
+
+def test_the_draft_vocabulary_is_what_the_policy_samples_most() -> None:
+    sampled = [np.array([7, 3, 7, 900]), np.array([3, 7, 12])]
+    assert draft_vocabulary(sampled).tolist() == [3, 7, 12, 900]
+    assert draft_vocabulary(sampled, 2).tolist() == [3, 7]

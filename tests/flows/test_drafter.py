@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from click.testing import CliRunner
 
 from refrain.engines.draft_head.files import load, save
@@ -27,7 +28,7 @@ def test_a_directory_of_other_files_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_a_head_is_replaced_only_on_request(tmp_path: Path) -> None:
-    save(DraftHead(8), tmp_path, vocab_size=16, window=4)
+    save(DraftHead(8, torch.arange(16)), tmp_path, vocab_size=16, window=4)
     assert "--overwrite" in refusal(DEMO / "model", DATA, "--out", tmp_path)
 
 

@@ -16,9 +16,9 @@ NORM = "model.norm.weight"
 
 
 def random_head(directory: Path) -> Path:
-    """Write a head that is sure of the wrong tokens. Return its directory."""
+    """Write a head that is sure of wrong tokens, half of all. Return its directory."""
     torch.manual_seed(0)
-    head = DraftHead(128)
+    head = DraftHead(128, torch.arange(0, 36, 2))
     with torch.no_grad():
         head.mix.weight.normal_()
         head.scale.fill_(3.0)
@@ -29,7 +29,7 @@ def random_head(directory: Path) -> Path:
 def right_head(directory: Path, scale: Tensor) -> Path:
     """Write a head whose output is the last token's embedding, normed and scaled as the policy of
     `memoryless` does it. Return its directory."""
-    head = DraftHead(len(scale))
+    head = DraftHead(len(scale), torch.arange(36))
     with torch.no_grad():
         head.mix.weight.copy_(torch.eye(len(scale), 2 * len(scale)).roll(len(scale), dims=1))
         head.scale.copy_(scale)

@@ -17,8 +17,8 @@ from torch import Tensor
 from refrain.engines.inference.sampling import gpu, kernels
 from refrain.engines.inference.sampling.kernels import _key_of, _keys
 from refrain.engines.inference.sampling.noise import gumbel, gumbel_noise, perturbed_argmax
-from refrain.engines.inference.sampling.step_rows import StepRows
-from tests.inference.random_steps import Step, check, make_step
+from refrain.engines.inference.sampling.step_rows import Columns, StepRows
+from tests.inference.random_steps import Step, check, from_few, make_step
 
 ON_GPU = torch.cuda.is_available()
 # The interpreter takes 0.1 s for a block of a few rows.
@@ -34,16 +34,24 @@ def to_gpu(thing: Any) -> Any:
 
 def on_gpu(step: Step) -> tuple[Tensor, Tensor, StepRows]:
     """Return the arguments of `gpu.sample`, on the GPU if there is one."""
-    rows = replace(
-        step.rows, **{f.name: to_gpu(getattr(step.rows, f.name)) for f in fields(step.rows)}
-    )
     logits = to_gpu(step.logits)
     drawn_from = logits if step.drawn_from is step.logits else to_gpu(step.drawn_from)
-    return logits, drawn_from, rows
+    return logits, drawn_from, rows_on_gpu(step.rows)
+
+
+def rows_on_gpu(rows: StepRows) -> StepRows:
+    return replace(rows, **{f.name: to_gpu(getattr(rows, f.name)) for f in fields(rows)})
 
 
 def sampled(step: Step, **tile: int) -> tuple[Tensor, Tensor]:
     return gpu.sample(*on_gpu(step), **tile)
+
+
+def test_logits_of_few_tokens_draw_as_if_the_others_had_none():
+    few, rows, expected = from_few(make_step(4, SINGLE_ROWS, 4100, drafted=False))
+    columns = Columns(to_gpu(rows.columns.token_ids), rows.columns.vocab_size)
+    tokens = gpu.foresee(to_gpu(few), replace(rows_on_gpu(rows), columns=columns))
+    assert torch.equal(tokens.cpu(), expected)
 
 
 @pytest.mark.parametrize("tile", TILES)

@@ -25,8 +25,8 @@ class PacedWorker(WorkerExtension):
         """Draft from the head with a sample's own noise, or with that of other positions."""
         sampler, shift = self.model_runner.sampler, 0 if is_own else 10**6
 
-        def foresee(logits: Any, requests: Any, positions: Any) -> Any:
-            return type(sampler).foresee(sampler, logits, requests, positions + shift)
+        def foresee(logits: Any, columns: Any, requests: Any, positions: Any) -> Any:
+            return type(sampler).foresee(sampler, logits, columns, requests, positions + shift)
 
         sampler.foresee = foresee
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from refrain.engines.inference.sampling.noise import perturbed_argmax
-from refrain.engines.inference.sampling.step_rows import REJECTED, StepRows
+from refrain.engines.inference.sampling.step_rows import REJECTED, Columns, StepRows
 
 CHUNK = 2**22
 
@@ -66,6 +66,18 @@ def make_step(
         temperatures=None if greedy_only else temperatures,
     )
     return _with_drafts(logits, drawn_from, rows, ends, drafted, random)
+
+
+def from_few(step: Step) -> tuple[Tensor, StepRows, Tensor]:
+    """Return the arguments of `Foresee` for every third token alone, and the tokens that a step
+    without drafts draws then."""
+    size = step.logits.shape[1]
+    token_ids = torch.arange(0, size, 3)
+    few = step.drawn_from[:, token_ids]
+    drawn_from = torch.full_like(step.logits, -torch.inf).index_copy(1, token_ids, few)
+    ends = torch.arange(1, len(few) + 1)
+    tokens, _ = _by_definition(step.logits, drawn_from, step.rows, ends)
+    return few, replace(step.rows, columns=Columns(token_ids, size)), tokens.int()
 
 
 def _with_drafts(

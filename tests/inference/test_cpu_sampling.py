@@ -1,10 +1,12 @@
 """The compiled CPU sampler draws the tokens of the definition."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from refrain.engines.inference.sampling import cpu
-from tests.inference.random_steps import check, make_step
+from tests.inference.random_steps import check, from_few, make_step
 
 
 @pytest.mark.parametrize(
@@ -33,3 +35,11 @@ def test_no_row_is_read_but_its_own():
     step.logits[1:] = torch.nan
     again, _ = cpu.sample(step.logits, step.drawn_from, step.rows)
     assert again[0] == tokens[0]
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_logits_of_few_tokens_draw_as_if_the_others_had_none(truncated):
+    few, rows, expected = from_few(make_step(4, 2_000, 1_100, drafted=False, truncated=truncated))
+    assert torch.equal(cpu.foresee(few, rows), expected)
+    wrong = replace(rows, columns=rows.columns._replace(token_ids=rows.columns.token_ids + 1))
+    assert not torch.equal(cpu.foresee(few, wrong), expected + 1)

@@ -109,7 +109,8 @@ def configs(
     make_config: Callable[..., TrainConfig], tmp_path: Path, algorithm: dict, **trainer: Any
 ) -> tuple[TrainConfig, TrainConfig]:
     """Return the settings of one process and those of ranks that share rows of the same size."""
-    save(DraftHead(64), tmp_path / "head", vocab_size=VOCAB_SIZE, window=3)
+    head = DraftHead(64, torch.arange(VOCAB_SIZE))
+    save(head, tmp_path / "head", vocab_size=VOCAB_SIZE, window=3)
     more = {"specactor": SpecActorConfig(head=tmp_path / "head", train_head=True)}
     plain = {"minibatches_per_step": 2, "max_grad_norm": 1e9, "learning_rate": 1e-5}
     together = make_config(algorithm, micro_batch_tokens=BUDGET, **plain, **trainer)

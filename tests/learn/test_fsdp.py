@@ -145,7 +145,8 @@ def test_ways_to_save_memory_change_no_update(
     world_size, given = OTHERS[name]
     algorithm = ALGORITHMS[0]
     plain = {setting: given[setting] for setting in ("lora", "learning_rate") if setting in given}
-    save(DraftHead(64), tmp_path / "head", vocab_size=VOCAB_SIZE, window=3)
+    head = DraftHead(64, torch.arange(VOCAB_SIZE))
+    save(head, tmp_path / "head", vocab_size=VOCAB_SIZE, window=3)
     specactor = SpecActorConfig(head=tmp_path / "head", train_head=True)
     config, together = (
         make_run(make_config, name, algorithm=algorithm, **own).model_copy(

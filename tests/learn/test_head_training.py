@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from refrain.engines.draft_head.files import load, save
 from refrain.engines.draft_head.model import DraftHead
+from refrain.engines.learn import head_training
 from refrain.engines.learn.head_training import HeadTraining, draw_sequences, follows
 from refrain.engines.learn.learner import Learner
 from refrain.engines.learn.loading import Loading, load_policy
@@ -21,6 +22,7 @@ from refrain.schemas.drafting import SpecActorConfig
 from tests.learn.conftest import VOCAB_SIZE, make_batch, started
 
 DEPTH = 3
+VOCABULARY = torch.arange(0, VOCAB_SIZE, 2)
 
 
 def sequences() -> list[TokenSequence]:
@@ -30,10 +32,11 @@ def sequences() -> list[TokenSequence]:
     return [TokenSequence(row, int(rng.integers(1, 4))) for row in rows]
 
 
-def training_of(model_dir: Path, mesh: DeviceMesh | None = None) -> HeadTraining:
+def training_of(model_dir: Path, mesh: DeviceMesh | None = None, **more: bool) -> HeadTraining:
     policy = load_policy(model_dir, Loading(torch.device("cpu"), mesh))
     torch.manual_seed(0)
-    return HeadTraining(DraftHead(64), policy, 0.7, depth=DEPTH, learning_rate=1e-2)
+    head = DraftHead(64, VOCABULARY)
+    return HeadTraining(head, policy, 0.7, depth=DEPTH, learning_rate=1e-2, **more)
 
 
 def test_a_token_follows_within_its_sample_and_its_turn() -> None:
@@ -70,6 +73,20 @@ def test_a_sharded_policy_trains_the_same_head(model_dir: Path, mesh: DeviceMesh
     torch.testing.assert_close(*weights, atol=1e-5, rtol=0.0)
 
 
+@pytest.mark.parametrize("room", [0, 20_000, 2**20])
+def test_kept_hidden_states_change_no_update(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    monkeypatch.setattr(head_training, "MOST_KEPT_BYTES", room)
+    batches = pack(sequences(), 40)
+    plain, keeping = training_of(model_dir), training_of(model_dir, keeps_hidden=True)
+    for batch in 3 * batches:
+        assert keeping.update(batch) == plain.update(batch)
+    num_bytes = sum(kept.nbytes for _, kept in keeping._kept.values())
+    assert num_bytes <= room
+    assert (len(keeping._kept) == len(batches)) == (room == 2**20)
+
+
 def test_a_batch_without_drafts_is_skipped(model_dir: Path) -> None:
     training = training_of(model_dir)
     before = training.state()["head"]["scale"].clone()
@@ -89,7 +106,7 @@ def test_a_draw_keeps_to_its_tokens() -> None:
 
 @pytest.fixture
 def config(make_config: Callable[..., TrainConfig], tmp_path: Path) -> TrainConfig:
-    save(DraftHead(64), tmp_path / "head", vocab_size=VOCAB_SIZE, window=DEPTH)
+    save(DraftHead(64, VOCABULARY), tmp_path / "head", vocab_size=VOCAB_SIZE, window=DEPTH)
     specactor = SpecActorConfig(head=tmp_path / "head", train_head=True)
     return make_config().model_copy(update={"specactor": specactor})
 
@@ -131,7 +148,7 @@ def test_a_head_of_another_size_is_refused(config: TrainConfig) -> None:
     learner = started(config)
     path = learner.save(0, {})
     assert config.specactor.head
-    save(DraftHead(64, 8), config.specactor.head, vocab_size=VOCAB_SIZE, window=DEPTH)
+    save(DraftHead(64, VOCABULARY, 8), config.specactor.head, vocab_size=VOCAB_SIZE, window=DEPTH)
     with pytest.raises(ValueError, match=r"specactor\.head has another size"):
         started(config, path)
 

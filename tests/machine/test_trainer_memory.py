@@ -162,6 +162,6 @@ def test_adapters_are_counted_as_peft_makes_them(changes: dict[str, Any]) -> Non
 
 
 def test_a_draft_head_is_counted_as_it_is_made() -> None:
-    num = sum(one.numel() for one in DraftHead(SMALL["hidden_size"]).parameters())
+    num = sum(one.numel() for one in DraftHead(SMALL["hidden_size"], torch.arange(8)).parameters())
     assert num == draft_head_params(ModelShape.from_hf_config(SMALL, "small"))
     assert footprint(draft_head_params=num).bytes == footprint().bytes + 16 * num

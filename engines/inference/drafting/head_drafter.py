@@ -1,15 +1,16 @@
 """Drafts from a head on the policy's hidden states (vLLM 0.32, V1 runner).
 
-    step ends: hidden state of each row's last position ─► DraftHead ─► policy's lm_head ─┐
-                     ▲ embedding of the drafted token ◄─── draw with the sample's noise ◄─┘
+    step ends: hidden state of each row's last position ─► DraftHead ─► rows of the lm_head ─┐
+                     ▲ embedding of the drafted token ◄────── draw with the sample's noise ◄─┘
 
 The head draws with the noise that the sample itself has at each position, its temperature, top-k
 and top-p (`engines.inference.sampling`). So a draft token is right if both argmaxes agree, which is
 likelier than that two independent draws agree. Verification stays as it is: no draft can change a
-token. Embedding and `lm_head` are the policy's, so they follow its weights at once.
+token. Embedding and `lm_head` are the policy's. The head's rows of the `lm_head` are copied after
+each weight update.
 
-With TP, each rank has a share of both. The first rank decides which rows draft and tells the
-others, which then draft the same tokens with it (`HeadFollower`).
+With TP, each rank has a share of the embedding, and all rows of the copy. The first rank decides
+which rows draft and tells the others, which then draft the same tokens with it (`HeadFollower`).
 """
 
 import sys
@@ -25,7 +26,9 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from refrain.engines.draft_head.files import load
 from refrain.engines.histospec.gate import Gate
+from refrain.engines.inference.drafting.output_layer import OutputLayer
 from refrain.engines.inference.drafting.request_drafting import DraftedRow
+from refrain.engines.inference.sampling.step_rows import Columns
 
 
 class HiddenStates(NamedTuple):
@@ -66,6 +69,14 @@ class RankHead:
         config = self._runner.model_config
         sizes = {"hidden_size": config.get_hidden_size(), "vocab_size": config.get_vocab_size()}
         self._head = load(directory, **sizes).to(self._device, config.dtype)
+        self._columns = Columns(self._head.token_ids, config.get_vocab_size())
+        self.copy_output_layer()
+
+    @torch.inference_mode()
+    def copy_output_layer(self) -> None:
+        """Copy the rows of the policy's `lm_head` that the head needs. Call it on all ranks after
+        each weight update."""
+        self._output_layer = OutputLayer.of(self._policy, self._head.token_ids, self._head.scale)
 
     @property
     def of_step(self) -> HiddenStates:
@@ -82,8 +93,8 @@ class RankHead:
         state, drawn = self._head.begin(self.of_step.hidden[hidden_rows]), []
         for ahead in range(window):
             state = self._head.step(state, self._policy.embed_input_ids(tokens))
-            logits = self._policy.compute_logits(self._head.output(state))
-            tokens = self._runner.sampler.foresee(logits, rows, positions + ahead)
+            logits = self._output_layer.logits(self._head.output(state))
+            tokens = self._runner.sampler.foresee(logits, self._columns, rows, positions + ahead)
             drawn.append(tokens)
         return torch.stack(drawn, dim=1)
 

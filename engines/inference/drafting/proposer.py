@@ -55,8 +55,8 @@ class Proposer:
         )
         vocab_size = runner.model_config.get_vocab_size()
         head = config.specactor.head
-        self._head = HeadDrafter(runner, head, Gate(gate.times)) if head else None
-        self._own = RequestDrafting(engine, vocab_size, self._history.acceptance, self._head)
+        self.head = HeadDrafter(runner, head, Gate(gate.times)) if head else None
+        self._own = RequestDrafting(engine, vocab_size, self._history.acceptance, self.head)
         """Drafting for requests that have their own draft setting."""
         self._draft_s = 0.0
         self._ids: list[str] = []
@@ -74,11 +74,6 @@ class Proposer:
         counts["learnt"] = self._learnt()
         self._draft_s = 0.0
         return counts
-
-    def load_head(self, directory: Path) -> None:
-        """Draft with another head from now on. Raise ValueError if it does not fit the policy."""
-        assert self._head is not None, "this engine has no draft head"
-        self._head.load(directory)
 
     def connect(self, addresses: Mapping[str, str]) -> None:
         self._own.connect(addresses)
@@ -125,8 +120,8 @@ class Proposer:
             for row, id in self._own_rows
         ]
         others = self._own.propose(own, num_rows) if own else None
-        if self._head is not None:
-            self._head.end_step()
+        if self.head is not None:
+            self.head.end_step()
         looks_s = time.perf_counter()
         drafts = self._history.propose(
             self._places, num_sampled, token_ids_cpu[:num_rows], num_tokens, budget, others

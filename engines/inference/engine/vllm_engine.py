@@ -264,6 +264,8 @@ class VLLMEngine:
         return await self._check_weights(weights)
 
     async def _check_weights(self, weights: PolicyWeights) -> float:
+        if self._config.specactor.head:
+            await self._llm.collective_rpc("follow_weights")
         tolerance, dtype = self._config.rollout.canary_tolerance, self._config.model.dtype
         return await check_weights(self._llm, self.index, weights, dtype, tolerance)
 

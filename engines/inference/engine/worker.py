@@ -125,9 +125,16 @@ class WorkerExtension:
 
     def load_draft_head(self, directory: str) -> None:
         """Draft with the head in this directory from now on."""
+        self._draft_head.load(Path(directory))
+
+    def follow_weights(self) -> None:
+        """Let a draft head follow the policy's weights, which have changed."""
+        self._draft_head.copy_output_layer()
+
+    @property
+    def _draft_head(self) -> Any:
         drafter = self.model_runner.drafter
-        load = drafter.load_head if self._drafts else drafter.load
-        load(Path(directory))
+        return drafter.head if self._drafts else drafter
 
     def expect_requests(self, prompt_keys: list[str]) -> None:
         """Prepare for requests for these prompts, which are on their way."""

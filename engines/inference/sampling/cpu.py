@@ -81,17 +81,19 @@ def gumbel(first, second):
     return -_log(near if near_one else far)
 
 
-_ROWS = (int32[::1], int64, int64[::1], int32[::1], int64[::1], float32[::1])
+_ROWS = (int32[::1], int64, int64[::1], int32[::1], int64[::1], float32[::1], int64[::1])
 
 
 @njit(void(float32[:, ::1], *_ROWS, int32[::1], float32[::1], float32[::1]), cache=True)
-def _draw(logits, input_rows, after, positions, ends, keys, temperatures, tokens, scales, chosen):
+def _draw(
+    logits, input_rows, after, positions, ends, keys, temperatures, columns, tokens, scales, chosen
+):
     """Fill in each row's token, inverse temperature and the token's scaled logit.
 
-    `ends` and `temperatures` are empty if `StepRows` has None there.
+    `ends`, `temperatures` and `columns` are empty if `StepRows` has None there.
     """
-    num_rows, vocab_size = logits.shape
-    scores = np.empty(min(vocab_size, _BLOCK), np.float32)
+    num_rows, num_columns = logits.shape
+    scores = np.empty(min(num_columns, _BLOCK), np.float32)
     request = 0
     for row in range(num_rows):
         if len(ends):
@@ -103,20 +105,25 @@ def _draw(logits, input_rows, after, positions, ends, keys, temperatures, tokens
         scale = _ONE if greedy else _ONE / temperatures[request]
         position = positions[input_rows[row] - after] + 1
         key, second = stream_of(uint64(keys[request]), uint64(position))
-        best, token = -np.float32(np.inf), 0
-        for start in range(0, vocab_size, _BLOCK):
-            num = min(_BLOCK, vocab_size - start)
+        best, column = -np.float32(np.inf), 0
+        for start in range(0, num_columns, _BLOCK):
+            num = min(_BLOCK, num_columns - start)
             if greedy:
                 for i in range(num):
                     scores[i] = logits[row, start + i]
+            elif len(columns):
+                for i in range(num):
+                    high, low = philox(key, uint64(columns[start + i]), second)
+                    scores[i] = logits[row, start + i] * scale + gumbel(high, low)
             else:
                 for i in range(num):
                     high, low = philox(key, uint64(start + i), second)
                     scores[i] = logits[row, start + i] * scale + gumbel(high, low)
             for i in range(num):
                 if scores[i] > best:
-                    best, token = scores[i], start + i
-        tokens[row], scales[row], chosen[row] = token, scale, logits[row, token] * scale
+                    best, column = scores[i], start + i
+        tokens[row] = columns[column] if len(columns) else column
+        scales[row], chosen[row] = scale, logits[row, column] * scale
 
 
 @njit(
@@ -139,6 +146,7 @@ def _accept(sampled, logprobs, ends, drafts, tokens, token_logprobs):
 
 _OUT = (torch.int32, torch.float32, torch.float32)
 _NO_ENDS, _NO_TEMPERATURES = np.zeros(0, np.int32), np.zeros(0, np.float32)
+_ALL_TOKENS = np.zeros(0, np.int64)
 
 
 def foresee(drawn_from: Tensor, rows: StepRows) -> Tensor:
@@ -159,6 +167,7 @@ def _drawn(drawn_from: Tensor, rows: StepRows) -> tuple[Tensor, Tensor, Tensor]:
         ends,
         rows.keys.numpy(),
         temperatures,
+        rows.columns.token_ids.numpy() if rows.columns else _ALL_TOKENS,
         sampled.numpy(),
         scales.numpy(),
         chosen.numpy(),

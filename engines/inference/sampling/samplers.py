@@ -11,7 +11,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from refrain.engines.inference.sampling.drawing import Drawing, by_row, key_of
-from refrain.engines.inference.sampling.step_rows import StepRows
+from refrain.engines.inference.sampling.step_rows import Columns, StepRows
 
 
 def install(runner: Any) -> None:
@@ -53,12 +53,14 @@ class ExactSampler(Sampler):
         tokens, logprobs = self.drawing.draw(logits, rows, *cuts)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
 
-    def foresee(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Tensor:
+    def foresee(
+        self, logits: Tensor, columns: Columns, requests: Tensor, positions: Tensor
+    ) -> Tensor:
         """Return the token that each of these requests draws from its row of `logits`, int32
         [rows], with the noise of its own sample.
 
-        `requests`: int64 [rows], row of each request in the batch. `positions`: int64 [rows],
-        position of each request's last token before the drawn one.
+        `columns`: tokens of the logits. `requests`: int64 [rows], row of each request in the batch.
+        `positions`: int64 [rows], position of each request's last token before the drawn one.
         """
         metadata = self.runner.input_batch.sampling_metadata
 
@@ -71,6 +73,7 @@ class ExactSampler(Sampler):
             after=0,
             keys=self._sample_keys()[requests],
             temperatures=None if metadata.all_greedy else of_rows(metadata.temperature),
+            columns=columns,
         )
         cuts = of_rows(metadata.top_k), of_rows(metadata.top_p)
         return self.drawing.foresee(logits, rows, *cuts)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -9,6 +10,15 @@ REJECTED = -1
 """Placeholder for a token that is not emitted, as in vLLM."""
 GREEDY_BELOW = 1e-5
 """Lower temperatures count as 0, as in vLLM."""
+
+
+class Columns(NamedTuple):
+    """Tokens that logits are of, if not of all."""
+
+    token_ids: Tensor
+    """int64 [columns]: ascending."""
+    vocab_size: int
+    """Of all tokens."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +45,13 @@ class StepRows:
     row. The first row of a request has none, and its value here has no effect."""
     width: int = 1
     """Largest number of rows of a request."""
+    columns: Columns | None = None
+    """Tokens of the logits' columns; None if they are of all tokens. Only for `Foresee`."""
 
 
 Foresee = Callable[[Tensor, StepRows], Tensor]
 """Function that returns the token that each row draws, int32 [rows]. It takes the logits to draw
-from, float [rows, vocab], and rows without drafts."""
+from, float [rows, columns], and rows without drafts."""
 Sample = Callable[[Tensor, Tensor, StepRows], tuple[Tensor, Tensor]]
 """Function that draws the tokens of a step.
 
