@@ -5,8 +5,9 @@ A drafter of P parameters on one Hopper GPU takes for every token that it drafts
     overhead + 2 P bytes / bandwidth + batch (2 P FLOP / compute + KV of the context / bandwidth)
 
 The paper prints none of it. Assumed: 1/6 ms of launches for each layer, so 4 ms for 0.5B and 4.7 ms
-for 1.5B; 4,096 tokens of context each; 5 us to look up an n-gram. A draft head is one layer of the
-policy and its output layer, on the policy's own 4 GPUs.
+for 1.5B; 4,096 tokens of context each; 5 us to look up an n-gram. A draft head is refrain's
+(`engines.draft_head.model`): its MLP, and 32,000 rows of the policy's output layer, on the policy's
+own 4 GPUs. Its launches take as long as those of a layer.
 
 Assumed too: the probability p that a draft token is right is constant in a response, and
 
@@ -14,7 +15,8 @@ Assumed too: the probability p that a draft token is right is constant in a resp
 
 So a hard request is hard for all drafters, and the best drafter differs (Fig. 7). With these values
 coupled drafting and the last rollouts' acceptance are near what the paper prints. The head's p is
-what gives 2.5 tokens a step with 3 drafts, which published EAGLE-3 heads keep up in RL.
+what gives 2.5 tokens a step with 3 drafts, which published EAGLE-3 heads keep up in RL. Those have
+attention, and refrain's have none.
 """
 
 from collections.abc import Iterable, Mapping
@@ -75,11 +77,11 @@ DRAFTERS: Mapping[str, AssumedDrafter] = {
     LARGE: AssumedDrafter.of_model(1.54e9, 28, 2, 128, mean_acceptance=0.82, own_spread=0.5),
     NGRAM: AssumedDrafter(0.0, 0.0, sequence_s=5e-6, mean_acceptance=0.17, own_spread=1.5),
     HEAD: AssumedDrafter.of_model(
-        # A layer of 0.49B parameters, and 5,120 x 152,064 of the output.
-        1.27e9,
+        # 7 x 5,120^2 parameters of the head, and 5,120 x 32,000 of the output layer.
+        0.35e9,
         1,
-        8,
-        128,
+        kv_heads=0,
+        head_dim=0,
         num_gpus=4,
         mean_acceptance=0.69,
         own_spread=0.5,
@@ -108,7 +110,8 @@ class SpeculativeLatency(LinearLatency):
     def draft_s(self, drafter: str, batch: int, window: int) -> float:
         one = DRAFTERS[drafter]
         fixed_s = one.weights_s + self.launches * one.launches_s
-        return window * (fixed_s + one.sequence_s * batch * self.engines_per_drafter)
+        num_engines = 1 if drafter == HEAD else self.engines_per_drafter
+        return window * (fixed_s + one.sequence_s * batch * num_engines)
 
 
 LATENCY = SpeculativeLatency(**asdict(SPECACTOR_32B_TP4) | {"verifies": True})

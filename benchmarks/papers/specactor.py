@@ -10,6 +10,8 @@
                       batch; no drafter has a GPU, and samples are dealt one by one
     even ends         refrain's: best-of-N, with prompts placed so that engines end together
                       (`engines.histopipe.even_ends`), by their lengths in the epoch before
+    all together      refrain's: heads and even ends, and 16 GPUs of the 256 whose draft models help
+                      the slowest requests (best-of-N)
 
 veRL gives all samples of a prompt to one engine, so a prompt of long responses keeps its engine
 longer than others. Dealt one by one, they spread over all engines: a fair veRL.
@@ -34,6 +36,7 @@ from refrain.benchmarks.papers.speculation_case import (
 )
 from refrain.engines.histopipe.even_ends import step_requests_of
 from refrain.engines.histopipe.placement import end_together
+from refrain.engines.rollout.moves import Policy
 from refrain.engines.simulate.cluster import Simulation
 from refrain.engines.specactor.ladder import Ladder
 from refrain.engines.specactor.planner import GpuSplit
@@ -48,6 +51,9 @@ PARTS = ("decoupled", "reconfiguration", "best-of-N")
 WHOLE = PARTS[-1]
 HEADS = "draft heads"
 ENDS = f"even ends, {WHOLE}"
+TOGETHER = "heads, even ends, best-of-N"
+RACE_GPUS = 16
+"""GPUs of draft models that only race. With 4 to 32 of them, the step takes the same within 1 %."""
 WINDOW = 3
 """Window without a plan: that of Fig. 4 and 9."""
 LAST_SHARE = 0.01
@@ -60,7 +66,7 @@ GRID = (
     Assumptions(head=0.5),
     Assumptions(head=0.8),
 )
-"""Other assumptions: under those about heads `HEADS` is simulated too, under others `WHOLE`."""
+"""Other assumptions: under those about heads `TOGETHER` is simulated too, under others `WHOLE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,7 @@ class SpeculationAblation:
 
     rows: tuple[SpeculationRow, ...]
     grid: Mapping[Assumptions, SpeculationRow]
-    """`HEADS` or `WHOLE` by assumptions."""
+    """`TOGETHER` or `WHOLE` by assumptions."""
     plan: GpuSplit
     coupled_at_256: float
     """Speed-up of coupled drafting over decoding with 256 requests. Below 1 it costs."""
@@ -111,7 +117,7 @@ def simulate_speculation(
     rows = tuple(_ablate(case, progress))
     grid = {}
     for assumed in GRID:
-        name = WHOLE if assumed.head == Assumptions().head else HEADS
+        name = WHOLE if assumed.head == Assumptions().head else TOGETHER
         progress(f"{name}, {assumed}")
         at = Case.draw(setting.spec, setting.layout, step, seed, assumed)
         (variant,) = (variant for variant in variants(at) if variant.name == name)
@@ -153,13 +159,14 @@ def _row(
 
 def variants(case: Case) -> list[SpeculationVariant]:
     """Return the baselines, veRL and fair veRL and coupled drafting first, the paper's parts, draft
-    heads, and even ends."""
+    heads, even ends, and both."""
     plan, num = case.plan(), case.layout.num_engines
     apart = partial(_apart, plan)
     decoupled, reconfiguration, best_of_n = PARTS
     ahead = DraftSetting(SMALL, plan.window, coupled=False)
     policies = partial(case.policies, plan)
     whole = apart(best_of_n, drafting=ahead, policies=policies)
+    heads = SpeculationVariant(HEADS, num, choose_drafting=case.head_drafting(), apart=True)
     return [
         SpeculationVariant(BASELINE, num),
         SpeculationVariant(FAIR, num, apart=True),
@@ -170,8 +177,9 @@ def variants(case: Case) -> list[SpeculationVariant]:
         apart(decoupled, drafting=ahead),
         apart(reconfiguration, drafting=ahead, policies=partial(policies, race=False)),
         whole,
-        SpeculationVariant(HEADS, num, choose_drafting=case.head_drafting(), apart=True),
-        _ended(case, plan, whole),
+        heads,
+        _ended(case, plan, whole, ENDS),
+        _ended(case, plan, _with_races(case, heads, policies), TOGETHER),
     ]
 
 
@@ -181,7 +189,23 @@ def _apart(plan: GpuSplit, name: str, **how: Any) -> SpeculationVariant:
     return SpeculationVariant(name, plan.num_engines, engines_per_drafter=shared_by, **how)
 
 
-def _ended(case: Case, plan: GpuSplit, variant: SpeculationVariant) -> SpeculationVariant:
+def _with_races(
+    case: Case, variant: SpeculationVariant, policies: Callable[[], tuple[Policy, ...]]
+) -> SpeculationVariant:
+    """Return the variant with draft models that race, on GPUs of their own."""
+    num_engines = (case.num_gpus - RACE_GPUS) // case.layout.tp_degree
+    return replace(
+        variant,
+        num_engines=num_engines,
+        engines_per_drafter=-(-num_engines // RACE_GPUS),
+        policies=policies,
+        apart=False,
+    )
+
+
+def _ended(
+    case: Case, plan: GpuSplit, variant: SpeculationVariant, name: str
+) -> SpeculationVariant:
     """Return the variant with prompts placed so that engines end together."""
 
     def step_s(batch: int) -> float:
@@ -194,4 +218,4 @@ def _ended(case: Case, plan: GpuSplit, variant: SpeculationVariant) -> Speculati
         group_size=len(case.rows) // len(case.prompt_keys),
         max_num_seqs=len(case.rows),
     )
-    return replace(variant, name=ENDS, placement=placement)
+    return replace(variant, name=name, placement=placement)

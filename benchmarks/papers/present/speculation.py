@@ -11,6 +11,7 @@ from refrain.benchmarks.papers.specactor import (
     ENDS,
     HEADS,
     PARTS,
+    TOGETHER,
     WHOLE,
     SpeculationAblation,
     SpeculationRow,
@@ -43,7 +44,12 @@ GRID_COLUMNS = {
     "speedup": ".2f",
     "over_fair": ".2f",
 }
-FOLLOWED = {WHOLE: "speculation", HEADS: "heads", ENDS: "even_ends_speculation"}
+FOLLOWED = {
+    WHOLE: "speculation",
+    HEADS: "heads",
+    ENDS: "even_ends_speculation",
+    TOGETHER: "all_together",
+}
 """Variants whose speed-ups over both kinds of veRL are figures."""
 NOTES = """\
 SIMULATION. Assumed, as the paper does not print it: lengths; draft times (1/6 ms of launches
@@ -54,10 +60,10 @@ what its 33.4 % are longer than; veRL is taken.
 Last rate: accepted of the drafts for the last hundredth of the rollouts. The paper prints 48.7
 to 72.3 % with all its parts, and almost 0 with n-gram (5.2). Over coupled it prints 1.7 to 2.0.
 Over fair: over veRL whose samples are dealt to the engines one by one.
-Draft heads: one layer and the output layer on the engine's GPUs, which draft in turn; p is 0.69
-for a typical response (2.5 tokens a step with 3 drafts).
+Draft heads: an MLP and 32,000 rows of the output layer on the engine's GPUs, which draft in turn;
+p is 0.69 for a typical response (2.5 tokens a step with 3 drafts).
 Even ends: refrain places prompts by their lengths in the epoch before, so that engines end
-together."""
+together. With heads, 16 of the 256 GPUs have draft models that race."""
 
 
 def show_speculation(ablation: SpeculationAblation, console: Console) -> Ablation:
