@@ -88,6 +88,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--head", type=Path, metavar="DIR", help="a draft head, from `refrain drafter train`"
     )
     parser.add_argument(
+        "--ungated",
+        action="store_true",
+        help="verify the head's drafts even where they do not pay, to see how often they are right",
+    )
+    parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="a PNG that shows the speed-up over entropy"
     )
 

@@ -170,6 +170,7 @@ class DialRun:
         engine_class, drafting = KINDS[name]
         changes: dict[str, Any] = {"drafting": drafting, "history_dir": self.directory}
         if name == "head":
+            changes["drafting"] = DraftingConfig(gate=not self.args.ungated)
             changes["specactor"] = self.config.specactor.model_copy(
                 update={"head": self.args.head.absolute()}
             )
