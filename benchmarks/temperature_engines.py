@@ -32,9 +32,9 @@ from refrain.engines.inference.engine.vllm_engine import VLLMEngine
 from refrain.engines.rollout.coordinator import Coordinator
 from refrain.schemas.config import EngineConfig, TrainConfig
 from refrain.schemas.data import Prompt
-from refrain.schemas.drafting import DraftingConfig
+from refrain.schemas.drafting import HEAD, DraftingConfig
 from refrain.schemas.engine import EngineSetup
-from refrain.schemas.rollout import RequestId
+from refrain.schemas.rollout import DraftSetting, RequestId
 from refrain.schemas.weights import PolicyWeights
 from refrain.tasks.run.model_inputs import model_shape
 from refrain.tasks.run.ray_cluster import ray_cluster
@@ -150,7 +150,7 @@ class DialRun:
                 for name, coordinator in coordinators.items():
                     self.console.print(f"starting {name}")
                     await coordinator.start()
-                    warm_up = await self._roll_out(coordinator, 0, WARM_UP_TOKENS)
+                    warm_up = await self._roll_out(coordinator, name, 0, WARM_UP_TOKENS)
                     # Drafting engines start last: they need a history to warm up their drafter.
                     History(self.directory).add(0, self.prompts, warm_up.tokens)
                 turns: list[DialTurn] = []
@@ -190,9 +190,12 @@ class DialRun:
         return min(CPU_KV_BYTES, int(num_tokens * model_shape(self.config).kv_bytes_per_token))
 
     async def _roll_out(
-        self, coordinator: Coordinator, epoch: int, max_tokens: int | None = None
+        self, coordinator: Coordinator, name: str, epoch: int, max_tokens: int | None = None
     ) -> one_step.Lap:
         requests = one_step.step_requests(self.config, self.prompts, epoch)
+        if name == "head":
+            drafting = DraftSetting(HEAD, self.config.specactor.window)
+            requests = [replace(one, drafting=drafting) for one in requests]
         if max_tokens:
             requests = [replace(one, max_response_tokens=max_tokens) for one in requests]
         return await one_step.roll_out(coordinator, AS_IT_IS, [(0, one) for one in requests])
@@ -207,7 +210,7 @@ class DialRun:
                 # Stock vLLM is measured once: further laps only measure what drafts cost.
                 names = [name for name in self.kinds if not number or name != "stock"]
                 for name in in_turn(names, epoch + number):
-                    lap = await self._roll_out(coordinators[name], epoch)
+                    lap = await self._roll_out(coordinators[name], name, epoch)
                     turns.append(DialTurn(name, temperature, epoch, number, lap))
                 self.console.print(
                     f"temperature {temperature:g}, epoch {epoch}/{self.args.epochs}, "
