@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from refrain.benchmarks.real import (
     COMPARED,
@@ -19,6 +20,8 @@ from refrain.benchmarks.real import (
     share_identical,
 )
 from refrain.benchmarks.temperature_engines import DialTurn
+from refrain.engines.draft_head.files import save
+from refrain.engines.draft_head.model import DraftHead
 from tests.conftest import DEMO, REPOSITORY
 
 MODEL, DATA = DEMO / "model", DEMO / "data" / "train.parquet"
@@ -106,6 +109,8 @@ def test_the_defaults_are_read() -> None:
 def test_tokens_equal_those_without_drafts(tmp_path: Path) -> None:
     size = ["--prompts=4", "--samples=4", "--tokens=48", "--prompt-tokens=128", "--epochs=2"]
     dial = ["--temperatures=1.0,0.2", "--first-laps=1", f"--plot={tmp_path / 'real.png'}"]
+    save(DraftHead(128, torch.arange(36)), tmp_path / "head", vocab_size=36, window=4)
+    dial += [f"--head={tmp_path / 'head'}", "--ungated"]
     bench = [sys.executable, "-m", "refrain.flows.cli", "bench", "real", str(MODEL), str(DATA)]
     # In a process of its own: this one may have a Ray cluster already.
     done = subprocess.run(
@@ -122,5 +127,7 @@ def test_tokens_equal_those_without_drafts(tmp_path: Path) -> None:
     assert found["figures"]["nats_t02_epoch_1"] < found["figures"]["nats_t10_epoch_1"]
     first, second = (found["figures"][f"own_t02_epoch_{epoch}"] for epoch in (1, 2))
     assert first == 0.0 < second
-    assert {row["engine"] for row in found["rows"]} == {"stock", "off", "on"}
+    assert {row["engine"] for row in found["rows"]} == {"stock", "off", "on", "head"}
+    assert found["figures"]["head_gated_t10_epoch_1"] < 0.5
+    assert found["figures"]["head_acceptance_rate_t10_epoch_1"] > 0.0
     assert (tmp_path / "real.png").stat().st_size > 10_000
