@@ -14,6 +14,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from refrain.schemas.algorithm import MINIBATCHES, AlgorithmConfig
 from refrain.schemas.base import Frozen, UnitInterval, refuse_unusable
 from refrain.schemas.drafting import (
+    HISTORY,
     DrafterConfig,
     DraftingConfig,
     DraftingSection,
@@ -97,7 +98,7 @@ class RolloutConfig(Frozen):
     model_runner: Free[Literal["v1", "v2"]] = "v1"
     """The model runner of vLLM. `v2` is its newer one, for GPUs: engines that draft schedule a step
     while the one before runs, so drafting costs less. Try `v2` there, and compare the tokens a
-    second; no token differs. It drafts from history only (`specactor` needs `v1`)."""
+    second; no token differs. It drafts from history and a draft head (draft models need `v1`)."""
     enforce_eager: Free[bool] = False
     """Skip compilation and CUDA graphs: a faster start, slower decoding. Switch it on for short
     trials. Always on for a CPU."""
@@ -398,9 +399,9 @@ class TrainConfig(Frozen):
             return self
         if self.trainer.routing_replay:
             raise ValueError("trainer.routing_replay needs rollout.model_runner: v1. Set v1 there")
-        if self.specactor.drafts:
+        if self.specactor.draft_models or self.specactor.drafter != HISTORY:
             raise ValueError(
-                "rollout.model_runner: v2 drafts from history only: remove specactor.draft_models, "
-                "specactor.drafter and specactor.head, or set model_runner: v1"
+                "rollout.model_runner: v2 drafts from history and a head only: remove "
+                "specactor.draft_models and specactor.drafter, or set model_runner: v1"
             )
         return self

@@ -37,11 +37,11 @@ def right_head(directory: Path, scale: Tensor) -> Path:
     return directory
 
 
-def memoryless() -> tuple[Learner, Tensor]:
+def memoryless(shift: int = 0, norm: float = 0.3) -> tuple[Learner, Tensor]:
     """Return a learner whose policy sees the last token alone, and the weights of its last norm.
 
-    Every layer adds nothing, so the last norm gets the token's embedding. The small norm makes the
-    distribution flat.
+    Every layer adds nothing, so the last norm gets the token's embedding. A small `norm` makes the
+    distribution flat. `shift`: each token gets the embedding of the token so many ids before.
     """
     learner = Learner(CONFIG)
     learner.restore(None)
@@ -50,5 +50,7 @@ def memoryless() -> tuple[Learner, Tensor]:
         for name, one in own.items():
             if name.endswith(LEAVES):
                 one.zero_()
-        own[NORM].fill_(0.3)
+            elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                one.copy_(one.roll(shift, dims=0))
+        own[NORM].fill_(norm)
     return learner, own[NORM].detach().clone()

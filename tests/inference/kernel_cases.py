@@ -17,7 +17,7 @@ from torch import Tensor
 from refrain.engines.inference.sampling import gpu, kernels
 from refrain.engines.inference.sampling.kernels import _key_of, _keys
 from refrain.engines.inference.sampling.noise import gumbel, gumbel_noise, perturbed_argmax
-from refrain.engines.inference.sampling.step_rows import Columns, StepRows
+from refrain.engines.inference.sampling.step_rows import LogitColumns, StepRows
 from tests.inference.random_steps import Step, check, from_few, make_step
 
 ON_GPU = torch.cuda.is_available()
@@ -49,7 +49,7 @@ def sampled(step: Step, **tile: int) -> tuple[Tensor, Tensor]:
 
 def test_logits_of_few_tokens_draw_as_if_the_others_had_none():
     few, rows, expected = from_few(make_step(4, SINGLE_ROWS, 4100, drafted=False))
-    columns = Columns(to_gpu(rows.columns.token_ids), rows.columns.vocab_size)
+    columns = LogitColumns(to_gpu(rows.columns.token_ids), rows.columns.vocab_size)
     tokens = gpu.foresee(to_gpu(few), replace(rows_on_gpu(rows), columns=columns))
     assert torch.equal(tokens.cpu(), expected)
 

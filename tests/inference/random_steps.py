@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from refrain.engines.inference.sampling.noise import perturbed_argmax
-from refrain.engines.inference.sampling.step_rows import REJECTED, Columns, StepRows
+from refrain.engines.inference.sampling.step_rows import REJECTED, LogitColumns, StepRows
 
 CHUNK = 2**22
 
@@ -77,7 +77,7 @@ def from_few(step: Step) -> tuple[Tensor, StepRows, Tensor]:
     drawn_from = torch.full_like(step.logits, -torch.inf).index_copy(1, token_ids, few)
     ends = torch.arange(1, len(few) + 1)
     tokens, _ = _by_definition(step.logits, drawn_from, step.rows, ends)
-    return few, replace(step.rows, columns=Columns(token_ids, size)), tokens.int()
+    return few, replace(step.rows, columns=LogitColumns(token_ids, size)), tokens.int()
 
 
 def _with_drafts(

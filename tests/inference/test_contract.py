@@ -51,6 +51,12 @@ ATTRIBUTES = {
         "cudagraph_dispatcher",
     },
     "v1/worker/gpu_worker.py:Worker": {"_weight_update_active"},
+    "model_executor/layers/logits_processor.py:LogitsProcessor": {"scale", "soft_cap"},
+    "model_executor/layers/vocab_parallel_embedding.py:VocabParallelEmbedding": {"shard_indices"},
+    "model_executor/layers/vocab_parallel_embedding.py:VocabParallelEmbeddingShardIndices": {
+        "org_vocab_start_index",
+        "org_vocab_end_index",
+    },
     f"{IPC}:IPCTrainerInitInfo": {"packed", "packed_buffer_size_bytes"},
     f"{IPC}:IPCWeightTransferUpdateInfo": {"ipc_handles_pickled"},
     "v1/cudagraph_dispatcher.py:CudagraphDispatcher": {"uniform_decode_query_len"},
@@ -173,6 +179,9 @@ FUNCTIONS = {
         ],
     },
     f"{MODEL}:VllmModel": {"embed_input_ids": ["self", "input_ids"]},
+    "model_executor/layers/logits_processor.py:LogitsProcessor": {
+        "forward": ["self", "lm_head", "hidden_states", "embedding_bias"]
+    },
     f"{MODEL}:VllmModelForTextGeneration": {"compute_logits": ["self", "hidden_states"]},
     "config/model.py:ModelConfig": {"get_vocab_size": ["self"], "get_hidden_size": ["self"]},
     BATCH: {"req_ids": ["self"], "num_reqs": ["self"]},
@@ -274,6 +283,8 @@ NAMES = {
     "v1/sample/ops/topk_topp_sampler.py": {"apply_top_k_top_p"},
     "v1/metrics/ray_wrappers.py": {"RayPrometheusStatLogger", "ray_metrics", "ray_serve"},
     "model_executor/layers/vocab_parallel_embedding.py": {"ParallelLMHead"},
+    "model_executor/layers/logits_processor.py": {"LogitsProcessor"},
+    "distributed/communication_op.py": {"tensor_model_parallel_all_reduce"},
     "v1/worker/utils.py": {"request_memory"},
     "inputs/__init__.py": {"tokens_input"},
     "sampling_params.py": {"RequestOutputKind"},

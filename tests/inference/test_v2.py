@@ -45,11 +45,11 @@ def test_a_cpu_is_refused():
 
 @pytest.mark.parametrize(
     "specactor",
-    [{"drafter": "ngram"}, {"head": "/a"}, {"draft_models": [{"name": "a", "path": "/a"}]}],
+    [{"drafter": "ngram"}, {"draft_models": [{"name": "a", "path": "/a"}]}],
     ids=str,
 )
 def test_drafters_that_run_on_v1_alone_are_refused(specactor):
     given = CONFIG.model_dump(mode="json") | {"specactor": specactor}
     given["rollout"]["model_runner"] = "v2"
-    with pytest.raises(ValueError, match="model_runner: v2 drafts from history only"):
+    with pytest.raises(ValueError, match="model_runner: v2 drafts from history and a head only"):
         TrainConfig.model_validate(given)

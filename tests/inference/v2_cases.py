@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from refrain.engines.inference.engine.worker import WorkerExtension
 from refrain.engines.learn.learner import Learner
 from refrain.schemas.drafting import DraftingConfig, SpecActorConfig
 from refrain.schemas.rollout import Rollout
+from tests.inference.heads import memoryless, random_head, right_head
 from tests.inference.real import CONFIG, key, requests, weights_of
 
 REFERENCE = "REFRAIN_REFERENCE"
@@ -68,14 +71,16 @@ def weights(prompts):
     return weights_of(learner, prompts)
 
 
-async def started(history_dir: Path, weights: Any, **changes: Any) -> V2Engine:
+async def started(
+    history_dir: Path, weights: Any, head: Path | None = None, **changes: Any
+) -> V2Engine:
     rollout = CONFIG.engine.rollout.model_copy(update={"model_runner": "v2"} | changes)
     engine = V2Engine(
         0,
         CONFIG.engine.model_copy(
             update={
                 "drafting": DRAFTED,
-                "specactor": SpecActorConfig(),
+                "specactor": SpecActorConfig(head=head),
                 "rollout": rollout,
                 "history_dir": history_dir,
             }
@@ -160,6 +165,46 @@ async def test_preempted_requests_continue(history_dir, weights, prompts, refere
         assert drafted >= accepted > 0
     finally:
         await engine.shutdown()
+
+
+async def test_heads_change_no_token(weights, prompts, reference, write_history, history_dir):
+    """One that is sure of wrong tokens, alone and beside a history that is right."""
+    shutil.rmtree(history_dir, ignore_errors=True)
+    engine = await started(history_dir, weights, random_head(history_dir / "head"))
+    try:
+        shares = []
+        for has_history in (False, True):
+            if has_history:
+                write_history([one["tokens"] for one in reference])
+            drafted, accepted = check(await engine.generate(requests(prompts)), reference)
+            assert drafted > 100
+            shares.append(accepted / drafted)
+        assert shares[0] < 0.3
+        assert shares[1] > 0.5
+    finally:
+        await engine.shutdown()
+
+
+async def test_a_right_head_follows_its_policy(weights, prompts, tmp_path: Path):
+    """The second weights have other embeddings than the first and than the model's directory."""
+    learner, scale = memoryless(7, 3.0)
+    others = weights_of(learner, prompts)
+    todo = [replace(one, max_response_tokens=64) for one in requests(prompts)]
+    found = []
+    for head in (None, right_head(tmp_path / "head", scale)):
+        engine = await started(tmp_path, weights, head)
+        try:
+            await engine.load_weights(others)
+            found.append([rollout.generated for rollout in await engine.generate(todo)])
+        finally:
+            await engine.shutdown()
+    tokens, expected = ([list(one.token_ids) for one in own] for own in reversed(found))
+    assert tokens == expected
+    drafted, accepted = (
+        sum(getattr(one, name) for one in found[1])
+        for name in ("num_draft_tokens", "num_accepted_tokens")
+    )
+    assert accepted > 0.6 * drafted > 60
 
 
 async def test_another_noise_would_be_noticed(engine, prompts, reference):

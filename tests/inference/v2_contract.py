@@ -53,6 +53,7 @@ ATTRIBUTES = {
         "positions",
         "logits_indices",
         "cu_num_logits",
+        "query_start_loc",
     },
     f"{GPU}/sample/output.py:SamplerOutput": {
         "sampled_token_ids",
@@ -97,6 +98,7 @@ ATTRIBUTES = {
 }
 FUNCTIONS = {
     RUNNER: {
+        "get_model": ["self"],
         "initialize_kv_cache": ["self", "kv_cache_config"],
         "finish_requests": ["self", "scheduler_output"],
         "add_requests": ["self", "scheduler_output"],
@@ -121,7 +123,7 @@ FUNCTIONS = {
     f"{GPU}/spec_decode/speculator.py:BaseSpeculator": {
         "propose": [
             *("self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states"),
-            *("aux_hidden_states", "num_sampled"),
+            *("aux_hidden_states", "num_sampled", "num_rejected"),
         ],
         "init_cudagraph_manager": ["self", "cudagraph_mode"],
         "capture": ["self"],

@@ -7,6 +7,8 @@ import pytest
 
 from refrain.engines.histospec.index import build_index
 from refrain.engines.histospec.index_file import index_path, write_index
+from refrain.schemas.drafting import SpecActorConfig
+from tests.inference.heads import random_head
 from tests.inference.real import key, requests
 from tests.inference.switching import assert_as_before, generate, load
 from tests.inference.v2_engines import OFF, AsynchronousEngine, drafting_from, v1_engine, v2_engine
@@ -15,10 +17,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
 async def test_two_ranks_draw_the_tokens_of_one(ray_cluster, weights, prompts, tmp_path: Path):
-    """Both verify the same drafts, even if one is late."""
+    """Both verify the same drafts, even if one is late. A head drafts beside the history."""
     assert ray_cluster.is_initialized()
     todo = [replace(r, max_response_tokens=64) for r in requests(prompts[:2])]
-    one, two = v1_engine(0, **OFF), v2_engine(1, AsynchronousEngine, 2, **drafting_from(tmp_path))
+    headed = {"specactor": SpecActorConfig(head=random_head(tmp_path / "head"))}
+    drafting = drafting_from(tmp_path) | headed
+    one, two = v1_engine(0, **OFF), v2_engine(1, AsynchronousEngine, 2, **drafting)
     await one.start()
     await load([one], weights)
     expected = await generate(one, todo)

@@ -6,6 +6,8 @@ the device drafts: it has the tokens of all requests, and here the indexes of th
     index file ─thread─► device        a slot of the table ─► requests of the prompt
     step ends: last tokens of each request ─► longest match in its indexes ─► draft of the next step
 
+A draft head drafts beside the indexes (`specactor.head`), and `DraftChoice` picks between both.
+
 How many tokens of a draft are verified was decided before (`room`). Deviations from RhymeRL 5.3:
 occurrences count, rewards do not; a draft takes the middle of its matches (`histospec.refill`). In
 a later turn of a conversation, only tokens of that turn are matched, not the observation before it.
@@ -25,6 +27,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from refrain.engines.histospec.index import HistoryIndex, build_index
 from refrain.engines.histospec.matching import MAX, MIN, NO_INDEX, IndexTable
 from refrain.engines.histospec.request_indexes import RequestIndexes
+from refrain.engines.inference.drafting.draft_choice import NO_DRAFT, DraftChoice
+from refrain.engines.inference.drafting.engine_head import EngineHead, Foresee
 from refrain.engines.inference.engine.extra_args import PROMPT_KEY
 from refrain.schemas.config import EngineConfig
 from refrain.schemas.drafting import DEVICE_INDEX_BYTES
@@ -135,6 +139,12 @@ class DeviceDrafter:
             table=self._table,
             load=self._load,
         )
+        self.head: EngineHead | None = None
+        if (directory := config.specactor.head) is not None:
+            self.head = EngineHead(runner, directory)
+        self._sampler = runner.sampler
+        self._choice = DraftChoice(len(self._drafts), self._window, self._device)
+        self._head_window = min(self._window, config.specactor.window)
         self._keys: dict[int, str] = {}
         self._slots_known: np.ndarray | None = None
         self._slots_on_device: Tensor | None = None
@@ -173,6 +183,8 @@ class DeviceDrafter:
         return counts
 
     def begin(self, slot: int, key: str) -> None:
+        if self.head:
+            self._choice.begin(slot)
         if self._is_on:
             self._keys[slot] = key
             self._indexes.begin(slot, key)
@@ -195,28 +207,65 @@ class DeviceDrafter:
         last_hidden_states: Any,
         aux_hidden_states: Any,
         num_sampled: Tensor,
+        num_rejected: Tensor,
         *_: Any,
         dummy_run: bool = False,
         **__: Any,
     ) -> Tensor:
         """Return drafts for the next step, int64 [rows, window]. Where there is nothing to draft,
         token 0 stands in, which is verified like any other."""
-        del attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states
+        del attn_metadata, slot_mappings, aux_hidden_states
         drafts = self._drafts[: input_batch.num_reqs]
         if dummy_run:
             return drafts
+        window = drafts[:, : self._window]
         if self._is_on:
             self._indexes.follow()
-            slots, window = self._slots(), drafts[:, : self._window]
+            slots = self._slots()
             if (slots == NO_INDEX).all():
                 window.zero_()
             elif self._on_cpu:
                 self._draft_on_cpu(slots, input_batch.idx_mapping.numpy(), num_sampled, window)
             else:
                 self._draft_on_gpu(slots, input_batch.idx_mapping, num_sampled, window)
+        elif self.head:
+            window.zero_()
+        if self.head:
+            rows = input_batch.query_start_loc[1 : len(drafts) + 1] - 1 - num_rejected
+            hidden = last_hidden_states[rows]
+            window.copy_(self._with_head(window, hidden, input_batch, num_sampled))
         if self._ranks.world_size > 1:
             self._ranks.broadcast(drafts, src=0)
         return drafts
+
+    def _with_head(
+        self, by_history: Tensor, hidden: Tensor, batch: Any, num_sampled: Tensor
+    ) -> Tensor:
+        """Return the better draft of each request, int64 [requests, window].
+
+        `by_history`: int64 [requests, window], all 0 where history has none. `hidden`: [requests,
+        hidden size], what the last tokens were drawn from.
+        """
+        assert self.head is not None
+        slots = batch.idx_mapping.long()
+        num_tokens, all_tokens = self._states.total_len.gpu[slots], self._states.all_token_ids.gpu
+        last = num_tokens.long() - 1
+        columns = torch.arange(self._window, device=self._device)
+        at = (last - num_sampled + 1)[:, None] + columns
+        emitted = all_tokens[slots[:, None], at.clamp(max=all_tokens.shape[1] - 1)]
+        self._choice.learn(slots, emitted.long(), num_sampled)
+        drawn = self.head.draft(
+            hidden, all_tokens[slots, last].long(), last, self._head_window, self._foresee(batch)
+        )
+        by_head = by_history.new_full(by_history.shape, NO_DRAFT)
+        # Other requests have drawn nothing, and their prefill goes on.
+        by_head[:, : self._head_window] = drawn.masked_fill(num_sampled[:, None] == 0, NO_DRAFT)
+        has_none = (by_history == 0).all(dim=1, keepdim=True)
+        drafts = torch.stack([by_history.masked_fill(has_none, NO_DRAFT), by_head])
+        return self._choice.choose(slots, drafts).clamp(min=0)
+
+    def _foresee(self, batch: Any) -> Foresee:
+        return lambda logits, columns, last: self._sampler.foresee(logits, columns, batch, last)
 
     def _slots(self) -> np.ndarray:
         """Return the indexes of each request; int32 [requests, indexes]."""

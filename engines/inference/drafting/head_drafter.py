@@ -1,16 +1,8 @@
 """Drafts from a head on the policy's hidden states (vLLM 0.32, V1 runner).
 
-    step ends: hidden state of each row's last position ─► DraftHead ─► rows of the lm_head ─┐
-                     ▲ embedding of the drafted token ◄────── draw with the sample's noise ◄─┘
-
-The head draws with the noise that the sample itself has at each position, its temperature, top-k
-and top-p (`engines.inference.sampling`). So a draft token is right if both argmaxes agree, which is
-likelier than that two independent draws agree. Verification stays as it is: no draft can change a
-token. Embedding and `lm_head` are the policy's. The head's rows of the `lm_head` are copied after
-each weight update.
-
-With TP, each rank has a share of the embedding, and all rows of the copy. The first rank decides
-which rows draft and tells the others, which then draft the same tokens with it (`HeadFollower`).
+After a step, the host decides which rows draft, and `EngineHead` drafts for them. With TP, each
+rank has a share of the embedding. The first rank decides and tells the others, which then draft the
+same tokens with it (`HeadFollower`).
 """
 
 import sys
@@ -24,11 +16,10 @@ import torch
 from torch import Tensor, distributed
 from vllm.distributed.parallel_state import get_tp_group
 
-from refrain.engines.draft_head.files import load
 from refrain.engines.histospec.gate import Gate
-from refrain.engines.inference.drafting.output_layer import OutputLayer
+from refrain.engines.inference.drafting.engine_head import EngineHead
 from refrain.engines.inference.drafting.request_drafting import DraftedRow
-from refrain.engines.inference.sampling.step_rows import Columns
+from refrain.engines.inference.sampling.step_rows import LogitColumns
 
 
 class HiddenStates(NamedTuple):
@@ -48,35 +39,16 @@ class HiddenStates(NamedTuple):
         return firsts[requests] + num_sampled - 1
 
 
-class RankHead:
+class RankHead(EngineHead):
     """The head on one rank of an engine."""
 
     def __init__(self, runner: Any, directory: Path) -> None:
         """`directory`: the head's files."""
+        super().__init__(runner, directory)
         self._ranks = get_tp_group()
-        self._runner, self._policy = runner, runner.get_model()
-        self._device = torch.device(runner.device)
+        self._runner = runner
         self._of_step: HiddenStates | None = None
-        self.load(directory)
         runner.propose_draft_token_ids = self._noting(type(runner).propose_draft_token_ids)
-
-    @torch.inference_mode()
-    def load(self, directory: Path) -> None:
-        """Draft with the head in this directory from now on.
-
-        Raise ValueError if it is not a head for this policy; the head stays as it was then.
-        """
-        config = self._runner.model_config
-        sizes = {"hidden_size": config.get_hidden_size(), "vocab_size": config.get_vocab_size()}
-        self._head = load(directory, **sizes).to(self._device, config.dtype)
-        self._columns = Columns(self._head.token_ids, config.get_vocab_size())
-        self.copy_output_layer()
-
-    @torch.inference_mode()
-    def copy_output_layer(self) -> None:
-        """Copy the rows of the policy's `lm_head` that the head needs. Call it on all ranks after
-        each weight update."""
-        self._output_layer = OutputLayer.of(self._policy, self._head.token_ids, self._head.scale)
 
     @property
     def of_step(self) -> HiddenStates:
@@ -90,13 +62,12 @@ class RankHead:
         last token with the position.
         """
         rows, hidden_rows, tokens, positions = of_rows.to(self._device)
-        state, drawn = self._head.begin(self.of_step.hidden[hidden_rows]), []
-        for ahead in range(window):
-            state = self._head.step(state, self._policy.embed_input_ids(tokens))
-            logits = self._output_layer.logits(self._head.output(state))
-            tokens = self._runner.sampler.foresee(logits, self._columns, rows, positions + ahead)
-            drawn.append(tokens)
-        return torch.stack(drawn, dim=1)
+
+        def foresee(logits: Tensor, columns: LogitColumns, positions: Tensor) -> Tensor:
+            return self._runner.sampler.foresee(logits, columns, rows, positions)
+
+        hidden = self.of_step.hidden[hidden_rows]
+        return self.draft(hidden, tokens, positions, window, foresee)
 
     def share(self, values: Tensor) -> Tensor:
         """Return the first rank's values on all ranks, int64."""

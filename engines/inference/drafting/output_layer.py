@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 

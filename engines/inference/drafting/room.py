@@ -7,7 +7,7 @@ scheduler reserves room for drafts that it does not know:
     schedule       probability of each draft token by that share ─► Gate ─► room
 
 A new request begins with the share of all requests of its kind: those whose prompt has an index,
-and those that have the shared indexes alone.
+those that have the shared indexes alone, and those that have a draft head alone.
 """
 
 import json
@@ -72,7 +72,7 @@ def _decodes(request: Any) -> bool:
     return request.num_output_tokens > 0 and not request.is_prefill_chunk
 
 
-OWN, SHARED, NONE = "own", "shared", ""
+OWN, SHARED, HEADED, NONE = "own", "shared", "head", ""
 
 
 class DraftRoom:
@@ -90,12 +90,13 @@ class DraftRoom:
         self._requests = requests
         self._directory = Path(config.history_dir)
         self._is_on, self._shares = drafting.enabled, drafting.shared_tokens > 0
+        self._has_head = config.specactor.head is not None
         self._max_step_tokens = max_step_tokens(vllm_config)
         self._measured, self._gate = times_and_gate(config, setup)
         self._window = vllm_config.num_speculative_tokens
         self._rooms = [[-1] * num for num in range(self._window + 1)]
         """Placeholders for each number of tokens to verify."""
-        self._kinds = {OWN: _Kind(), SHARED: _Kind()}
+        self._kinds = {OWN: _Kind(), SHARED: _Kind(), HEADED: _Kind()}
         self._records: dict[str, tuple[str, _Record]] = {}
         """Kind and record of each request that may have drafts."""
         self._num_verified = 0
@@ -188,11 +189,12 @@ class DraftRoom:
         return keep_likeliest(probabilities, paying, budget)
 
     def _kind_of(self, key: str) -> str:
-        if not (self._is_on and key):
-            return NONE
-        if index_path(self._directory, key).exists():
-            return OWN
-        return SHARED if self._shares and self._has_shared() else NONE
+        if self._is_on and key:
+            if index_path(self._directory, key).exists():
+                return OWN
+            if self._shares and self._has_shared():
+                return SHARED
+        return HEADED if self._has_head else NONE
 
     def _has_shared(self) -> bool:
         """Whether a shared index exists. Stop at the first one: this runs for each request."""

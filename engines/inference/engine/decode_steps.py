@@ -336,7 +336,7 @@ def _starts(output: Any) -> Sequence[int] | None:
 
 @dataclass(slots=True)
 class _Rows:
-    """Columns of a step that decodes."""
+    """LogitColumns of a step that decodes."""
 
     requests: list[Any]
     ids: list[str]

@@ -133,6 +133,8 @@ class WorkerExtension:
 
     @property
     def _draft_head(self) -> Any:
+        if self.use_v2_model_runner:
+            return self.model_runner.speculator.head
         drafter = self.model_runner.drafter
         return drafter.head if self._drafts else drafter
 

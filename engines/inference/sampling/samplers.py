@@ -11,7 +11,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from refrain.engines.inference.sampling.drawing import Drawing, by_row, key_of
-from refrain.engines.inference.sampling.step_rows import Columns, StepRows
+from refrain.engines.inference.sampling.step_rows import LogitColumns, StepRows
 
 
 def install(runner: Any) -> None:
@@ -54,7 +54,7 @@ class ExactSampler(Sampler):
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
 
     def foresee(
-        self, logits: Tensor, columns: Columns, requests: Tensor, positions: Tensor
+        self, logits: Tensor, columns: LogitColumns, requests: Tensor, positions: Tensor
     ) -> Tensor:
         """Return the token that each of these requests draws from its row of `logits`, int32
         [rows], with the noise of its own sample.

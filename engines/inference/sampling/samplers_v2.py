@@ -17,7 +17,12 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, gather_draft_sampled
 
 from refrain.engines.inference.sampling.drawing import Drawing, key_of
-from refrain.engines.inference.sampling.step_rows import GREEDY_BELOW, REJECTED, StepRows
+from refrain.engines.inference.sampling.step_rows import (
+    GREEDY_BELOW,
+    REJECTED,
+    LogitColumns,
+    StepRows,
+)
 
 
 def install(runner: Any) -> None:
@@ -79,6 +84,27 @@ class ExactSamplerV2(Sampler):
         )
         cuts = states.get_top_k_top_p(batch.expanded_idx_mapping, batch.idx_mapping_np)
         return self.drawing.draw(logits, rows, *cuts)
+
+    def foresee(
+        self, logits: Tensor, columns: LogitColumns, batch: InputBatch, positions: Tensor
+    ) -> Tensor:
+        """Return the token that each request of the batch draws from its row of `logits`, int32
+        [requests], with the noise of its own sample.
+
+        `columns`: tokens of the logits. `positions`: int64 [requests], position of each request's
+        last token before the drawn one.
+        """
+        states, slots = self.sampling_states, batch.idx_mapping
+        rows = StepRows(
+            positions=positions,
+            input_rows=torch.arange(len(slots), dtype=torch.int32, device=slots.device),
+            after=0,
+            keys=self._keys.gpu[slots],
+            temperatures=states.temperature.gpu[slots],
+            columns=columns,
+        )
+        cuts = states.get_top_k_top_p(slots, batch.idx_mapping_np)
+        return self.drawing.foresee(logits, rows, *cuts)
 
     def output(
         self, batch: InputBatch, tokens: Tensor, num_sampled: Tensor, logprobs: LogprobsTensors

@@ -12,7 +12,7 @@ GREEDY_BELOW = 1e-5
 """Lower temperatures count as 0, as in vLLM."""
 
 
-class Columns(NamedTuple):
+class LogitColumns(NamedTuple):
     """Tokens that logits are of, if not of all."""
 
     token_ids: Tensor
@@ -45,7 +45,7 @@ class StepRows:
     row. The first row of a request has none, and its value here has no effect."""
     width: int = 1
     """Largest number of rows of a request."""
-    columns: Columns | None = None
+    columns: LogitColumns | None = None
     """Tokens of the logits' columns; None if they are of all tokens. Only for `Foresee`."""
 
 
