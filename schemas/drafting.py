@@ -118,7 +118,7 @@ class SpecActorConfig(Frozen):
     head: Path | None = None
     """Directory of a draft head, for example `/files/head`, made by `refrain drafter train`. The
     engines draft with it where history knows less, from the first epoch on. Set it if first epochs
-    are slow. It needs `model_runner: v1`, and `pat.tp_degrees` unset. Default: no head."""
+    are slow. It needs `pat.tp_degrees` unset. Default: no head."""
     train_head: bool = False
     """Train the head along: after each update the trainer trains it on some of the step's rollouts,
     and engines get it with the weights, for example `true`. Set it if the policy moves so far that

@@ -8,10 +8,10 @@ b, c and p come from passes without drafts alone; d and e from the time that oth
 beyond that. So the cost of a pass without drafts does not drift while such passes are rare. `speed`
 compares recent passes without drafts with the many of the first epoch.
 
-To keep measuring `speed`, nothing is drafted in some slots of the clock (`plain_is_due`). The slots
-are the same for all engines of a machine: engines that share cores slow each other down when one
-verifies. The first pass after drafts teaches nothing, because the host still works on their many
-tokens.
+To keep measuring `speed`, nothing is drafted in some slots of the clock (`plain_is_due`), nor in
+the first passes. The slots are the same for all engines of a machine: engines that share cores slow
+each other down when one verifies. The first pass after drafts teaches nothing, because the host
+still works on their many tokens. So a slot has room for several passes.
 
 The coefficients start from a prior that a few dozen passes outweigh. The prior of drafts is a share
 of a row's time without drafts, because a draft token of a large model on a CPU takes a thousand
@@ -20,7 +20,8 @@ passes without drafts are few, errors in their cost would otherwise make drafts 
 """
 
 from collections.abc import Mapping
-from math import exp, hypot
+from math import ceil, exp, hypot, log2
+from statistics import median
 
 import numpy as np
 
@@ -32,8 +33,14 @@ SPEED_PASSES, SPEED_PLAIN_PASSES = 512, 64
 """Number of passes, of any kind and without drafts, after which older observations of the speed
 weigh a third. Passes that happen to have no drafts must not outweigh those of many slots."""
 PLAIN_PERIOD_S = 1.0
-"""Seconds from one slot without drafts to the next. A rollout stage of seconds has several slots,
-with a few passes each."""
+"""Least seconds from one slot without drafts to the next. A rollout stage of seconds has several
+slots, with a few passes each. Where passes are slow, the time is doubled until a slot has room for
+`SLOT_PASSES`. So each slot of an engine with slower passes is one of all engines."""
+SLOT_PASSES = 3
+PASS_MEAN = 16
+"""Passes that the mean time covers."""
+FIRST_PLAIN = 4
+"""Passes without drafts that teach before the first drafts."""
 PLAIN_SHARE = 1 / 16
 """Share of the time in which engines without a profile draft nothing: it shows how long a pass
 without drafts takes, and so what drafting saves."""
@@ -112,6 +119,10 @@ class MeasuredStepTimes:
         """Relative variance of the time of passes without drafts."""
         self._num_drafted = 0
         """Number of passes with drafts that were learnt from."""
+        self._first: list[float] = []
+        """Time of the first passes without drafts, as multiples of what was expected."""
+        self._pass_s = 0.0
+        """Mean time of recent passes."""
         self._num_since_plain = 0
         self._after_drafts = False
         """Whether the last pass had drafts."""
@@ -159,7 +170,12 @@ class MeasuredStepTimes:
     def plain_is_due(self, now_s: float) -> bool:
         """Return whether to draft nothing now. `now_s` is of a clock that the machine's engines
         share."""
-        return now_s % PLAIN_PERIOD_S < self._plain_share * PLAIN_PERIOD_S
+        if not self._plain_share:
+            return False
+        slot_s = PLAIN_PERIOD_S * self._plain_share
+        doublings = max(0, ceil(log2(max(SLOT_PASSES * self._pass_s, slot_s) / slot_s)))
+        period_s = PLAIN_PERIOD_S * 2**doublings
+        return len(self._first) < FIRST_PLAIN or now_s % period_s < self._plain_share * period_s
 
     def state(self) -> dict[str, list]:
         """Return the state that `restore` takes."""
@@ -195,6 +211,7 @@ class MeasuredStepTimes:
         if began_s is None or not content[1]:
             return
         seconds = now_s - began_s
+        self._pass_s += (seconds - self._pass_s) / (PASS_MEAN if self._pass_s else 1)
         drafted = bool(content[_DRAFTS].any())
         plain_s = self._plain_s(content)
         drafts_s = float(content[_DRAFTS] @ np.maximum(self.coefficients[_DRAFTS], 0.0))
@@ -257,6 +274,10 @@ class MeasuredStepTimes:
                 (seconds - plain_s) ** 2,
             ]
         self._num_since_plain = 0
+        if len(self._first) < FIRST_PLAIN:
+            self._first.append(seconds / plain_s)
+            self._speed[0] *= median(self._first) if len(self._first) == FIRST_PLAIN else 1.0
+            return
         # Changes common to all passes go into `speed`, so the coefficients keep the shape of many
         # passes.
         self._fit(_PLAIN, content, seconds / self.speed, noise_s / self.speed)

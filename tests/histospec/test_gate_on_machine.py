@@ -22,10 +22,12 @@ class Machine:
     """Seconds to draft for a row. A look costs 50 rows more."""
     accepted: float
     """Probability that a draft token is accepted after those before it."""
+    slowness: float = 1.0
+    """Factor of the time of a pass."""
 
     def pass_s(self, held):
         _, few, beyond, _, _, _, num_drafts = held
-        return 5e-3 + 2e-4 * (few + beyond) + self.token_s * num_drafts
+        return self.slowness * (5e-3 + 2e-4 * (few + beyond) + self.token_s * num_drafts)
 
     def look_s(self, batch):
         return self.look_row_s * (50 + batch)
@@ -55,12 +57,13 @@ def roll_out(machine, left, rng, gate, times, now_s, *, drafts):
     return now_s, num_looks
 
 
-def seconds(machine, num_stages, *, drafts):
+def seconds(machine, num_stages, *, drafts, num_tokens=None):
     """Return seconds and number of looks of each stage. Each stage starts with the gate's state of
-    the last one."""
+    the last one. `num_tokens`: of each request of a stage."""
     gate, times, rng = Gate(None), MeasuredStepTimes(plain_share=1 / 16), np.random.default_rng(0)
     found, looks, now_s = [], [], 0.0
-    for lengths in np.random.default_rng(1).geometric(1 / 60, (num_stages, 128)):
+    drawn = np.random.default_rng(1).geometric(1 / 60, (num_stages, 128))
+    for lengths in drawn if num_tokens is None else [num_tokens] * num_stages:
         learnt = gate.state()
         gate = Gate(times)
         gate.restore(learnt)
@@ -85,6 +88,23 @@ def test_drafts_that_do_not_pay_cost_little(machine):
     on, _ = seconds(machine, 6, drafts=True)
     assert on[0] <= 1.06 * off[0]
     assert on[1:].sum() <= 1.03 * off[1:].sum()
+
+
+@pytest.mark.parametrize("slowness", [1.0, 9.0, 30.0])
+@pytest.mark.parametrize(
+    ("token_s", "accepted", "first", "later"),
+    [
+        pytest.param(2.85e-4, 0.58, 1.1, 1.02, id="dear to verify"),
+        pytest.param(1e-4, 0.58, 0.95, 0.92, id="cheap to verify"),
+    ],
+)
+def test_slow_passes_teach_as_much(slowness, token_s, accepted, first, later):
+    """A stage of 36 passes takes 0.4 to 12 seconds."""
+    machine, num_tokens = Machine(token_s, 4e-6, accepted, slowness), np.full(32, 36)
+    off, _ = seconds(machine, 8, drafts=False, num_tokens=num_tokens)
+    on, _ = seconds(machine, 8, drafts=True, num_tokens=num_tokens)
+    assert on[0] <= first * off[0]
+    assert on[1:].sum() <= later * off[1:].sum()
 
 
 def test_drafts_that_pay_are_made():
