@@ -2,9 +2,10 @@
 .DEFAULT_GOAL := help
 VARIANT ?= cpu
 BIN := .venv/bin
-# Two processes share two cores; tests that fail there (status 1) are tried once more, alone.
+# Two processes share two cores, three where tests wait for others; tests that fail there (status 1)
+# are tried once more, alone.
 PYTEST := $(BIN)/pytest -q --durations=40 --durations-min=5 --dist loadgroup --no-loadscope-reorder
-with_retry = $(PYTEST) -n 2 -m "$(1)" || { [ $$? = 1 ] && $(PYTEST) -n 1 --lf -m "$(1)"; }
+with_retry = $(PYTEST) -n $(or $(2),2) -m "$(1)" || { [ $$? = 1 ] && $(PYTEST) -n 1 --lf -m "$(1)"; }
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 15
@@ -22,7 +23,7 @@ check: setup ## Lint, types, import layers and pure tests but the slowest; no en
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet .
 	@$(BIN)/ty check --quiet $(addprefix refrain/,flows tasks engines schemas benchmarks/papers)
 	@$(BIN)/lint-imports --no-logo >/dev/null || $(BIN)/lint-imports
-	@$(call with_retry,not engine and not slow)
+	@$(call with_retry,not engine and not slow,3)
 
 engines: setup ## The tests with real engines and services but the slowest: a quarter of an hour
 	@$(call with_retry,engine and not slow)
