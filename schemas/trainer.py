@@ -94,7 +94,7 @@ class TrainerConfig(Frozen):
     minibatches_per_step: Kept[PositiveInt | None] = None
     """Optimiser updates of one pass over a step's batch. For example, `4` with 64 prompts: 16
     groups an update. Raise it to learn more from a step; later updates are then off-policy.
-    Default: 4 for GSPO, 1 otherwise."""
+    Default: 1; 4 for gspo, sapo, icepop and areal, 8 for gmpo and dppo, 16 for cispo."""
     passes_per_step: Kept[PositiveInt] = 1
     """Passes over the batch of a step (PPO's epochs), each with the same minibatches. For example,
     `2`: twice the updates. Raise it if generating takes most of the time; later updates are then
