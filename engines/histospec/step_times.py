@@ -276,7 +276,8 @@ class MeasuredStepTimes:
         self._num_since_plain = 0
         if len(self._first) < FIRST_PLAIN:
             self._first.append(seconds / plain_s)
-            self._speed[0] *= median(self._first) if len(self._first) == FIRST_PLAIN else 1.0
+            if len(self._first) == FIRST_PLAIN:
+                self._speed[0] *= median(self._first)
             return
         # Changes common to all passes go into `speed`, so the coefficients keep the shape of many
         # passes.

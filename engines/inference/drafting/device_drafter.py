@@ -28,7 +28,7 @@ from refrain.engines.histospec.index import HistoryIndex, build_index
 from refrain.engines.histospec.matching import MAX, MIN, NO_INDEX, IndexTable
 from refrain.engines.histospec.request_indexes import RequestIndexes
 from refrain.engines.inference.drafting.draft_choice import NO_DRAFT, DraftChoice
-from refrain.engines.inference.drafting.engine_head import EngineHead, Foresee
+from refrain.engines.inference.drafting.engine_head import DrawNext, EngineHead
 from refrain.engines.inference.engine.extra_args import PROMPT_KEY
 from refrain.schemas.config import EngineConfig
 from refrain.schemas.drafting import DEVICE_INDEX_BYTES
@@ -264,7 +264,7 @@ class DeviceDrafter:
         drafts = torch.stack([by_history.masked_fill(has_none, NO_DRAFT), by_head])
         return self._choice.choose(slots, drafts).clamp(min=0)
 
-    def _foresee(self, batch: Any) -> Foresee:
+    def _foresee(self, batch: Any) -> DrawNext:
         return lambda logits, columns, last: self._sampler.foresee(logits, columns, batch, last)
 
     def _slots(self) -> np.ndarray:

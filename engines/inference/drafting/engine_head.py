@@ -21,7 +21,7 @@ from refrain.engines.draft_head.files import load
 from refrain.engines.inference.drafting.output_layer import OutputLayer
 from refrain.engines.inference.sampling.step_rows import LogitColumns
 
-Foresee = Callable[[Tensor, LogitColumns, Tensor], Tensor]
+DrawNext = Callable[[Tensor, LogitColumns, Tensor], Tensor]
 """Function that returns the token which each row draws, int32 [rows], from its logits
 [rows, columns] and the position of the token before the drawn one, int64 [rows]."""
 
@@ -54,7 +54,7 @@ class EngineHead:
         self._output_layer = OutputLayer.of(self._policy, self._head.token_ids, self._head.scale)
 
     def draft(
-        self, hidden: Tensor, tokens: Tensor, positions: Tensor, window: int, foresee: Foresee
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, window: int, foresee: DrawNext
     ) -> Tensor:
         """Return drafts of `window` tokens, int32 [rows, window].
 
