@@ -129,6 +129,7 @@ def kinds(is_async: bool) -> tuple[Any, Any]:
 
 def both(is_async: bool, drafts: bool, num_blocks: int, policy: str) -> tuple[Side, Side]:
     vllm, ours = (Side(kind, is_async, drafts, num_blocks, policy) for kind in kinds(is_async))
+    vllm.scheduler.dynamic_sd_lookup = ours.scheduler.dynamic_sd_lookup
     decode_step = ours.scheduler._decode_step
 
     def counted() -> Any:
@@ -171,6 +172,22 @@ def test_steps_are_those_of_vllm(seed, runner, is_async, drafts, num_blocks):
     assert sides[1].told == sides[0].told
     assert sides[1].num_fast > 100
     assert bool(preempted) == (num_blocks == TIGHT)
+
+
+@pytest.mark.parametrize(("runner", "is_async"), [(1, False), (2, True), (2, False)])
+def test_a_cached_prompt_begins_without_drafts(runner, is_async):
+    """vLLM adds as many drafts as fit, of which none can be right."""
+    num = []
+    for kind in kinds(is_async):
+        with model_runner(runner):
+            config = vllm_config(is_async=is_async, max_draft=MAX_DRAFT, max_num_seqs=MAX_ROWS)
+        scheduler = make_scheduler(kind, config, ROOMY)
+        for id in ("first", "second"):
+            scheduler.add_request(make_request(id, range(2, 2 * BLOCK_TOKENS + 3), 4))
+        step = scheduler.schedule()
+        assert step.num_scheduled_tokens["first"] == 2 * BLOCK_TOKENS + 1
+        num.append(step.num_scheduled_tokens["second"])
+    assert num == [1 + MAX_DRAFT, 1]
 
 
 def abort(sides: tuple[Side, Side], id: str) -> None:

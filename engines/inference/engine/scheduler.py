@@ -5,6 +5,7 @@
 - Outputs are buffered (`output_buffer`).
 - Steps that only decode take a short way (`decode_steps`).
 - Long canaries are scored in chunks.
+- A request whose prompt is in the KV cache begins without drafts.
 - Requests whose keys and values could not be loaded begin anew.
 """
 
@@ -56,6 +57,11 @@ class _Holding(DecodeSteps):
         self._stop_strings = cache(self._stop_strings_of)
         self.room: DraftRoom | None = None
         """Room for drafts on the V2 runner. On V1 the worker decides."""
+        if self.num_spec_tokens:
+            # vLLM adds drafts that are never right to a request whose prompt is in the KV cache but
+            # for one token: its graphs want equally long rows. Ours do not. vLLM adds none where
+            # the batch decides how many drafts a request has.
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
 
     def reserve_room(self, config_json: str, setup_json: str) -> None:
         """Reserve room for drafts. Call before the first request."""
