@@ -53,6 +53,7 @@ def test_other_runs_of_tests_leave_it_out() -> None:
     ("what", "gpus", "rehearsed", "lacks"),
     [
         (("cuda", "json"), 2, True, ""),
+        (("cuda", "vllm", "transformers", "numba", "triton"), 1, True, ""),
         (("cuda", "nowhere", "nor_here"), 1, True, "nowhere: not installed; nor_here: not"),
         (("cuda",), 1, False, "CUDA: a CPU cannot stand in"),
     ],

@@ -5,7 +5,7 @@ off      refrain without drafts; takes turns with the trainer
 on       refrain with drafts
 v2_on    as `on`, on vLLM's V2 runner
 v2       as `off`, on vLLM's V2 runner; only on cards with much memory
-slow     as `off`, but vLLM schedules each step (see `decode_steps`); only on such cards
+v2_head  as `v2`, with drafts from a head alone; only on such cards
 
 A rehearsal has no engines on the V2 runner, unless Triton's interpreter is on (`tests.inference.
 interpreted_env`).
@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from tests.gpu.models import write_model
+from refrain.engines.draft_head.model import MOST_TOKENS
+from tests.gpu.models import LOGIT_STD, SHAPES, WEIGHT_STD, write_model
 from tests.gpu.needs import REHEARSAL
 
 SHAPE = "qwen3-tiny" if REHEARSAL else "qwen3-1.7b"
@@ -40,7 +41,6 @@ SHARE = 0.92 if REHEARSAL else 0.25
 """Share of the GPU's memory that must be free when an engine starts."""
 MUCH_MEMORY = 120e9
 SAMPLED = {"worker_extension_cls": "tests.gpu.stack_sampler.SampledWorker"}
-SLOW = {"scheduler_cls": "tests.gpu.slow_scheduler.make_scheduler"}
 RollOut = Callable[[list], tuple[Any, float]]
 
 
@@ -49,6 +49,7 @@ class Fleet:
 
     def __init__(self, directory: Path, device: str) -> None:
         from tests.gpu.local_engine import policy_weights, train_config
+        from tests.inference.heads import right_head
 
         model = write_model(SHAPE, device, torch.bfloat16, directory / "model")
         self.config = train_config(
@@ -70,6 +71,11 @@ class Fleet:
         """Weights with which every draft from history is right, without near ties."""
         self.history = directory / "history"
         self.history.mkdir()
+        shape, scale = SHAPES[SHAPE], LOGIT_STD / WEIGHT_STD
+        self.head = right_head(
+            directory / "head", torch.full((shape["hidden_size"],), scale), shape["vocab_size"]
+        )
+        """With the weights `echo`, each of its drafts is right, too."""
         self.first_sync_s: dict[str, float] = {}
         self.first_request_s: dict[str, float] = {}
         self.failed: dict[str, str] = {}
@@ -79,7 +85,8 @@ class Fleet:
         """Return all requests. Each epoch has other noise."""
         from tests.gpu.local_engine import make_requests
 
-        vocab_size = 512 if REHEARSAL else 151_936
+        # The head drafts no others.
+        vocab_size = min(SHAPES[SHAPE]["vocab_size"], MOST_TOKENS)
         return make_requests(
             NUM_PROMPTS, GROUP_SIZE, PROMPT_TOKENS, response_tokens, vocab_size, epoch
         )
@@ -93,7 +100,7 @@ class Fleet:
     @property
     def drafting(self) -> list[str]:
         """Names of the engines that draft."""
-        return [name for name in ("on", "v2_on") if name in self]
+        return [name for name in ("on", "v2_on", "v2_head") if name in self]
 
     @contextmanager
     def started(self) -> Iterator["Fleet"]:
@@ -111,18 +118,21 @@ class Fleet:
             yield self
 
     def _kinds(self) -> dict[str, tuple[Any, Any]]:
+        from refrain.schemas.drafting import SpecActorConfig
+
+        head = SpecActorConfig(head=self.head)
         kinds = {
             "off": (_other(**SAMPLED), self._config(False, takes_turns=True)),
             "on": (_other(**SAMPLED), self._config(True, history_dir=self.history)),
             "stock": (_stock(), self._config(False)),
             "v2_on": (_other(**SAMPLED), self._config(True, "v2", history_dir=self.history)),
             "v2": (_other(**SAMPLED), self._config(False, "v2")),
-            "slow": (_other(**SLOW), self._config(False)),
+            "v2_head": (_other(**SAMPLED), self._config(False, "v2", specactor=head)),
         }
         if not REHEARSAL and _card_bytes() < MUCH_MEMORY:
-            del kinds["slow"], kinds["v2"]
+            del kinds["v2"], kinds["v2_head"]
         if REHEARSAL and os.environ.get("TRITON_INTERPRET") != "1":
-            del kinds["v2"], kinds["v2_on"]
+            kinds = {name: kind for name, kind in kinds.items() if not name.startswith("v2")}
         return kinds
 
     def _warm_up(self, name: str) -> None:

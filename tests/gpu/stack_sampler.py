@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from typing import Any
 
 import torch
 
@@ -32,13 +33,28 @@ PARTS = {
 class SampledWorker(WorkerExtension):
     def start_sampling(self) -> None:
         self._samples: Counter[tuple[str, ...]] = Counter()
+        self._graphs: Counter[str] = Counter()
+        """Steps by the kind of CUDA graph."""
+        runner = self.model_runner
+        on_v2 = self.use_v2_model_runner
+        self._graphs_of = runner.cudagraph_manager if on_v2 else runner.cudagraph_dispatcher
+        dispatch = self._graphs_of.dispatch
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            found = dispatch(*args, **kwargs)
+            self._graphs[(found.cg_mode if on_v2 else found[0]).name] += 1
+            return found
+
+        self._graphs_of.dispatch = counted
         self._sampling = True
         thread = threading.get_ident()
         threading.Thread(target=self._sample_stacks, args=(thread,), daemon=True).start()
 
-    def take_samples(self) -> tuple[dict[str, float], list[str]]:
-        """Return the share of each part, and the most frequent stacks."""
+    def take_samples(self) -> tuple[dict[str, float], list[str], float]:
+        """Return the share of each part, the most frequent stacks, and the share of steps with a
+        full CUDA graph."""
         self._sampling = False
+        del self._graphs_of.dispatch
         shares: Counter[str] = Counter()
         for stack, num in self._samples.items():
             part = next((PARTS[name] for name in stack if name in PARTS), "other")
@@ -48,6 +64,7 @@ class SampledWorker(WorkerExtension):
         return (
             {part: num / total for part, num in shares.items()},
             [f"{num / total:.3f} {' < '.join(stack[:6])}" for stack, num in frequent],
+            self._graphs["FULL"] / self._graphs.total(),
         )
 
     def start_kernels(self) -> None:

@@ -8,6 +8,9 @@ import pytest
 from tests.gpu.fleet import FEW, LAPS, MOST_FLIPS, NUM_ROWS, RESPONSE_TOKENS, SHORT_TOKENS, Fleet
 from tests.gpu.needs import REHEARSAL, needs
 
+SAMPLED = "off", "on", "v2", "v2_on", "v2_head"
+"""Engines that tell what they do."""
+
 
 @needs("cuda", "vllm", "transformers", "numba", seconds=300)
 def test_all_engines_start(fleet: Fleet) -> None:
@@ -19,12 +22,8 @@ def test_all_engines_start(fleet: Fleet) -> None:
 @needs("cuda", "vllm", "transformers", "numba", seconds=120)
 @pytest.mark.parametrize("num_rows", [FEW, NUM_ROWS])
 def test_a_step(num_rows: int, fleet: Fleet, figures: Callable) -> None:
-    """A step of each engine, without the start and the end of its requests.
-
-    `step_slow` against `step_off` is what our scheduling brings, and `step_v2` what the V2 runner
-    does.
-    """
-    names = [name for name in ("off", "on", "v2", "v2_on", "slow", "stock") if name in fleet]
+    """A step of each engine, without the start and the end of its requests."""
+    names = [name for name in (*SAMPLED, "stock") if name in fleet]
     steps: dict[str, list[float]] = {name: [] for name in names}
     for lap in range(LAPS + 1):
         for name in names:
@@ -37,11 +36,8 @@ def test_a_step(num_rows: int, fleet: Fleet, figures: Callable) -> None:
         figures(**{f"step_{name}_{num_rows}_rows_ms": 1e3 * median(laps[1:])})
 
 
-SAMPLED = pytest.mark.parametrize("name", ["off", "on", "v2", "v2_on"])
-
-
 @needs("cuda", "vllm", "transformers", "numba", seconds=20)
-@SAMPLED
+@pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.parametrize("num_rows", [FEW, NUM_ROWS])
 def test_where_a_step_goes(num_rows: int, name: str, fleet: Fleet, figures: Callable) -> None:
     """Shares of the engine's thread by what it does, sampled every few milliseconds.
@@ -53,14 +49,17 @@ def test_where_a_step_goes(num_rows: int, name: str, fleet: Fleet, figures: Call
     engine = fleet[name]
     engine.wait(engine.engine._llm.collective_rpc("start_sampling"))
     engine.roll_out(fleet.requests(400)[:num_rows])
-    ((shares, stacks),) = engine.wait(engine.engine._llm.collective_rpc("take_samples"))
+    ((shares, stacks, full_graphs),) = engine.wait(
+        engine.engine._llm.collective_rpc("take_samples")
+    )
     assert shares
     print(*stacks, sep="\n")
+    shares["with_full_graphs"] = full_graphs
     figures(**{f"share_{name}_{num_rows}_rows_{what}": share for what, share in shares.items()})
 
 
 @needs("cuda", "vllm", "transformers", "numba", seconds=20, rehearsed=False)
-@SAMPLED
+@pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.parametrize("num_rows", [FEW, NUM_ROWS])
 def test_kernels_of_a_step(num_rows: int, name: str, fleet: Fleet, figures: Callable) -> None:
     """Kernel time per step, with the prefill counted in. `busy`: share of the wall clock."""
@@ -90,7 +89,7 @@ def test_flips(fleet: Fleet, figures: Callable) -> None:
 
     requests = fleet.requests(500)[:FEW]
     expected, _ = fleet["off"].roll_out(requests)
-    for name in ("off", "on", "slow", "v2", "v2_on"):
+    for name in SAMPLED:
         if name not in fleet:
             continue
         num_flips, num = parted(fleet[name].roll_out(requests)[0], expected)

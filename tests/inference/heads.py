@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from refrain.engines.draft_head.files import save
-from refrain.engines.draft_head.model import DraftHead
+from refrain.engines.draft_head.model import MOST_TOKENS, DraftHead
 from refrain.engines.learn.learner import Learner
 from tests.inference.real import CONFIG
 
@@ -26,14 +26,14 @@ def random_head(directory: Path) -> Path:
     return directory
 
 
-def right_head(directory: Path, scale: Tensor) -> Path:
+def right_head(directory: Path, scale: Tensor, vocab_size: int = 36) -> Path:
     """Write a head whose output is the last token's embedding, normed and scaled as the policy of
     `memoryless` does it. Return its directory."""
-    head = DraftHead(len(scale), torch.arange(36))
+    head = DraftHead(len(scale), torch.arange(min(vocab_size, MOST_TOKENS)))
     with torch.no_grad():
         head.mix.weight.copy_(torch.eye(len(scale), 2 * len(scale)).roll(len(scale), dims=1))
         head.scale.copy_(scale)
-    save(head, directory, vocab_size=36, window=4)
+    save(head, directory, vocab_size=vocab_size, window=4)
     return directory
 
 

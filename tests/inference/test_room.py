@@ -11,11 +11,12 @@ import pytest
 from refrain.engines.histospec.index import build_index
 from refrain.engines.histospec.index_file import index_path, shared_dir, write_index
 from refrain.engines.inference.drafting.room import NONE, OWN, SHARED, DraftRoom
+from refrain.schemas.drafting import SpecActorConfig
 from refrain.schemas.engine import ALONE
 from tests.inference.real import CONFIG, key
 
 pytestmark = pytest.mark.engine
-WINDOW = 6
+WINDOW, HEAD_WINDOW = 6, 2
 VLLM = SimpleNamespace(
     num_speculative_tokens=WINDOW,
     scheduler_config=SimpleNamespace(
@@ -43,10 +44,13 @@ def request_of(name: str, prompt: int | None, max_tokens: int = 100) -> SimpleNa
 class Engine:
     """A scheduler that decodes. `right`: how many draft tokens of each request are right."""
 
-    def __init__(self, history: Path, *, gate: bool = False, learnt: str = "") -> None:
+    def __init__(
+        self, history: Path, *, gate: bool = False, learnt: str = "", head: Path | None = None
+    ) -> None:
         config = CONFIG.engine.model_copy(
             update={
                 "history_dir": history,
+                "specactor": SpecActorConfig(head=head, window=HEAD_WINDOW),
                 "drafting": CONFIG.engine.drafting.model_copy(update={"gate": gate}),
             }
         )
@@ -98,6 +102,13 @@ def test_requests_without_an_index_get_no_room(history: Path) -> None:
     engine.add("new prompt", 7)
     engine.add("canary", None)
     assert engine.step() == {"drafted": WINDOW, "new prompt": 0, "canary": 0}
+
+
+def test_a_head_gets_no_more_room_than_it_drafts(history: Path) -> None:
+    engine = Engine(history, head=history / "head")
+    engine.add("drafted", 0)
+    engine.add("new prompt", 7)
+    assert engine.step() == {"drafted": WINDOW, "new prompt": HEAD_WINDOW}
 
 
 def test_kinds_of_requests(history: Path) -> None:

@@ -94,6 +94,10 @@ class DraftRoom:
         self._max_step_tokens = max_step_tokens(vllm_config)
         self._measured, self._gate = times_and_gate(config, setup)
         self._window = vllm_config.num_speculative_tokens
+        of_head = config.specactor.window if self._has_head else 0
+        of_history = max(drafting.max_draft, of_head)
+        self._longest = {OWN: of_history, SHARED: of_history, HEADED: of_head}
+        """Longest draft of each kind."""
         self._rooms = [[-1] * num for num in range(self._window + 1)]
         """Placeholders for each number of tokens to verify."""
         self._kinds = {OWN: _Kind(), SHARED: _Kind(), HEADED: _Kind()}
@@ -179,7 +183,8 @@ class DraftRoom:
             row.num_prompt_tokens + row.max_tokens - row.num_tokens - row.num_output_placeholders
             for row in rows
         ]
-        most = np.clip(np.array(left) - 1, 0, self._window).astype(np.int32)
+        longest = [min(self._window, self._longest[kind]) for kind, _ in records]
+        most = np.clip(np.array(left) - 1, 0, longest).astype(np.int32)
         columns = np.arange(self._window)
         drafted = columns < most[:, None]
         probabilities = np.where(drafted, shares[:, None] ** (columns + 1), 0.0)
