@@ -217,7 +217,7 @@ def measure(args: Namespace, console: Console) -> Measured:
 
 
 def show(report: BenchReport, console: Console) -> None:
-    names = ("longest block, ms", "of the CPU, ms", "CPU, s", "peak, MB")
+    names = ("block, ms", "its CPU, ms", "CPU, s", "peak, MB")
     table = plain_table("engines", "rollouts", "response", "seconds", *names)
     for row in report.rows:
         sizes = (row["engines"], row["rollouts"], row["response_tokens"])
@@ -225,6 +225,7 @@ def show(report: BenchReport, console: Console) -> None:
         values = (*values, row["cpu_s"], row["peak_bytes"] / 1e6)
         table.add_row(*(f"{size:,}" for size in sizes), *(f"{v:.1f}" for v in values))
     console.print(table)
+    console.print("block: the longest time for which the event loop did one thing")
     per_token = report.figures["driver_bytes_per_token"]
     console.print(f"{per_token:.3f} bytes of the driver's memory for each further token")
     hold_up_ms = report.figures["races_longest_hold_up_ms"]

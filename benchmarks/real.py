@@ -52,9 +52,31 @@ from refrain.schemas.keys import sample_key
 from refrain.schemas.rollout import RequestId
 
 PACKAGES = (*one_step.PACKAGES, "transformers")
-SOURCES = ("own", "shared", "ngram")
-OF_HEAD = ("acceptance_length", "acceptance_rate", "speculation_rate", "gated")
-COMPARED = ("nats", "speculation_rate", "acceptance_length", "gated", *SOURCES, "if_cheap")
+SOURCES = ("own", "shared", "ngram", "if_cheap")
+OF_ON = ("nats", "speculation_rate", "acceptance_length", "gated", *SOURCES)
+HEAD = ("acceptance_length", "acceptance_rate", "speculation_rate", "gated")
+Columns = dict[str, tuple[str, str]]
+"""Figures without the temperature and the epoch, with their title and format."""
+SPEED: Columns = {
+    "nats": ("nats", ".2f"),
+    "on_over_off": ("on/off", ".3f"),
+    "on_over_stock": ("on/stock", ".3f"),
+    "speculation_rate": ("from drafts", ".1%"),
+    "acceptance_length": ("length", ".2f"),
+    "gated": ("gated", ".0%"),
+}
+SOURCES_AND_REPLAY: Columns = {
+    "own": ("own", ".1%"),
+    "shared": ("shared", ".1%"),
+    "ngram": ("ngram", ".1%"),
+    "if_cheap": ("if cheap", ".2f"),
+}
+OF_HEAD: Columns = {
+    "head_over_off": ("head/off", ".3f"),
+    "head_acceptance_length": ("length", ".2f"),
+    "head_acceptance_rate": ("accepted", ".0%"),
+    "head_gated": ("gated", ".0%"),
+}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -231,12 +253,10 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
             found[f"on_over_off_{end}"] = _ratio(laps, "off")
             found[f"on_over_stock_{end}"] = _ratio(laps, "stock")
             on = rows_with(laps, engine="on")
-            found |= {f"{name}_{end}": median(row[name] for row in on) for name in COMPARED}
+            found |= {f"{name}_{end}": median(row[name] for row in on) for name in OF_ON}
             if head := rows_with(laps, engine="head"):
                 found[f"head_over_off_{end}"] = _ratio(laps, "off", "head")
-                found |= {
-                    f"head_{name}_{end}": median(row[name] for row in head) for name in OF_HEAD
-                }
+                found |= {f"head_{name}_{end}": median(row[name] for row in head) for name in HEAD}
     useless, last = ending(max(temperatures)), ending(min(temperatures))
     found["on_over_off_where_useless"] = min(
         found[f"on_over_off_{useless}_epoch_{epoch}"] for epoch in epochs
@@ -253,40 +273,19 @@ def _ratio(laps: Sequence[Row], other: str, engine: str = "on") -> float:
 
 
 def show(report: BenchReport, console: Console) -> None:
-    columns = ("temperature", "epoch", "nats", "on/off", "on/stock", "from drafts", "length")
-    table = plain_table(*columns, *SOURCES, "gated", "if cheap")
     places = dict.fromkeys((row["temperature"], row["epoch"]) for row in report.rows)
-    for temperature, epoch in places:
-        end = f"{ending(temperature)}_epoch_{epoch}"
-        of = {name: report.figures[f"{name}_{end}"] for name in COMPARED}
-        table.add_row(
-            f"{temperature:g}",
-            str(epoch),
-            f"{of['nats']:.2f}",
-            f"{report.figures[f'on_over_off_{end}']:.3f}",
-            f"{report.figures[f'on_over_stock_{end}']:.3f}",
-            f"{of['speculation_rate']:.1%}",
-            f"{of['acceptance_length']:.2f}",
-            *(f"{of[source]:.1%}" for source in SOURCES),
-            f"{of['gated']:.0%}",
-            f"{of['if_cheap']:.2f}",
-        )
-    console.print(table)
-    if rows_with(report.rows, engine="head"):
-        console.print(_head_table(report.figures, places))
+    has_head = bool(rows_with(report.rows, engine="head"))
+    for columns in (SPEED, SOURCES_AND_REPLAY, *([OF_HEAD] if has_head else [])):
+        console.print(_table(report.figures, places, columns))
     console.print(f"sequences that are the same with drafting: {report.figures['identical']:.1%}")
 
 
-def _head_table(figures: dict[str, float], places: Iterable[tuple[float, int]]) -> Table:
-    table = plain_table("temperature", "epoch", "head/off", "length", "accepted", "gated")
+def _table(
+    figures: dict[str, float], places: Iterable[tuple[float, int]], columns: Columns
+) -> Table:
+    table = plain_table("temperature", "epoch", *(title for title, _ in columns.values()))
     for temperature, epoch in places:
         end = f"{ending(temperature)}_epoch_{epoch}"
-        table.add_row(
-            f"{temperature:g}",
-            str(epoch),
-            f"{figures[f'head_over_off_{end}']:.3f}",
-            f"{figures[f'head_acceptance_length_{end}']:.2f}",
-            f"{figures[f'head_acceptance_rate_{end}']:.0%}",
-            f"{figures[f'head_gated_{end}']:.0%}",
-        )
+        cells = (format(figures[f"{name}_{end}"], how) for name, (_, how) in columns.items())
+        table.add_row(f"{temperature:g}", str(epoch), *cells)
     return table

@@ -1,6 +1,7 @@
 """`refrain bench` from the command line, and the figures of the drafting bench for known traces."""
 
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from refrain.benchmarks.lockstep import PassTime
 from refrain.engines.simulate.trace import Trace, write_trace
@@ -287,6 +289,24 @@ def test_the_index_bench_at_reduced_size(monkeypatch):
         (name, i) for i in (0, 1) for name in ("refrain", "refrain, shared")
     ]
     assert "not installed" in bench("index", "--repeats", "1").output
+
+
+OLDER = "pipeline", "pipeline_long_tail"
+"""Baselines that lack a column which their bench has by now."""
+BASELINES = {
+    path.stem: BenchReport.model_validate_json(path.read_text())
+    for path in sorted((REPOSITORY / "benchmarks" / "baselines").glob("*.json"))
+    if path.stem not in (*OLDER, "gpu") and not path.stem.startswith(("simulate", "profile"))
+}
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_its_tables_fit_a_terminal(name):
+    report, text = BASELINES[name], io.StringIO()
+    module = importlib.import_module(f"refrain.benchmarks.{report.name}")
+    module.show(report, Console(file=text, width=80))
+    assert text.getvalue()
+    assert "…" not in text.getvalue()
 
 
 def test_a_name_imports_only_its_own_bench():

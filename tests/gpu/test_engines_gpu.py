@@ -1,11 +1,15 @@
 """refrain's engines compared with stock vLLM on one GPU (see `fleet`)."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.gpu.fleet import FEW, NUM_ROWS, Fleet, in_batches, in_turn
 from tests.gpu.needs import REHEARSAL, needs
+
+if TYPE_CHECKING:
+    from tests.gpu.local_engine import Row, Rows
 
 AS = {"on": "", "v2_on": "v2_", "v2_head": "v2_head_"}
 """How the figures of an engine begin."""
@@ -53,7 +57,8 @@ def test_decoding_in_turn(num_rows: int, fleet: Fleet, figures: Callable) -> Non
 @needs("cuda", "vllm", "transformers", "numba", seconds=150)
 @pytest.mark.parametrize("num_rows", [FEW, NUM_ROWS])
 def test_drafts_that_are_right(num_rows: int, fleet: Fleet, figures: Callable) -> None:
-    """Draft earlier samples from themselves, or with a head that is right. The tokens are the same.
+    """Draft earlier samples from themselves, or with a head that is right. The tokens are the same,
+    also where a part of the drafts is wrong.
 
     With random weights in bfloat16 a response would soon differ, by rounding alone, from its
     earlier self. So the weights are those of a model without near ties.
@@ -66,30 +71,49 @@ def test_drafts_that_are_right(num_rows: int, fleet: Fleet, figures: Callable) -
     expected, _ = fleet["off"].roll_out(requests)
     again, off_s = fleet["off"].roll_out(requests)
     write_history(fleet.history, expected.values())
-    drafted = {}
+    others = [again]
     for name in fleet.drafting:
         # The gate learns that these drafts pay.
         fleet[name].roll_out(requests)
-        drafted[name], on_s = fleet[name].roll_out(requests)
-        num, right = (
-            sum(row[column] for row in drafted[name].values())
-            for column in ("num_draft_tokens", "num_accepted_tokens")
-        )
+        rows, on_s = fleet[name].roll_out(requests)
+        others.append(rows)
+        num, right = _drafted(rows)
         told = {
-            "tokens_per_s": num_tokens(drafted[name]) / on_s,
+            "tokens_per_s": num_tokens(rows) / on_s,
             "over_off": off_s / on_s,
             "acceptance": right / max(1, num),
         }
         what = f"engine_{AS[name]}right_drafts_{num_rows}_rows"
         figures(**{f"{what}_{key}": value for key, value in told.items()})
         # On a CPU the short drafts of a head may not pay.
-        least = 0.0 if REHEARSAL and name == "v2_head" else num_tokens(drafted[name]) / 2
+        least = 0.0 if REHEARSAL and name == "v2_head" else num_tokens(rows) / 2
         assert right >= least
+    write_history(fleet.history, [_with_others(row) for row in expected.values()])
+    for name in [name for name in fleet.drafting if name != "v2_head"]:
+        rows, _ = fleet[name].roll_out(requests)
+        others.append(rows)
+        num, right = _drafted(rows)
+        assert num > right
     for name in ("off", *fleet.drafting):
         fleet.load(name, fleet.weights)
-    for rows in (again, *drafted.values()):
+    for rows in others:
         num_flips, _ = parted(rows, expected)
         assert not num_flips
+
+
+def _drafted(rows: "Rows") -> tuple[int, int]:
+    """Return how many draft tokens were verified, and how many of them were right."""
+    num, right = (
+        sum(row[column] for row in rows.values())
+        for column in ("num_draft_tokens", "num_accepted_tokens")
+    )
+    return num, right
+
+
+def _with_others(row: "Row") -> "Row":
+    """Return a response in which each fifth token is another one."""
+    tokens = [one if i % 5 else one + 1 for i, one in enumerate(row["response_token_ids"])]
+    return row | {"response_token_ids": tokens}
 
 
 @needs("cuda", "vllm", "transformers", "numba", seconds=60)

@@ -37,7 +37,6 @@ from tests.inference.switching import (
 )
 from tests.inference.test_moved_kv import of_another_type
 from tests.inference.v2_engines import (
-    MAX_DRAFT,
     OFF,
     AsynchronousEngine,
     WaitingEngine,
@@ -133,9 +132,8 @@ async def test_requests_begin_anew_after_a_failed_load(
     assert await bytes_loaded(pair[1]) == 0
 
 
-async def test_a_padded_step_accepts_nothing(engines, weights, prompts):
-    """If only one token of a prompt is not in the prefix cache, vLLM pads the step with drafts that
-    do not exist."""
+async def test_a_cached_prompt_begins_without_drafts(engines, weights, prompts):
+    """If only one token of a prompt is not in the prefix cache, vLLM would add drafts."""
     many = tuple(token for prompt in prompts for token in prompt)[1:]
     (first, *_) = requests([many[: 2 * BLOCK + 1]])
     # No history is of this prompt.
@@ -143,12 +141,11 @@ async def test_a_padded_step_accepts_nothing(engines, weights, prompts):
     request = replace(first, id=id, max_response_tokens=24)
     await load(engines[:2], weights)
     alone = await generate(engines[0], [request])
-    for num_cached, num_drafts in ((0, 0), (2 * BLOCK, MAX_DRAFT)):
+    for num_cached in (0, 2 * BLOCK):
         again = await generate(engines[1], [request])
         assert_as_before(again, alone)
         assert again[id].num_cached_tokens == num_cached
-        generated = again[id].generated
-        assert (generated.num_draft_tokens, generated.num_accepted_tokens) == (num_drafts, 0)
+        assert again[id].generated.num_draft_tokens == 0
 
 
 async def test_asleep_and_awake(engines, weights, expected, todo):

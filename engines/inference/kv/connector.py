@@ -73,9 +73,6 @@ class KVConnector(KVConnectorBase_V1):
         self._num_heads = model.get_total_num_kv_heads()
         self._tp_degree = parallel.tensor_parallel_size
         self._block_size = vllm_config.cache_config.block_size
-        # If only one token remains after the loaded ones, vLLM pads it with drafts that do not
-        # exist, which take time to verify. So compute two.
-        self._num_computed_anew = 1 if vllm_config.speculative_config is None else 2
         self._caches: dict[str, Tensor] = {}
         self._precopies = PreCopies()
         self._files = KVFiles()
@@ -244,7 +241,8 @@ class KVConnector(KVConnectorBase_V1):
         source = self._source_of(request)
         if source is None:
             return 0, False
-        useful = min(source.num_tokens, request.num_tokens - self._num_computed_anew)
+        # The last token is computed, to draw the next one.
+        useful = min(source.num_tokens, request.num_tokens - 1)
         self._num_cached[request.request_id] = num_computed_tokens
         return max(0, useful - num_computed_tokens), False
 
