@@ -52,12 +52,14 @@ from refrain.schemas.keys import sample_key
 from refrain.schemas.rollout import RequestId
 
 PACKAGES = (*one_step.PACKAGES, "transformers")
-SOURCES = ("own", "shared", "ngram", "if_cheap")
-OF_ON = ("nats", "speculation_rate", "acceptance_length", "gated", *SOURCES)
-HEAD = ("acceptance_length", "acceptance_rate", "speculation_rate", "gated")
+COMPARED = (
+    *("nats", "speculation_rate", "acceptance_length", "gated"),
+    *("own", "shared", "ngram", "if_cheap"),
+)
+OF_HEAD = ("acceptance_length", "acceptance_rate", "speculation_rate", "gated")
 Columns = dict[str, tuple[str, str]]
 """Figures without the temperature and the epoch, with their title and format."""
-SPEED: Columns = {
+SPEED_TABLE: Columns = {
     "nats": ("nats", ".2f"),
     "on_over_off": ("on/off", ".3f"),
     "on_over_stock": ("on/stock", ".3f"),
@@ -65,13 +67,13 @@ SPEED: Columns = {
     "acceptance_length": ("length", ".2f"),
     "gated": ("gated", ".0%"),
 }
-SOURCES_AND_REPLAY: Columns = {
+SOURCES_TABLE: Columns = {
     "own": ("own", ".1%"),
     "shared": ("shared", ".1%"),
     "ngram": ("ngram", ".1%"),
     "if_cheap": ("if cheap", ".2f"),
 }
-OF_HEAD: Columns = {
+HEAD_TABLE: Columns = {
     "head_over_off": ("head/off", ".3f"),
     "head_acceptance_length": ("length", ".2f"),
     "head_acceptance_rate": ("accepted", ".0%"),
@@ -253,10 +255,12 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
             found[f"on_over_off_{end}"] = _ratio(laps, "off")
             found[f"on_over_stock_{end}"] = _ratio(laps, "stock")
             on = rows_with(laps, engine="on")
-            found |= {f"{name}_{end}": median(row[name] for row in on) for name in OF_ON}
+            found |= {f"{name}_{end}": median(row[name] for row in on) for name in COMPARED}
             if head := rows_with(laps, engine="head"):
                 found[f"head_over_off_{end}"] = _ratio(laps, "off", "head")
-                found |= {f"head_{name}_{end}": median(row[name] for row in head) for name in HEAD}
+                found |= {
+                    f"head_{name}_{end}": median(row[name] for row in head) for name in OF_HEAD
+                }
     useless, last = ending(max(temperatures)), ending(min(temperatures))
     found["on_over_off_where_useless"] = min(
         found[f"on_over_off_{useless}_epoch_{epoch}"] for epoch in epochs
@@ -275,7 +279,7 @@ def _ratio(laps: Sequence[Row], other: str, engine: str = "on") -> float:
 def show(report: BenchReport, console: Console) -> None:
     places = dict.fromkeys((row["temperature"], row["epoch"]) for row in report.rows)
     has_head = bool(rows_with(report.rows, engine="head"))
-    for columns in (SPEED, SOURCES_AND_REPLAY, *([OF_HEAD] if has_head else [])):
+    for columns in (SPEED_TABLE, SOURCES_TABLE, *([HEAD_TABLE] if has_head else [])):
         console.print(_table(report.figures, places, columns))
     console.print(f"sequences that are the same with drafting: {report.figures['identical']:.1%}")
 
