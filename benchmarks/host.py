@@ -110,7 +110,8 @@ class _Side:
         self._runner = _TimedRunner(draft=_half_right)
         self._core = Core(self.scheduler, self._runner)
         for i in range(num_rows):
-            prompt = range(2, 2 + PROMPT_TOKENS + i % 16)
+            # No two begin alike: vLLM treats a prompt that is cached but for one token otherwise.
+            prompt = [2 + i] * (PROMPT_TOKENS + i % 16)
             request = make_request(f"r{i}", prompt, MOST_TOKENS, ignore_eos=True)
             self.scheduler.add_request(request)
         for _ in range(WARM_UP_STEPS):
