@@ -96,7 +96,10 @@ def test_other_weights_than_the_trainers_stop_the_run(
 
 @pytest.mark.slow
 def test_another_architecture_trains(gemma3_dir: Path, data: Path) -> None:
-    """Gemma 3 has sliding windows, its own norms, and a vocabulary of a quarter million tokens."""
-    train(gemma3_dir, data, "max_steps=2").finish()
+    """Gemma 3 has sliding windows, its own norms, and a vocabulary of a quarter million tokens.
+
+    Its random weights round too much in bfloat16 for the canary (0.35 nats after two steps).
+    """
+    train(gemma3_dir, data, "max_steps=2", "model.dtype=float32").finish()
     assert summary(data)["steps"] == 2
     assert summary(data)["failures"] == {}
