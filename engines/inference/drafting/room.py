@@ -94,8 +94,8 @@ class DraftRoom:
         self._max_step_tokens = max_step_tokens(vllm_config)
         self._measured, self._gate = times_and_gate(config, setup)
         self._window = vllm_config.num_speculative_tokens
-        of_head = config.specactor.window if self._has_head else 0
-        of_history = max(drafting.max_draft, of_head)
+        of_head = min(self._window, config.specactor.window) if self._has_head else 0
+        of_history = max(min(self._window, drafting.max_draft), of_head)
         self._longest = {OWN: of_history, SHARED: of_history, HEADED: of_head}
         """Longest draft of each kind."""
         self._rooms = [[-1] * num for num in range(self._window + 1)]
@@ -183,7 +183,7 @@ class DraftRoom:
             row.num_prompt_tokens + row.max_tokens - row.num_tokens - row.num_output_placeholders
             for row in rows
         ]
-        longest = [min(self._window, self._longest[kind]) for kind, _ in records]
+        longest = [self._longest[kind] for kind, _ in records]
         most = np.clip(np.array(left) - 1, 0, longest).astype(np.int32)
         columns = np.arange(self._window)
         drafted = columns < most[:, None]
